@@ -1,0 +1,53 @@
+"""Placement groups for rank groups: one bundle per rank.
+
+Whoever owns a group may sit in a bundle of its own before the ranks' (a Serve replica does), so
+that owner and ranks are placed together.
+"""
+
+from __future__ import annotations
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from cluster.config import DEFAULT_NUM_CPUS, EngineConfig
+
+PLACEMENT_TIMEOUT_S = 30.0
+
+
+class PlacementError(RuntimeError):
+    """A placement group did not become ready in time."""
+
+
+def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
+    """Return one bundle per rank of a group of this configuration."""
+    bundle: dict[str, float] = {"CPU": num_cpus}
+    if config.device == "cuda":
+        bundle["GPU"] = 1
+    return [dict(bundle) for _ in range(config.parallel.world_size)]
+
+
+def create_placement_group(
+    config: EngineConfig,
+    *,
+    num_cpus: float = DEFAULT_NUM_CPUS,
+    timeout_s: float = PLACEMENT_TIMEOUT_S,
+) -> PlacementGroup:
+    """Create a placement group for a rank group and wait until it is placed.
+
+    Raises:
+        PlacementError: not placed in time; tells what was asked for and what is free.
+    """
+    bundles = rank_bundles(config, num_cpus)
+    group = placement_group(bundles, strategy="PACK")
+    if not group.wait(timeout_s):
+        free = free_resources()
+        ray.util.remove_placement_group(group)
+        raise PlacementError(
+            f"placement group: wanted {bundles} within {timeout_s:g} s, found free {free}"
+        )
+    return group
+
+
+def free_resources() -> dict[str, float]:
+    """Return the CPUs and GPUs of the cluster that nobody has reserved."""
+    return {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}

@@ -1,0 +1,159 @@
+"""`RankActor`: the Ray actor that owns one (data-parallel, tensor-parallel) rank.
+
+The one thing to know: `run()` is the step loop and occupies a concurrency group of its own; its
+object reference is the rank's sentinel, where death, exception and normal end all arrive. Every
+other method is control plane, in the `ctl` group. No Ray call happens inside a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ray
+
+from cluster.config import EngineConfig
+from cluster.rank.meeting import Meeting, Rendezvous
+from cluster.rank.stats import RankStats
+from compile.environment import apply_log_level
+
+if TYPE_CHECKING:
+    from cluster.rank.follower import Follower
+    from cluster.rank.leader import Leader
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank an actor is. Invariant: no two actors of one epoch share a place."""
+
+    dp_rank: int
+    tp_rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far a rank has come before it is ready."""
+
+    what: str
+    done: int
+    total: int
+
+
+class RankActor:
+    """One rank's process. Lives and dies with its group: a rank alone is worth nothing."""
+
+    def __init__(
+        self, config: EngineConfig, place: RankPlace, engine_id: str, config_hash: str
+    ) -> None:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        apply_log_level()
+        # Read when torch is loaded, which happens in `load` and not before.
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+        self._config = config
+        self._place = place
+        self._engine_id = engine_id
+        self._config_hash = config_hash
+        self._state = "starting"
+        self._progress = LoadProgress("starting", 0, 1)
+        self._meeting: Meeting | None = None
+        self._rank: Leader | Follower | None = None
+
+    def meet(self) -> Rendezvous | None:
+        """Open where a leader's followers will find it; None where it has none."""
+        self._meeting = Meeting(
+            self._config,
+            host=ray.util.get_node_ip_address(),
+            config_hash=self._config_hash,
+            epoch=self._place.epoch,
+        )
+        return self._meeting.rendezvous
+
+    def load(self, rendezvous: Rendezvous | None = None) -> str:
+        """Load the model and join the group.
+
+        Returns:
+            A leader's endpoint that takes requests; nothing of a follower.
+        """
+        self._state = "loading"
+        rank = self._lead() if self._place.tp_rank == 0 else self._follow(rendezvous)
+        self._rank = rank
+        self._state = "ready"
+        return getattr(rank, "inbox", "")
+
+    def _lead(self) -> Leader:
+        # Imported here: the owner of the group imports this module too, and must not pay for
+        # torch (2 s and 180 MB).
+        from cluster.rank.leader import Leader
+
+        return Leader(
+            self._config,
+            engine_id=self._engine_id,
+            epoch=self._place.epoch,
+            host=ray.util.get_node_ip_address(),
+            config_hash=self._config_hash,
+            progress=self._on_progress,
+            meeting=self._meeting,
+        )
+
+    def _follow(self, rendezvous: Rendezvous | None) -> Follower:
+        from cluster.rank.follower import Follower
+
+        assert rendezvous is not None, "rank: wanted its leader's rendezvous, found None"
+        return Follower(
+            self._config,
+            dp_rank=self._place.dp_rank,
+            tp_rank=self._place.tp_rank,
+            epoch=self._place.epoch,
+            host=ray.util.get_node_ip_address(),
+            config_hash=self._config_hash,
+            rendezvous=rendezvous,
+            progress=self._on_progress,
+        )
+
+    def run(self) -> None:
+        """Step until stopped: the rank's life."""
+        assert self._rank is not None, "rank: wanted load() before run(), found no model"
+        # Other threads of this process only answer the control plane; a short switch interval
+        # keeps a step from waiting 5 ms for one of them.
+        sys.setswitchinterval(2e-4)
+        try:
+            self._rank.run()
+        finally:
+            self._state = "stopped"
+
+    def stats(self) -> tuple[RankStats, LoadProgress | None]:
+        """Return counters, and progress while the rank is not ready."""
+        place, node = self._place, ray.get_runtime_context().get_node_id()
+        if self._state == "ready" and self._rank is not None:
+            stats = self._rank.stats(
+                tp_rank=place.tp_rank, dp_rank=place.dp_rank, pid=os.getpid(), node=node
+            )
+            return stats, None
+        stats = RankStats(
+            tp_rank=place.tp_rank,
+            dp_rank=place.dp_rank,
+            pid=os.getpid(),
+            node=node,
+            state=self._state,
+            epoch=place.epoch,
+            step=0,
+        )
+        return stats, self._progress
+
+    def stop(self) -> None:
+        """End the step loop at its next border."""
+        if self._rank is not None:
+            self._rank.stop()
+
+    def _on_progress(self, what: str, done: int, total: int) -> None:
+        self._progress = LoadProgress(what, done, total)
+
+
+RemoteRank = ray.remote(
+    max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
+)(RankActor)
+"""The actor class. Methods name their concurrency group where they are called."""

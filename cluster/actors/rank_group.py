@@ -1,0 +1,232 @@
+"""`RankGroup`: the ranks that step together, and their owner's view of them.
+
+1. One actor per (dp_rank, tp_rank) is created in its bundle of the placement group.
+2. Leaders open where their followers will find them; the addresses go through here.
+3. All load together; then all run. The reference of `run()` is a rank's sentinel.
+4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
+
+The one thing to know: a rank that dies pulls its peers along, out of their collectives with an
+error within milliseconds. Who is named is the one whose process died, if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
+from cluster.config import EngineConfig
+from cluster.rank.meeting import Rendezvous
+from cluster.rank.stats import RankStats
+
+log = logging.getLogger("lockstep.group")
+
+STATS_TIMEOUT_S = 1.0
+BLAME_S = 0.5
+"""Between a rank's error and the news of a process that died and may have caused it."""
+
+
+class RankDied(RuntimeError):
+    """A rank of the group ended; the message names it and the cause."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """All ranks' figures, and the progress of those that are not ready."""
+
+    ranks: list[RankStats]
+    loading: list[LoadProgress]
+
+
+class RankGroup:
+    """The actors of one group under one epoch.
+
+    Invariant: `inboxes[d]` is the endpoint of data-parallel rank d's leader.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        placement_group: PlacementGroup,
+        *,
+        first_bundle: int,
+        engine_id: str,
+        config_hash: str,
+        epoch: int = 0,
+    ) -> None:
+        """Create the actors.
+
+        Args:
+            first_bundle: the bundle of rank 0; those before it belong to the owner.
+        """
+        self.epoch = epoch
+        self._tensor_parallel_size = config.parallel.tensor_parallel_size
+        self._is_stopping = False
+        self.inboxes: list[str] = []
+        self.places = [
+            RankPlace(dp_rank, tp_rank, epoch)
+            for dp_rank in range(config.parallel.data_parallel_size)
+            for tp_rank in range(config.parallel.tensor_parallel_size)
+        ]
+        self._actors: list[Any] = [
+            RemoteRank.options(
+                num_cpus=placement_group.bundle_specs[first_bundle + i].get("CPU", 0),
+                num_gpus=placement_group.bundle_specs[first_bundle + i].get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group, placement_group_bundle_index=first_bundle + i
+                ),
+            ).remote(config, place, f"{engine_id}/{place.dp_rank}", config_hash)
+            for i, place in enumerate(self.places)
+        ]
+        self._sentinels: list[Any] = []
+
+    async def start(self) -> None:
+        """Load every rank and set it running.
+
+        Raises:
+            RankDied: a rank ended while loading; names it.
+        """
+        rendezvous = await self._meet()
+        loads = [
+            actor.load.options(concurrency_group="step").remote(rendezvous[place.dp_rank])
+            for actor, place in zip(self._actors, self.places, strict=True)
+        ]
+        tasks = [asyncio.ensure_future(_end_of(load)) for load in loads]
+        first = await _first_to_blame(tasks, is_end=lambda end: bool(end.cause))
+        if first is not None:
+            self.kill()
+            name, end = _name(self.places[first]), tasks[first].result()
+            raise RankDied(f"{name} ended while loading: {end.cause}") from end.error
+        self.inboxes = [
+            task.result().value
+            for task, place in zip(tasks, self.places, strict=True)
+            if place.tp_rank == 0
+        ]
+        self._sentinels = [
+            actor.run.options(concurrency_group="step").remote() for actor in self._actors
+        ]
+
+    async def _meet(self) -> list[Rendezvous | None]:
+        """Return where the ranks of each data-parallel rank meet; None where one is alone."""
+        if self._tensor_parallel_size == 1:
+            return [None] * len(self.places)
+        meets = {
+            place: actor.meet.options(concurrency_group="step").remote()
+            for place, actor in zip(self.places, self._actors, strict=True)
+            if place.tp_rank == 0
+        }
+        try:
+            return [await meet for meet in meets.values()]
+        except ray.exceptions.RayError as error:
+            self.kill()
+            [leader, *_] = meets
+            raise RankDied(f"{_name(leader)} ended before loading: {_cause(error)}") from error
+
+    async def wait_for_end(self) -> str:
+        """Wait until the first rank ends and return who it was and why.
+
+        Ranks that were not told to end are of no use any more: all are killed.
+        """
+        tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
+        first = await _first_to_blame(tasks, is_end=lambda end: True)
+        assert first is not None
+        for task in tasks:
+            task.cancel()
+        if not self._is_stopping:
+            self.kill()
+        cause = tasks[first].result().cause or "stopped"
+        return f"{_name(self.places[first])} ended: {cause}"
+
+    async def report(self) -> GroupReport:
+        """Return every rank's figures.
+
+        Raises:
+            TimeoutError: a rank did not answer for `STATS_TIMEOUT_S`.
+            ray.exceptions.RayError: a rank is gone.
+        """
+        refs = [actor.stats.options(concurrency_group="ctl").remote() for actor in self._actors]
+        answers = await asyncio.wait_for(asyncio.gather(*refs), STATS_TIMEOUT_S)
+        return GroupReport(
+            ranks=[stats for stats, _ in answers],
+            loading=[progress for _, progress in answers if progress is not None],
+        )
+
+    async def stop(self) -> None:
+        """End every rank at its next step's border and wait for it, then kill what is left.
+
+        Only leaders are told: each tells its followers behind its last step.
+        """
+        self._is_stopping = True
+        for actor, place in zip(self._actors, self.places, strict=True):
+            if place.tp_rank == 0:
+                actor.stop.options(concurrency_group="ctl").remote()
+        if self._sentinels:
+            tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
+            await asyncio.wait(tasks, timeout=5)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every rank at once, one inside a collective included."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a call to a rank ended: with a value, or by an error of the rank or its death."""
+
+    value: Any
+    error: BaseException | None
+
+    @property
+    def cause(self) -> str:
+        """What went wrong, in a line; empty if nothing did."""
+        return _cause(self.error) if self.error else ""
+
+    @property
+    def is_death(self) -> bool:
+        return isinstance(self.error, ray.exceptions.RayActorError)
+
+
+async def _end_of(ref: Any) -> _End:
+    try:
+        return _End(await ref, None)
+    except ray.exceptions.RayError as error:
+        return _End(None, error)
+
+
+async def _first_to_blame(
+    tasks: list[asyncio.Task[_End]], is_end: Callable[[_End], bool]
+) -> int | None:
+    """Wait for the first task that `is_end`; return its index, or None if there is none.
+
+    After an error of a rank, a process that dies within `BLAME_S` is to blame instead.
+    """
+    pending, ended = set(tasks), list[int]()
+    while pending and not ended:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        ended = [i for i, task in enumerate(tasks) if task.done() and is_end(task.result())]
+    if not ended:
+        return None
+    end = tasks[ended[0]].result()
+    if pending and end.error is not None and not end.is_death:
+        await asyncio.wait(pending, timeout=BLAME_S)
+    deaths = [i for i, task in enumerate(tasks) if task.done() and task.result().is_death]
+    return (deaths or ended)[0]
+
+
+def _cause(error: BaseException) -> str:
+    """Return the last line that says something: Ray puts the whole remote traceback before it."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def _name(place: RankPlace) -> str:
+    return f"rank dp={place.dp_rank} tp={place.tp_rank} epoch={place.epoch}"

@@ -1,0 +1,129 @@
+"""What a leader and its tensor-parallel followers say to each other.
+
+1. Both sides open the channel with a hello, which they compare.
+2. The leader sends each step's plan, and between steps what to do to slices of KV; in order, and
+   nothing is acknowledged.
+3. A follower reports which of its tickets and reads have ended.
+
+The one thing to know: a follower has no state that its leader did not tell it.
+"""
+
+from __future__ import annotations
+
+from cluster.messages import KVHandoff, KVSource, StepAgreement, StepPlan, Wire
+
+
+class LeaderHello(Wire, frozen=True, tag=True):
+    """Opens the channel on the leader's side."""
+
+    protocol: int
+    config_hash: str
+    epoch: int
+
+
+class StepDigest(Wire, frozen=True):
+    """What one rank makes of a step: equal on all ranks, or they must not run it together.
+
+    Numbers are told as they are, so that a difference explains itself; lists as checksums.
+    """
+
+    previous_step: int
+    """The last step that was run: one that got lost shows here."""
+    epoch: int
+    step: int
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int
+    agreement: int
+    rows: int
+    num_computed: int
+    num_new: int
+    output_index: int
+    token_ids: int
+    prompt_targets: int
+    row_state: int
+    """Of every admission and block that the rows were told of since the first step."""
+
+
+class StepFrame(Wire, frozen=True, tag=True):
+    """Run this step, if your digest of it is the leader's."""
+
+    plan: StepPlan
+    agreed: StepAgreement
+    digest: StepDigest
+
+
+class HoldKV(Wire, frozen=True, tag=True):
+    """Hold your slice of these blocks under a ticket of this number."""
+
+    ticket: int
+    request_id: str
+    block_ids: list[int]
+    generations: list[int]
+
+
+class DropKV(Wire, frozen=True, tag=True):
+    """End a ticket whose request was aborted."""
+
+    ticket: int
+
+
+class ExpectKV(Wire, frozen=True, tag=True):
+    """Renew the lease of your slice of this ticket."""
+
+    request_id: str
+    handoff: KVHandoff
+
+
+class StartRead(Wire, frozen=True, tag=True):
+    """Read your slice of these blocks of an expected ticket into blocks of yours."""
+
+    request_id: str
+    handoff: KVHandoff
+    source_indices: list[int]
+    dst_blocks: list[int]
+
+
+class CancelRead(Wire, frozen=True, tag=True):
+    """Stop the read, or the expectation, and release the ticket."""
+
+    request_id: str
+
+
+class EndOfSteps(Wire, frozen=True, tag=True):
+    """The leader has run its last step."""
+
+
+KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
+ToFollower = (
+    LeaderHello | StepFrame | HoldKV | DropKV | ExpectKV | StartRead | CancelRead | EndOfSteps
+)
+
+
+class FollowerHello(Wire, frozen=True, tag=True):
+    """Opens the channel on the follower's side, when it is ready to step."""
+
+    protocol: int
+    config_hash: str
+    epoch: int
+    tp_rank: int
+    num_blocks: int
+    layout: str
+    source: KVSource
+
+
+class TicketsEnded(Wire, frozen=True, tag=True):
+    """These tickets have ended on the follower."""
+
+    tickets: list[int]
+
+
+class ReadEnded(Wire, frozen=True, tag=True):
+    """A started read has ended on the follower and writes no more; `error` is empty if it is ok."""
+
+    request_id: str
+    error: str
+
+
+FollowerReport = TicketsEnded | ReadEnded
+FromFollower = FollowerHello | TicketsEnded | ReadEnded

@@ -1,0 +1,171 @@
+"""`EngineConfig`: everything an engine is told, frozen and resolved once.
+
+The one thing to know: nothing is filled in later. What depends on the machine (device, dtype,
+blocks, threads) is resolved by `resolve` functions that return a new configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from compile.config import CompilationConfig
+
+DEFAULT_NUM_CPUS = 0.01
+"""CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
+
+
+MAX_LEASE_S = 86400.0
+
+
+class ConfigError(ValueError):
+    """A configuration field holds what cannot be used.
+
+    The message is one line: `FIELD: wanted ..., found ...`.
+    """
+
+    def __init__(self, field: str, wanted: str, found: object) -> None:
+        super().__init__(f"{field}: wanted {wanted}, found {found!r}")
+        self.field = field
+        self.wanted = wanted
+        self.found = found
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, object]]:
+        return type(self), (self.field, self.wanted, self.found)
+
+
+class Role(Enum):
+    """What an engine does with a sequence after its first token."""
+
+    MIXED = "mixed"
+    """Keeps it to the end."""
+    PREFILL = "prefill"
+    """Holds its KV and hands it over."""
+    DECODE = "decode"
+    """Takes sequences over from prefill engines."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The shape of a rank group."""
+
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("tensor_parallel_size", self.tensor_parallel_size)
+        _positive("data_parallel_size", self.data_parallel_size)
+        if self.data_parallel_size != 1:
+            # Refused by name until data-parallel ranks step together.
+            wanted = "1 (data-parallel groups are not built yet)"
+            raise ConfigError("data_parallel_size", wanted, self.data_parallel_size)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV pool of one rank."""
+
+    block_size: int = 16
+    """Tokens per block."""
+    num_kv_blocks: int | None = None
+    """None: as many as the memory below holds."""
+    kv_memory_bytes: int = 1 << 30
+    """Memory for KV on CPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, activations and KV on a GPU."""
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("block_size", self.block_size)
+        if self.num_kv_blocks is not None:
+            _positive("num_kv_blocks", self.num_kv_blocks)
+        _positive("kv_memory", self.kv_memory_bytes)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                "gpu_memory_utilization", "a share in (0, 1]", self.gpu_memory_utilization
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step."""
+
+    max_num_seqs: int = 64
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one step: decodes and prefill chunks together."""
+
+    def __post_init__(self) -> None:
+        _positive("max_num_seqs", self.max_num_seqs)
+        _positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # Else a full batch of decodes could not step as one.
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"at least max_num_seqs ({self.max_num_seqs})",
+                self.max_num_batched_tokens,
+            )
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """How KV travels from prefill to decode ranks."""
+
+    transport: str = "auto"
+    """auto: shared memory on one node, TCP between nodes."""
+    lease_s: float = 30.0
+    """How long a prefill rank holds blocks without hearing from their reader."""
+
+    def __post_init__(self) -> None:
+        if self.transport in ("nixl", "object"):
+            raise ConfigError(
+                "kv.transport", "auto, shm or tcp (others are not built yet)", self.transport
+            )
+        if self.transport not in ("auto", "shm", "tcp"):
+            raise ConfigError("kv.transport", "auto, shm or tcp", self.transport)
+        if not 0 < self.lease_s <= MAX_LEASE_S:
+            raise ConfigError("kv.lease_s", f"above 0, at most {MAX_LEASE_S:g}", self.lease_s)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: a model, a role and the limits of its steps."""
+
+    model_path: str
+    max_model_len: int
+    """Prompt and output tokens of one sequence together."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16: of weights, activations and KV."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    role: Role = Role.MIXED
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    threads: int = 1
+    """Threads of one rank's tensor operations on CPU."""
+
+    def __post_init__(self) -> None:
+        _positive("max_model_len", self.max_model_len)
+        _positive("threads_per_rank", self.threads)
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError("dtype", "float32, bfloat16 or float16", self.dtype)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError("device", "cpu or cuda", self.device)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of a block table."""
+        return -(-self.max_model_len // self.cache.block_size)
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(name, "a whole number of at least 1", value)

@@ -1,0 +1,283 @@
+"""Blocks of the paged KV pool, and the prefix cache over them.
+
+The one thing to know: a block that nobody holds but whose content is known stays in the free
+list as a cache entry. It counts as free; whoever needs it either finds it by hash (`match`,
+`acquire`) or takes it for new content (`allocate`), which evicts it.
+
+With a sliding window in every layer, a sequence holds only blocks that its next token's window
+reaches. A block table keeps its length: the entry of a block that is not held any more, or never
+was, is the scratch block. So a hit needs cached only the blocks in the window of its next token,
+and what was computed behind them before it is not looked for.
+
+Sources: paged blocks after PagedAttention (Kwon et al., 2023); chained block hashes and eviction
+of a sequence's tail before its head after vLLM's prefix cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from itertools import chain
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.sequence import Sequence
+
+SCRATCH = 0
+"""In a block table: no block, because nothing will read there."""
+DIGEST_BYTES = 16
+"""128 bits: a collision would show one request another's context."""
+
+
+def max_blocks_for(num_tokens: int, block_size: int, sliding_window: int | None) -> int:
+    """Return how many blocks a sequence may hold that has grown to `num_tokens` tokens."""
+    num_blocks = -(-num_tokens // block_size)
+    if sliding_window is None:
+        return num_blocks
+    # The tokens of a window lie in so many, wherever it starts.
+    return min(num_blocks, (sliding_window - 2) // block_size + 2)
+
+
+def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_blocks: int) -> None:
+    """Refuse a pool that does not hold one sequence, however long.
+
+    Raises:
+        ConfigError: names num_kv_blocks, how many are needed and how many there are.
+    """
+    length = config.max_model_len
+    needed = max_blocks_for(length, config.cache.block_size, sliding_window)
+    if num_blocks < needed:
+        wanted = f"at least {needed} (one sequence of max_model_len={length})"
+        raise ConfigError("num_kv_blocks", wanted, num_blocks)
+
+
+class BlockManager:
+    """Owns the blocks 1..num_blocks of a pool; block 0 is scratch for padding and never given out.
+
+    Invariant: a block is in the free list exactly when its reference count is 0, and a block's
+    hash is known exactly while the cache points from that hash to it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        sliding_window: int | None = None,
+    ) -> None:
+        """Start with all blocks free.
+
+        Args:
+            sliding_window: how many of a sequence's last tokens any layer ever reads, the one
+                that reads included; None where a layer reads all.
+        """
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.sliding_window = sliding_window
+        self.generations = [0] * (num_blocks + 1)
+        """Counts how often each block was handed out for new content."""
+        self.prefix_queries = 0
+        """Tokens of admitted sequences that were looked up; a re-admission counts again."""
+        self.prefix_hits = 0
+        """Tokens of them that were found."""
+        self._ref_counts = [0] * (num_blocks + 1)
+        self._hashes: list[bytes | None] = [None] * (num_blocks + 1)
+        self._cached: dict[bytes, int] = {}
+        # Least recently used first; blocks without content worth keeping before all others.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks `num_tokens` tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def max_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence may hold that has grown to `num_tokens` tokens."""
+        return max_blocks_for(num_tokens, self.block_size, self.sliding_window)
+
+    def first_needed(self, num_computed: int) -> int:
+        """Return the first block that the token at position `num_computed` reads."""
+        if self.sliding_window is None:
+            return 0
+        return max(num_computed - self.sliding_window + 1, 0) // self.block_size
+
+    def match(self, seq: Sequence) -> list[int]:
+        """Return the cached blocks of the sequence's longest head; changes nothing.
+
+        The last token is never covered: it must be computed to get logits. So must all others
+        where their log-probabilities are wanted. Blocks that the first token behind the head does
+        not read are scratch.
+        """
+        if not self.enable_prefix_caching or seq.wants_prompt_logprobs:
+            return []
+        digests = self._hash(seq, (seq.num_tokens - 1) // self.block_size)
+        if self.sliding_window is not None:
+            return self._match_window(digests)
+        found: list[int] = []
+        for digest in digests:
+            block = self._cached.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _match_window(self, digests: list[bytes]) -> list[int]:
+        """Return the longest head whose last blocks are cached, as far as a window reaches."""
+        found = [self._cached.get(digest, SCRATCH) for digest in digests]
+        start = len(found)  # of the run of cached blocks that ends at `end`
+        for end in range(len(found), 0, -1):
+            start = min(start, end)
+            while start > 0 and found[start - 1] != SCRATCH:
+                start -= 1
+            needed = self.first_needed(end * self.block_size)
+            # A window of one token needs none; a hit is still of something that was computed.
+            if start <= min(needed, end - 1):
+                return [SCRATCH] * needed + found[needed:end]
+        return []
+
+    def can_allocate(
+        self, num_tokens: int, cached: list[int], spare: int = 0, first: int = 0
+    ) -> bool:
+        """Tell whether a new sequence's first `num_tokens` fit, leaving `spare` blocks free.
+
+        `cached` are the blocks that `match` found among them; none is needed before `first`.
+        """
+        # A hit that nobody holds comes out of the free list too.
+        from_free = sum(block != SCRATCH and self._ref_counts[block] == 0 for block in cached)
+        from_free += self.num_blocks_for(num_tokens) - max(len(cached), first)
+        return from_free + spare <= len(self._free)
+
+    def room_beside(self, cached: list[int]) -> int:
+        """Return how many more tokens a sequence with these blocks fits into the whole pool."""
+        num_held = len(cached) - cached.count(SCRATCH)
+        return (self.num_blocks - num_held) * self.block_size
+
+    def acquire(self, seq: Sequence, cached: list[int]) -> None:
+        """Open the sequence's block table with the blocks that `match` found."""
+        for block in cached:
+            if block == SCRATCH:
+                continue
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        seq.block_table.extend(cached)
+        seq.num_committed_blocks = len(cached)
+        seq.num_dropped_blocks = 0
+        if self.enable_prefix_caching:
+            self.prefix_queries += seq.num_tokens
+            self.prefix_hits += len(cached) * self.block_size
+
+    def allocate(self, seq: Sequence, num_tokens: int, first: int = 0) -> list[int] | None:
+        """Grow the block table to cover `num_tokens` tokens; return the new entries.
+
+        Entries before `first` are scratch. Returns None, and changes nothing, where too few
+        blocks are free.
+        """
+        start, stop = len(seq.block_table), self.num_blocks_for(num_tokens)
+        num_scratch = max(first - start, 0)
+        num_new = stop - start - num_scratch
+        if num_new > len(self._free):
+            return None
+        new = [SCRATCH] * num_scratch + [self._take() for _ in range(num_new)]
+        seq.block_table.extend(new)
+        return new
+
+    def drop_outside_window(self, seq: Sequence) -> None:
+        """Free the blocks that no token of the sequence will read any more."""
+        start, stop = seq.num_dropped_blocks, self.first_needed(seq.num_computed_tokens)
+        if stop <= start:
+            return
+        # The head goes first here: with its tail alone a hit is as long as ever.
+        self._drop(seq.block_table[start:stop])
+        seq.block_table[start:stop] = [SCRATCH] * (stop - start)
+        seq.num_dropped_blocks = stop
+
+    def free(self, seq: Sequence) -> None:
+        """Drop the sequence's hold on its blocks; those of known content stay cached."""
+        self._drop(reversed(seq.block_table))
+        seq.block_table.clear()
+        seq.num_dropped_blocks = 0
+
+    def _drop(self, blocks: Iterable[int]) -> None:
+        """Drop a hold on each; of what becomes free, the first is evicted first."""
+        for block in blocks:
+            if block == SCRATCH:
+                continue
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if self._hashes[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def commit(self, seq: Sequence) -> None:
+        """Enter the sequence's full computed blocks into the prefix cache."""
+        num_full = seq.num_computed_tokens // self.block_size
+        if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
+            return
+        hashes = self._hash(seq, num_full)
+        for i in range(seq.num_committed_blocks, num_full):
+            digest, block = hashes[i], seq.block_table[i]
+            # Two sequences may compute the same content side by side: the first one's is kept.
+            if block != SCRATCH and digest not in self._cached:
+                self._cached[digest] = block
+                self._hashes[block] = digest
+        seq.num_committed_blocks = num_full
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Assert the invariants, given every sequence that holds blocks. For tests."""
+        holders = list(holders)
+        refs = Counter(chain.from_iterable(seq.block_table for seq in holders))
+        num_scratch = sum(self._num_scratch(seq) for seq in holders)
+        assert refs.pop(SCRATCH, 0) == num_scratch, "scratch in place of a block, or kept for none"
+        assert self._ref_counts[SCRATCH] == 0, "block 0 was handed out"
+        for block in range(1, self.num_blocks + 1):
+            found = self._ref_counts[block]
+            assert found == refs[block], f"block {block}: {found} refs, {refs[block]} holders"
+            assert (found == 0) == (block in self._free), f"block {block}: {found} refs, in free"
+        assert len(self._free) + len(refs) == self.num_blocks, "free and held are not all"
+        contents: dict[int, list[int]] = {}
+        for seq in holders:
+            for i, block in enumerate(seq.block_table):
+                if block == SCRATCH:
+                    continue
+                tokens = seq.token_ids[: (i + 1) * self.block_size]
+                assert contents.setdefault(block, tokens) == tokens, (
+                    f"block {block}: wrongly shared"
+                )
+        known = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}
+        assert known == self._cached, "hashes and cache disagree"
+
+    def _num_scratch(self, seq: Sequence) -> int:
+        """Return how many head entries must be scratch: all that its next token does not read."""
+        # A sequence whose KV is being read has computed nothing, but will have all but one token.
+        is_reading = seq.block_table and not seq.num_computed_tokens and seq.handoff is not None
+        num_computed = seq.num_tokens - 1 if is_reading else seq.num_computed_tokens
+        first = self.first_needed(num_computed) if seq.block_table else 0
+        assert all(block == SCRATCH for block in seq.block_table[:first])
+        return first
+
+    def _take(self) -> int:
+        """Hand out the least valuable free block for new content."""
+        block, _ = self._free.popitem(last=False)
+        digest = self._hashes[block]
+        if digest is not None:
+            del self._cached[digest]
+            self._hashes[block] = None
+        self._ref_counts[block] = 1
+        self.generations[block] += 1
+        return block
+
+    def _hash(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Return the digests of the first full blocks, each of its tokens and all before them."""
+        hashes, size = seq.block_hashes, self.block_size
+        for i in range(len(hashes), num_blocks):
+            parent = hashes[i - 1] if i else b""
+            tokens = array("q", seq.token_ids[i * size : (i + 1) * size])
+            hashes.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
+        return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

@@ -1,0 +1,91 @@
+"""The step: the heart of Lockstep.
+
+Every rank of a group provably runs the same step. A leader plans, the data-parallel leaders
+agree, followers of the tensor-parallel group receive the plan, all execute it, and the leader
+books the result:
+
+1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
+2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
+3. `channel.send(plan, agreed)` hands the plan to the followers.
+4. `execute(plan, agreed)` runs the model and samples; followers do the same.
+5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and tells who gets what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.scheduler_stats import SchedulerStats
+from cluster.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
+
+
+class Lockstep(Protocol):
+    """Agreement among the data-parallel leaders of a group."""
+
+    def agree(self, vote: Vote) -> StepAgreement:
+        """Return the agreement on this step: the same value on every rank."""
+
+
+class Channel(Protocol):
+    """The leader's side of the channel to its tensor-parallel followers."""
+
+    def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
+        """Hand one step's plan to every follower."""
+
+
+class Executor(Protocol):
+    """Runs a plan on this rank; shared by leaders and followers."""
+
+    def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
+        """Run the model on the plan's batch and return what it sampled."""
+
+
+class Engine:
+    """One data-parallel rank's scheduler with the executors of its tensor-parallel ranks.
+
+    `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
+    sleep until a request, a finished KV read or an ended lease rings.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel, executor: Executor
+    ) -> None:
+        self.scheduler = scheduler
+        self.lockstep = lockstep
+        self.channel = channel
+        self.executor = executor
+        self.agreed: StepAgreement | None = None
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step and return what it produced, requests that ended without running too."""
+        plan = self.scheduler.schedule()
+        agreed = self.agreed = self.lockstep.agree(plan.vote())
+        if not agreed.has_work:
+            return self.scheduler.take_outputs()
+        self.channel.send(plan, agreed)
+        sampled = self.executor.execute(plan, agreed)
+        return self.scheduler.update(plan, sampled)
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request; a bad one ends with an error output of the next step."""
+        self.scheduler.add(submit)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests in whatever state they are."""
+        self.scheduler.abort(request_ids)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last step found nothing to run."""
+        return self.agreed is not None and not self.agreed.has_work
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, running or handing over."""
+        return self.scheduler.has_unfinished
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's counters."""
+        return self.scheduler.stats()

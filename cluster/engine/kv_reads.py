@@ -1,0 +1,214 @@
+"""The reader's side of a handoff: from a ticket to bytes that may be believed.
+
+A read goes through three phases:
+
+1. *expected*: its ticket's lease is renewed until the scheduler has blocks for it;
+2. *reading*: the blocks are copied, at once where the source's memory is mapped, else chunk by
+   chunk in answers to `KVRead`;
+3. *releasing*: the ticket is released, and the answer tells whether its lease held throughout.
+
+The one thing to know: this is a state machine. It sends through a `ReadTransport`, is told of
+answers and of time, and blocks nowhere; a thread with sockets drives it, or a simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.engine.handoff import KVReadResult
+from cluster.messages import KVAnswer, KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
+
+CHUNK_BYTES = 8 << 20
+"""Bytes of one copy or one answer; a cancelled read stops between two of them."""
+ANSWER_TIMEOUT_S = 5.0
+"""A holder that is silent for so long is taken for dead: its thread does nothing but answer."""
+
+
+class ReadTransport(Protocol):
+    """What the reads need of the world."""
+
+    def send(self, address: str, call: KVCall) -> None:
+        """Send a call; the answer comes back to `KVReads.on_answer`."""
+
+    def is_mapped(self, source: KVSource) -> bool:
+        """Whether `copy` can reach the source's blocks."""
+
+    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
+        """Copy blocks of the source into blocks of ours; raises OSError where it is gone."""
+
+    def write(self, ids: list[int], blocks: list[memoryview]) -> None:
+        """Write the bytes of an answer into blocks of ours."""
+
+    def forget(self, address: str) -> None:
+        """Let go of a holder that is taken for dead: its memory, its connection."""
+
+
+@dataclass
+class _Read:
+    """One request's way from ticket to bytes."""
+
+    request_id: str
+    handoff: KVHandoff
+    source: KVSource
+    renew_at: float
+    source_indices: list[int] = field(default_factory=list)
+    dst_blocks: list[int] = field(default_factory=list)
+    num_read: int = 0
+    num_asked: int = 0
+    has_started: bool = False
+    is_cancelled: bool = False
+    answer_by: float = float("inf")
+    error: str = ""
+
+
+class KVReads:
+    """All reads of one rank.
+
+    Invariant: a started read reports exactly once, after its last write.
+    """
+
+    def __init__(
+        self,
+        transport: ReadTransport,
+        *,
+        tp_rank: int,
+        block_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._tp_rank = tp_rank
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._reads: dict[str, _Read] = {}
+        self._by_ticket: dict[tuple[str, int], _Read] = {}
+        self._finished: list[KVReadResult] = []
+        self.bytes_received = 0
+        """Bytes copied in reads that were believed."""
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        """Keep the ticket's lease alive until the read starts or is cancelled."""
+        source = handoff.sources[self._tp_rank]
+        read = _Read(request_id, handoff, source, self._clock() + handoff.lease_s / 3)
+        self._reads[request_id] = read
+        self._by_ticket[source.address, handoff.ticket] = read
+
+    def start(self, request_id: str, source_indices: list[int], dst_blocks: list[int]) -> None:
+        """Copy the blocks at these positions of the ticket into ours, then release it."""
+        read = self._reads.get(request_id)
+        if read is None:
+            self._report(request_id, "kv ticket: wanted one that is expected, found none")
+            return
+        read.has_started = True
+        read.source_indices, read.dst_blocks = source_indices, dst_blocks
+        if read.error:
+            self._release(read)
+        elif self._transport.is_mapped(read.source):
+            self._copy(read)
+            self._release(read)
+        else:
+            self._ask_next(read)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop and release; a read on its way stops, and reports, at its next answer."""
+        read = self._reads.get(request_id)
+        if read is None:
+            return
+        read.is_cancelled = True
+        if not read.has_started:
+            self._transport.send(read.source.address, KVRelease(read.handoff.ticket, 0))
+            self._forget(read)
+
+    def on_answer(self, address: str, answer: KVAnswer, blocks: list[memoryview]) -> None:
+        """Take a holder's answer; one to a read that is over is ignored."""
+        read = self._by_ticket.get((address, answer.ticket))
+        if read is None:
+            return
+        if not answer.alive and not read.error:
+            read.error = f"kv lease: ticket {answer.ticket} ended before its blocks were read"
+        if answer.call == KVRead.__name__:
+            self._take_chunk(read, blocks if answer.alive else [])
+        elif answer.call == KVRelease.__name__:
+            if not read.is_cancelled and not read.error:
+                self.bytes_received += read.num_read * self._block_bytes
+            self._finish(read)
+
+    def on_tick(self) -> None:
+        """Renew the leases that are due and give up on holders that are silent."""
+        now = self._clock()
+        for read in list(self._reads.values()):
+            if now >= read.answer_by:
+                address = read.source.address
+                read.error = f"kv source {address}: no answer for {ANSWER_TIMEOUT_S:g} s"
+                self._finish(read)
+                self._transport.forget(address)
+            elif now >= read.renew_at:
+                read.renew_at = now + read.handoff.lease_s / 3
+                self._transport.send(read.source.address, KVRenew(read.handoff.ticket))
+
+    def next_deadline(self) -> float | None:
+        """Return when `on_tick` has something to do, by the clock."""
+        times = [min(read.renew_at, read.answer_by) for read in self._reads.values()]
+        return min(times, default=None)
+
+    def take_finished(self) -> list[KVReadResult]:
+        """Return the started reads that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _chunk_blocks(self) -> int:
+        return max(1, CHUNK_BYTES // self._block_bytes)
+
+    def _copy(self, read: _Read) -> None:
+        step = self._chunk_blocks()
+        try:
+            for start in range(0, len(read.dst_blocks), step):
+                indices = read.source_indices[start : start + step]
+                ids = [read.handoff.block_ids[i] for i in indices]
+                self._transport.copy(read.source, ids, read.dst_blocks[start : start + step])
+                read.num_read += len(ids)
+        except (OSError, ValueError) as error:  # gone, or replaced by something else
+            read.error = f"kv shared memory of process {read.source.pid}: {error}"
+
+    def _ask_next(self, read: _Read) -> None:
+        """Ask for the next chunk, or release when none is wanted any more."""
+        indices = read.source_indices[read.num_read : read.num_read + self._chunk_blocks()]
+        if not indices or read.is_cancelled or read.error:
+            self._release(read)
+            return
+        handoff = read.handoff
+        call = KVRead(
+            handoff.ticket,
+            [handoff.block_ids[i] for i in indices],
+            [handoff.generations[i] for i in indices],
+        )
+        read.num_asked = len(indices)
+        self._await_answer(read, call)
+
+    def _take_chunk(self, read: _Read, blocks: list[memoryview]) -> None:
+        if blocks and not read.is_cancelled:
+            dst = read.dst_blocks[read.num_read : read.num_read + read.num_asked]
+            self._transport.write(dst, blocks)
+            read.num_read += len(dst)
+        self._ask_next(read)
+
+    def _release(self, read: _Read) -> None:
+        believed = 0 if read.error or read.is_cancelled else read.num_read
+        self._await_answer(read, KVRelease(read.handoff.ticket, believed))
+
+    def _await_answer(self, read: _Read, call: KVCall) -> None:
+        self._transport.send(read.source.address, call)
+        read.answer_by = self._clock() + ANSWER_TIMEOUT_S
+
+    def _finish(self, read: _Read) -> None:
+        self._forget(read)
+        if read.has_started:
+            self._report(read.request_id, "aborted" if read.is_cancelled else read.error)
+
+    def _forget(self, read: _Read) -> None:
+        del self._reads[read.request_id]
+        del self._by_ticket[read.source.address, read.handoff.ticket]
+
+    def _report(self, request_id: str, error: str) -> None:
+        self._finished.append(KVReadResult(request_id, ok=not error, error=error))

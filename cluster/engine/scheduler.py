@@ -1,0 +1,498 @@
+"""The scheduler: which sequences run in a step, with how many tokens, in which blocks.
+
+The life of a request:
+
+1. `add` checks it (`RequestLimits`). A bad one ends with an error output, a good one queues in
+   order of arrival.
+2. With a handoff it waits for its KV: as soon as blocks are free a read starts (`_start_read`),
+   and when that has ended well the sequence is ready for a row (`_take_finished_reads`).
+3. Without one it is admitted (`_admit`): the prefix cache gives it computed head blocks, and its
+   prompt is computed in chunks, next to the decodes of others, under one token budget.
+4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
+   sequence that came last gives up its blocks and waits to be computed again (`_preempt`).
+5. `update` books what the step sampled. The sequence ends with a stop token or at its limit; on a
+   prefill engine it leaves its row after the first token and holds its blocks under a ticket
+   until a reader has them (`_hold`).
+6. `abort` ends it anywhere on this way.
+
+The one thing to know: nobody starves. What waits is served strictly in order of arrival and
+never takes blocks in a step in which a running sequence lacked them; the first running sequence
+can take the blocks of all others; and what else holds blocks (reads and tickets) ends by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+
+from cluster.config import Role, SchedulerConfig
+from cluster.engine.batch import Batch
+from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.early_aborts import EarlyAborts
+from cluster.engine.handoff import HandoffTerms, Holder, KVReader
+from cluster.engine.held_sequences import HeldSequences
+from cluster.engine.request_limits import RequestLimits
+from cluster.engine.scheduler_stats import SchedulerStats
+from cluster.engine.sequence import Sequence, SequenceStatus
+from cluster.messages import (
+    EngineOutput,
+    KVHandoff,
+    NewBlocks,
+    SampledTokens,
+    StepPlan,
+    Submit,
+    TokenLogprobs,
+)
+
+WAITING = SequenceStatus.WAITING
+WAITING_FOR_KV = SequenceStatus.WAITING_FOR_KV
+RUNNING = SequenceStatus.RUNNING
+FINISHED = SequenceStatus.FINISHED
+
+
+class Scheduler:
+    """One engine's sequences. Call `schedule` and `update` in turn, the rest between them.
+
+    Invariant: an unfinished sequence is in exactly one of `_waiting`, `_reading`, `_ready`,
+    `running`; every submitted request gets exactly one output with a finish reason.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        role: Role,
+        blocks: BlockManager,
+        epoch: int,
+        holder: Holder | None,
+        terms: HandoffTerms | None,
+        reader: KVReader | None,
+        vocab_size: int | None = None,
+        max_prompt_len: int | None = None,
+    ) -> None:
+        """Start without sequences.
+
+        Args:
+            vocab_size: token ids from here on are refused; None takes all (a model would not).
+            max_prompt_len: the longest prompt whose KV the model can compute; None: any.
+
+        Raises:
+            ValueError: a role lacks what it hands KV over with.
+        """
+        if role is Role.PREFILL and (holder is None or terms is None):
+            raise ValueError("holder and terms: wanted both for role prefill, found None")
+        if reader is not None and terms is None:
+            raise ValueError("terms: wanted some for a KV reader, found None")
+        self.blocks = blocks
+        self._config = config
+        self._role = role
+        self._epoch = epoch
+        self._reader = reader
+        self._limits = RequestLimits(
+            blocks=blocks,
+            max_model_len=max_model_len,
+            role=role,
+            reads=terms if reader is not None else None,
+            vocab_size=vocab_size,
+            max_prompt_len=max_prompt_len,
+        )
+        self._step = 0
+        self._num_arrivals = 0
+        self._unfinished: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        """In order of arrival: to be admitted, or to start a read."""
+        self._reading: dict[str, Sequence] = {}
+        """Reads that were started, aborted ones included until they write no more."""
+        self._ready: list[Sequence] = []
+        """In order of arrival: their KV was read and they need a row."""
+        self.running: list[Sequence] = []
+        """In order of admission; for others to read only."""
+        self._held = HeldSequences(blocks, holder, terms)
+        self._batch: list[Sequence] = []
+        """The sequences of the last plan, in its order."""
+        self._free_rows = list(range(config.max_num_seqs))
+        self._early_aborts = EarlyAborts()
+        self._outputs: list[EngineOutput] = []
+        self._prompt_tokens_computed = 0
+        self._num_preemptions = 0
+
+    # --- requests come and go ---------------------------------------------------------------
+
+    def add(self, submit: Submit) -> None:
+        """Queue a request; one that cannot be served ends with an error among the outputs."""
+        request = submit.request
+        seq = Sequence(
+            request,
+            max_model_len=self._limits.max_model_len,
+            arrival=self._num_arrivals,
+            handoff=submit.handoff,
+        )
+        if self._early_aborts.take(request.request_id):
+            self._refuse(seq, "abort")
+        elif error := self._find_error(seq):
+            self._refuse(seq, "error", error)
+        elif seq.is_at_limit:
+            # Resumed from an engine that died with the last token on its way.
+            self._refuse(seq, "length")
+        else:
+            self._enqueue(seq)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests wherever they are; unknown ids are remembered for a while."""
+        unknown: dict[str, None] = {}
+        for request_id in request_ids:
+            seq = self._unfinished.get(request_id)
+            if seq is None:
+                unknown[request_id] = None
+            else:
+                self._abort(seq)
+        if unknown:
+            self._held.drop(unknown)
+            self._early_aborts.remember(unknown)
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """Return what ended outside of a step since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # --- the step ---------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Choose the next step's batch and give it blocks; the plan may be empty."""
+        self._step += 1
+        self._held.free_ended()
+        self._take_finished_reads()
+        self._seat_ready()
+        batch = Batch(self._config.max_num_batched_tokens)
+        if self._schedule_running(batch):
+            self._schedule_waiting(batch)
+        self._batch = batch.sequences
+        return batch.plan(self._epoch, self._step)
+
+    def update(self, plan: StepPlan, sampled: SampledTokens) -> list[EngineOutput]:
+        """Book what the step of the last `schedule` sampled; return all outputs since."""
+        outputs = self.take_outputs()
+        num_running = len(self.running)
+        for targets, found in zip(plan.prompt_targets, sampled.prompt_logprobs, strict=True):
+            self._batch[targets.index].prompt_logprobs += found
+        drawn = 0
+        for seq, num_new, index in zip(self._batch, plan.num_new, plan.output_index, strict=True):
+            is_aborted = seq.status is not RUNNING
+            if not is_aborted:
+                self._advance(seq, num_new)
+            if index < 0:
+                continue
+            if not is_aborted:
+                logprobs = sampled.logprobs[drawn] if sampled.logprobs else None
+                outputs.append(self._append(seq, sampled.token_ids[drawn], logprobs))
+                num_running -= seq.status is not RUNNING
+            drawn += 1
+        assert drawn == len(sampled.token_ids), f"{drawn} sampled, found {len(sampled.token_ids)}"
+        if num_running < len(self.running):
+            self.running = [seq for seq in self.running if seq.status is RUNNING]
+        self._batch = []
+        return outputs
+
+    # --- what others may know ---------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits, runs or is handed over, or an output was not taken."""
+        return bool(self._unfinished or self._reading or self._held or self._outputs)
+
+    def stats(self) -> SchedulerStats:
+        """Return the gauges and counters of now."""
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self._unfinished) - len(self.running),
+            held_tickets=self._held.num_tickets,
+            num_blocks=self.blocks.num_blocks,
+            num_free_blocks=self.blocks.num_free_blocks,
+            prompt_tokens_computed=self._prompt_tokens_computed,
+            num_preemptions=self._num_preemptions,
+            prefix_queries=self.blocks.prefix_queries,
+            prefix_hits=self.blocks.prefix_hits,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of queues, rows and blocks. For tests."""
+        queued = [*self._waiting, *self._ready, *self.running]
+        reading = [seq for seq in self._reading.values() if seq.status is not FINISHED]
+        unfinished = sorted(seq.request_id for seq in queued + reading)
+        assert unfinished == sorted(self._unfinished), "a sequence is lost or queued twice"
+        for seq in self._waiting:
+            assert not seq.block_table and not seq.num_computed_tokens, "waits with blocks"
+        rows = [seq.row for seq in self.running] + self._free_rows
+        assert sorted(rows) == list(range(self._config.max_num_seqs)), "a row is lost or shared"
+        self.blocks.check([*queued, *self._reading.values(), *self._held])
+
+    # --- adding -----------------------------------------------------------------------------
+
+    def _find_error(self, seq: Sequence) -> str:
+        """Return what keeps the request from being served, or nothing."""
+        if seq.request_id in self._unfinished:
+            return f"request_id: wanted a new one, found {seq.request_id!r} unfinished"
+        if seq.handoff is not None and seq.request_id in self._reading:
+            return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
+        return self._limits.find_error(seq)
+
+    def _refuse(self, seq: Sequence, reason: str, error: str = "") -> None:
+        """End a request that was never queued. A ticket of a bad one runs out by itself."""
+        is_reading = seq.request_id in self._reading
+        if seq.handoff and self._reader and not error and not is_reading:
+            self._reader.expect(seq.request_id, seq.handoff)
+            self._reader.cancel(seq.request_id)
+        self._emit(seq, reason, error)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._num_arrivals += 1
+        self._unfinished[seq.request_id] = seq
+        self._waiting.append(seq)
+        if seq.handoff is not None and self._reader is not None:
+            self._reader.expect(seq.request_id, seq.handoff)
+
+    # --- aborting ---------------------------------------------------------------------------
+
+    def _abort(self, seq: Sequence) -> None:
+        # An older request of the same id may still be read.
+        is_reading = self._reading.get(seq.request_id) is seq
+        if seq.status is WAITING_FOR_KV and self._reader is not None:
+            self._reader.cancel(seq.request_id)
+        if seq.status is RUNNING:
+            self.running.remove(seq)
+        elif seq.block_table and not is_reading:
+            self._ready.remove(seq)
+        elif not is_reading:
+            self._waiting.remove(seq)
+        if not is_reading:
+            # The reader may still write to a read's blocks: they stay until it says that it ended.
+            self._release(seq)
+        self._finish(seq, "abort")
+        self._emit(seq, "abort")
+
+    # --- what happened since the last step --------------------------------------------------
+
+    def _take_finished_reads(self) -> None:
+        if self._reader is None:
+            return
+        for result in self._reader.take_finished():
+            seq = self._reading.pop(result.request_id)
+            if seq.status is FINISHED:
+                self._release(seq)
+            elif result.ok:
+                self._make_ready(seq)
+            else:
+                self._release(seq)
+                self._finish(seq, "kv_lost")
+                self._emit(seq, "kv_lost", result.error)
+
+    def _make_ready(self, seq: Sequence) -> None:
+        # The last token has no KV yet: it is what the first step here computes.
+        seq.num_computed_tokens = seq.num_tokens - 1
+        self.blocks.commit(seq)
+        seq.handoff = None
+        seq.status = WAITING
+        insort(self._ready, seq, key=_arrival)
+
+    # --- choosing the batch -----------------------------------------------------------------
+
+    def _seat_ready(self) -> None:
+        """Let sequences whose KV was read join the running ones, while rows last."""
+        while self._ready and self._free_rows:
+            self._seat(self._ready.pop(0))
+
+    def _schedule_running(self, batch: Batch) -> bool:
+        """Give each running sequence its next tokens; tell whether none lacked a block."""
+        blocks, running = self.blocks, self.running
+        num_preemptions = self._num_preemptions
+        i = 0
+        while i < len(running) and batch.budget:
+            seq = running[i]
+            num_new = min(len(seq.token_ids) - seq.num_computed_tokens, batch.budget)
+            room = len(seq.block_table) * blocks.block_size - seq.num_computed_tokens
+            if num_new > room:
+                num_new = self._grow(seq, num_new, batch)
+                if not num_new:
+                    # Nobody came later, so reads or tickets hold the rest. They end by
+                    # themselves; giving up what is computed would gain nothing.
+                    return False
+            batch.add(seq, num_new)
+            i += 1
+        return self._num_preemptions == num_preemptions
+
+    def _grow(self, seq: Sequence, wanted: int, batch: Batch) -> int:
+        """Find blocks for up to `wanted` more tokens of a running sequence.
+
+        Returns for how many: fewer than wanted rather than pre-empting anyone, 0 where all later
+        sequences were pre-empted in vain.
+        """
+        while not (num_new := min(wanted, self._capacity(seq))):
+            if not self._preempt_last(seq):
+                return 0
+        start = len(seq.block_table)
+        new = self.blocks.allocate(seq, seq.num_computed_tokens + num_new)
+        if new and seq.is_on_ranks:
+            batch.new_blocks.append(NewBlocks(seq.row, start, new))
+        return num_new
+
+    def _capacity(self, seq: Sequence) -> int:
+        """Return how many more tokens the sequence's blocks and all free ones would hold."""
+        num_blocks = len(seq.block_table) + self.blocks.num_free_blocks
+        return num_blocks * self.blocks.block_size - seq.num_computed_tokens
+
+    def _preempt_last(self, seq: Sequence) -> bool:
+        """Pre-empt who came last, before `seq` loses anything; tell whether there was one."""
+        if self._ready:
+            self._preempt(self._ready.pop())
+        elif self.running[-1] is not seq:
+            self._preempt(self.running.pop())
+        else:
+            return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.forget_computed()
+        insort(self._waiting, seq, key=_arrival)
+        self._num_preemptions += 1
+
+    def _schedule_waiting(self, batch: Batch) -> None:
+        """Serve what waits in order of arrival, until one does not fit."""
+        while self._waiting:
+            seq = self._waiting[0]
+            if seq.handoff is not None:
+                fits = self._start_read(seq, seq.handoff)
+            else:
+                fits = self._admit(seq, batch)
+            if not fits:
+                return
+            self._waiting.popleft()
+
+    def _admit(self, seq: Sequence, batch: Batch) -> bool:
+        """Admit a sequence to be computed here, if its first chunk fits."""
+        if not (batch.budget and self._free_rows and self.blocks.num_free_blocks):
+            return False
+        cached = self.blocks.match(seq)
+        num_cached = len(cached) * self.blocks.block_size
+        # With a sliding window a prompt may be longer than the pool; without, it never is.
+        room = self.blocks.room_beside(cached)
+        num_new = min(seq.num_tokens - num_cached, batch.budget, room)
+        if not self.blocks.can_allocate(num_cached + num_new, cached):
+            return False
+        self._open_table(seq, cached, num_cached + num_new)
+        seq.num_computed_tokens = num_cached
+        self._seat(seq)
+        batch.add(seq, num_new)
+        return True
+
+    def _start_read(self, seq: Sequence, handoff: KVHandoff) -> bool:
+        """Start reading a sequence's KV, if it fits beside one more block for who has some.
+
+        Without that room the next running sequence to grow would pre-empt what was just read.
+        """
+        first = self.blocks.first_needed(handoff.num_tokens)
+        cached = self.blocks.match(seq)
+        cached[:first] = [SCRATCH] * min(first, len(cached))
+        spare = len(self.running) + len(self._ready) + len(self._reading)
+        if not self.blocks.can_allocate(handoff.num_tokens, cached, spare, first):
+            return False
+        self._open_table(seq, cached, handoff.num_tokens, first)
+        self._reading[seq.request_id] = seq
+        assert self._reader is not None
+        start = max(len(cached), first)
+        source_indices = list(range(start, len(seq.block_table)))
+        self._reader.start(seq.request_id, handoff, source_indices, seq.block_table[start:])
+        return True
+
+    def _open_table(
+        self, seq: Sequence, cached: list[int], num_tokens: int, first: int = 0
+    ) -> None:
+        self.blocks.acquire(seq, cached)
+        self.blocks.allocate(seq, num_tokens, first)
+        if seq.num_cached_tokens < 0:
+            num_cached = len(cached) * self.blocks.block_size
+            seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)
+
+    def _seat(self, seq: Sequence) -> None:
+        """Put a sequence with blocks into a row; the ranks hear of it when it first runs."""
+        seq.status = RUNNING
+        seq.row = heapq.heappop(self._free_rows)
+        seq.is_on_ranks = False
+        self.running.append(seq)
+
+    # --- booking the result -----------------------------------------------------------------
+
+    def _advance(self, seq: Sequence, num_new: int) -> None:
+        start = seq.num_computed_tokens
+        seq.num_computed_tokens = end = start + num_new
+        if start < seq.num_prompt_tokens:
+            self._prompt_tokens_computed += min(end, seq.num_prompt_tokens) - start
+        if end // self.blocks.block_size > seq.num_committed_blocks:
+            self.blocks.commit(seq)
+        self.blocks.drop_outside_window(seq)
+
+    def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
+        """Append a sampled token and return what the request gets to hear."""
+        token_ids = seq.token_ids
+        token_ids.append(token)
+        handoff: KVHandoff | None = None
+        stop_token_id = -1
+        prompt_logprobs = seq.prompt_logprobs
+        if prompt_logprobs:
+            seq.prompt_logprobs = []
+        if token in seq.stop_token_ids:
+            stop_token_id = token
+            self._end(seq, "stop")
+        elif len(token_ids) >= seq.max_total_len:
+            self._end(seq, "length")
+        elif self._role is Role.PREFILL:
+            handoff = self._hold(seq)
+        return EngineOutput(
+            seq.request.request_id,
+            [token],
+            [] if logprobs is None else [logprobs],
+            seq.finish_reason,
+            stop_token_id,
+            seq.num_cached_tokens,
+            handoff,
+            "",
+            prompt_logprobs,
+        )
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        self._release(seq)
+        self._finish(seq, reason)
+
+    def _hold(self, seq: Sequence) -> KVHandoff:
+        """Take a prefilled sequence out of its row; its blocks stay under a ticket."""
+        self._free_row(seq)
+        self._finish(seq, "handoff")
+        return self._held.hold(seq)
+
+    # --- ending -----------------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        seq.status = FINISHED
+        seq.finish_reason = reason
+        del self._unfinished[seq.request_id]
+
+    def _emit(self, seq: Sequence, reason: str, error: str = "") -> None:
+        """Queue the last output of a request that ended outside of a step."""
+        self._outputs.append(seq.ended(reason, error))
+
+    def _release(self, seq: Sequence) -> None:
+        """Free the sequence's blocks, and its row where it has one."""
+        self.blocks.free(seq)
+        if seq.row >= 0:
+            self._free_row(seq)
+
+    def _free_row(self, seq: Sequence) -> None:
+        heapq.heappush(self._free_rows, seq.row)
+        seq.row = -1
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival

@@ -1,0 +1,143 @@
+"""A sequence: one request's tokens and how far an engine has got with them.
+
+The one thing to know: `token_ids` only ever grows, so whatever was derived from its head (block
+hashes, computed KV) stays right, also after a pre-emption.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from cluster.messages import EngineOutput, GenerateRequest, KVHandoff, TokenLogprobs
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands on this engine."""
+
+    WAITING = "waiting"
+    """Wants a row. Holds no blocks, unless its KV was read from a prefill rank."""
+    WAITING_FOR_KV = "waiting_for_kv"
+    """Its KV will be, or is being, read from a prefill rank."""
+    RUNNING = "running"
+    """Has a row, and blocks for what is computed."""
+    HOLDING_KV = "holding_kv"
+    """Prefill is done; its blocks stay under a ticket until a reader has them."""
+    FINISHED = "finished"
+    """Ended here. Only an aborted read may still write to its blocks."""
+
+
+class Sequence:
+    """One request on one engine.
+
+    Invariant: `block_table` covers exactly `num_computed_tokens` tokens, plus those of the step
+    under way or of a read; its entries are scratch where a sliding window has passed. `row` is -1
+    unless the sequence runs.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "finish_reason",
+        "handoff",
+        "is_on_ranks",
+        "max_total_len",
+        "num_cached_tokens",
+        "num_committed_blocks",
+        "num_computed_tokens",
+        "num_dropped_blocks",
+        "num_prompt_tokens",
+        "prompt_logprobs",
+        "request",
+        "row",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        max_model_len: int,
+        arrival: int = 0,
+        handoff: KVHandoff | None = None,
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.arrival = arrival
+        """Orders all sequences of an engine."""
+        self.token_ids = request.prompt_token_ids + request.output_token_ids
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_total_len = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = -1
+        """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        """Chained hashes of the full blocks, as far as someone asked for them."""
+        self.num_committed_blocks = 0
+        """Head blocks that were offered to the prefix cache."""
+        self.num_dropped_blocks = 0
+        """Head blocks known to be scratch in the table: a sliding window has passed them."""
+        self.row = -1
+        self.is_on_ranks = False
+        """Whether a plan has told the ranks what is in its row."""
+        self.handoff = handoff
+        """The ticket to read from; None once it was read, or where there is none."""
+        self.status = SequenceStatus.WAITING if handoff is None else SequenceStatus.WAITING_FOR_KV
+        self.finish_reason = ""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """As far as they are computed and not delivered."""
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens, those that another engine delivered included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt's log-probabilities are due: they leave with the first output token.
+
+        So a sequence that has output, here or from another engine, has had them.
+        """
+        wanted = self.request.sampling.num_prompt_logprobs >= 0
+        return wanted and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether no token may be added."""
+        return len(self.token_ids) >= self.max_total_len
+
+    def forget_computed(self) -> None:
+        """Start over after the blocks were freed: everything is computed again, here."""
+        self.num_computed_tokens = 0
+        self.num_committed_blocks = 0
+        self.prompt_logprobs = []
+        self.handoff = None
+        self.status = SequenceStatus.WAITING
+
+    def ended(self, reason: str, error: str) -> EngineOutput:
+        """Return the last output of a request that ends without a token."""
+        return EngineOutput(
+            request_id=self.request_id,
+            token_ids=[],
+            logprobs=[],
+            finish_reason=reason,
+            stop_token_id=-1,
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+            handoff=None,
+            error=error,
+            prompt_logprobs=[],
+        )

@@ -1,0 +1,71 @@
+"""Step consensus inside a tensor-parallel group: a leader's digest of a step against a follower's.
+
+The leader sends its digest along with the plan. A follower makes its own from what it received
+and from its own past, and compares: a frame that was lost, repeated or altered on the way shows as
+the first field that differs. The one thing to know: it costs a follower no answer and the leader
+no wait, and a follower that disagrees does not enter the step's collectives.
+"""
+
+from __future__ import annotations
+
+from cluster.channel_messages import StepDigest
+from cluster.messages import StepAgreement, StepPlan, checksum
+
+
+class StepDivergence(RuntimeError):
+    """A follower's step is not its leader's; the message names rank, step and field."""
+
+    def __init__(self, rank: str, step: int, field: str, wanted: int, found: int) -> None:
+        super().__init__(f"{rank} step {step}: {field}: wanted {wanted}, found {found}")
+        self.parts = (rank, step, field, wanted, found)
+
+    def __reduce__(self) -> tuple[type[StepDivergence], tuple[str, int, str, int, int]]:
+        return type(self), self.parts
+
+
+class StepDigester:
+    """Digests of the steps that one rank runs, one after the other.
+
+    Invariant: `row_state` covers all admissions and new blocks so far, in order; two ranks with
+    equal digests hold equal rows.
+    """
+
+    def __init__(self) -> None:
+        self._previous_step = 0
+        self._row_state = 0
+
+    def digest(self, plan: StepPlan, agreed: StepAgreement) -> StepDigest:
+        """Return the digest of the next step. Call it once per step."""
+        previous, self._previous_step = self._previous_step, plan.step
+        if plan.admitted or plan.new_blocks:
+            self._row_state = checksum((plan.admitted, plan.new_blocks), self._row_state)
+        return StepDigest(
+            previous_step=previous,
+            epoch=plan.epoch,
+            step=plan.step,
+            num_seqs=plan.num_seqs,
+            num_tokens=plan.num_tokens,
+            num_decodes=plan.num_decodes,
+            agreement=checksum(agreed),
+            rows=checksum(plan.rows),
+            num_computed=checksum(plan.num_computed),
+            num_new=checksum(plan.num_new),
+            output_index=checksum(plan.output_index),
+            token_ids=checksum(plan.token_ids),
+            prompt_targets=checksum(plan.prompt_targets) if plan.prompt_targets else 0,
+            row_state=self._row_state,
+        )
+
+
+def check_digest(rank: str, wanted: StepDigest, found: StepDigest) -> None:
+    """Compare a leader's digest with a follower's own.
+
+    Raises:
+        StepDivergence: names the follower, its step and the first field that differs.
+    """
+    if wanted == found:
+        return
+    for field in StepDigest.__struct_fields__:
+        theirs, ours = getattr(wanted, field), getattr(found, field)
+        if theirs != ours:
+            raise StepDivergence(rank, found.step, field, theirs, ours)

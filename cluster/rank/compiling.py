@@ -1,0 +1,110 @@
+"""What a rank's model is compiled with: the scope that it is built in.
+
+The one thing to know: the key of the compile cache comes from here as far as the model decides it.
+What is left out of it must not change generated code: ranks, ports, paths, sizes of graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import model
+from cluster.config import EngineConfig
+from cluster.rank.groups import TensorParallelGroup
+from compile.config import (
+    AttentionGraphSupport,
+    CompilationConfig,
+    CompilationLevel,
+    CUDAGraphMode,
+)
+from compile.environment import cxx
+from compile.graphs import GraphPools, new_graph_pool
+from compile.key import sources_hash
+from compile.resolve import PRESETS, StepLimits, resolve
+from compile.scope import CompileScope
+from compile.standard import StandardToolchain
+from model.config import ModelConfig
+from model.kernels.packed_linear import can_pack
+from model.parallel import Shard
+
+log = logging.getLogger("lockstep.compile")
+
+ATTENTION = AttentionGraphSupport.UNIFORM_DECODE
+"""Prefill takes grids and loops from host integers, which a whole graph would freeze."""
+
+
+def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
+    """Return the memory of a rank's graphs; nothing is allocated yet."""
+    new_pool = partial(new_graph_pool, device, poison=config.poison_graph_pool)
+    return GraphPools(new_pool, policy=config.graph_pool)
+
+
+def rank_scope(
+    config: EngineConfig, dp_rank: int, group: TensorParallelGroup, pools: GraphPools
+) -> CompileScope:
+    """Return the scope that a rank's model is built in, its configuration resolved.
+
+    Equal on all ranks of the group but for their places: sizes and graphs follow from it.
+    """
+    limits = config.scheduler
+    resolved = resolve(
+        _compilable(config, group),
+        StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens),
+        preset=PRESETS[config.role.value],
+        attention=ATTENTION,
+        backend_name=f"paged attention on {config.device}",
+    )
+    return CompileScope(
+        config=resolved,
+        tp_rank=group.shard.rank,
+        dp_rank=dp_rank,
+        key_factors=_key_factors(config, group.shard),
+        toolchain=StandardToolchain(pools),
+        max_num_tokens=limits.max_num_batched_tokens,
+    )
+
+
+def _compilable(config: EngineConfig, group: TensorParallelGroup) -> CompilationConfig:
+    """Return what the group can compile: nothing where a rank's CPU lacks a C++ compiler."""
+    wanted = config.compilation
+    needs_compiler = (
+        config.device == "cpu"
+        and wanted.use_inductor
+        and wanted.compiler != "eager"
+        and wanted.level >= CompilationLevel.DYNAMO_ONCE
+    )
+    if not needs_compiler:
+        return wanted
+    is_here = shutil.which(cxx()) is not None
+    # One rank that runs eagerly pads its steps otherwise than its peers, who would wait for it.
+    if group.minimum("has_compiler", int(is_here)):
+        return wanted
+    log.warning(
+        "compilation.level: serving at level 0, wanted level %d: no C++ compiler (%s) %s",
+        wanted.level,
+        cxx(),
+        "is found on another rank" if is_here else "is found",
+    )
+    return replace(wanted, level=0, cudagraph_mode=CUDAGraphMode.NONE, cudagraph_copy_inputs=False)
+
+
+def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    parallel = config.parallel
+    return {
+        "model_config": repr(ModelConfig.from_dir(config.model_path)),
+        "dtype": config.dtype,
+        "device_type": config.device,
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "data_parallel_size": str(parallel.data_parallel_size),
+        "group": shard.group_name,
+        # What a constructor decides is in the graph, and constructors are not traced.
+        "model_sources": sources_hash(Path(model.__file__).parent),
+        "packed_weights": str(can_pack(dtype, device)),
+    }

@@ -1,0 +1,181 @@
+"""A follower: a rank that runs the steps that its leader plans.
+
+Its whole loop is receive and execute. It has no scheduler, no blocks to give and no requests: a
+plan tells everything, and its digest tells whether the two still speak of the same step. What it
+does beside is its slice of a KV handoff: it holds and reads when its leader says so, and reports
+what has ended.
+
+The one thing to know: a follower that disagrees with its leader raises before it enters the step's
+collectives. That ends `run`, and the owner of the group learns who it was and why.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from cluster.channel_messages import (
+    CancelRead,
+    DropKV,
+    EndOfSteps,
+    ExpectKV,
+    FollowerHello,
+    HoldKV,
+    KVOrder,
+    ReadEnded,
+    StartRead,
+    StepFrame,
+    TicketsEnded,
+)
+from cluster.config import EngineConfig
+from cluster.engine.step_digest import StepDigester, check_digest
+from cluster.messages import PROTOCOL_VERSION, FrameError, header_bytes
+from cluster.rank.channel import StepReceiver
+from cluster.rank.doorbell import Doorbell
+from cluster.rank.forward import Progress
+from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.kv_transfer.end import TransferEnd
+from cluster.rank.meeting import Rendezvous
+from cluster.rank.runner import ModelRunner
+from cluster.rank.stats import RankStats
+
+
+class Follower:
+    """Runner and transfer of one following rank.
+
+    Invariant: every step that its leader sends is executed in order, or `run` raises.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        dp_rank: int,
+        tp_rank: int,
+        epoch: int,
+        host: str,
+        config_hash: str,
+        rendezvous: Rendezvous,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load, and tell the leader."""
+        self.epoch = epoch
+        self._name = f"rank dp={dp_rank} tp={tp_rank} epoch={epoch}"
+        self._step = 0
+        self._is_stopping = False
+        self._digester = StepDigester()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorbell = Doorbell()
+
+        self._group = TensorParallelGroup.follow(rendezvous, tp_rank, config.device, host)
+        self.transfer = TransferEnd(config, tp_rank)
+        self.runner = ModelRunner(
+            config,
+            dp_rank=dp_rank,
+            group=self._group,
+            progress=progress,
+            storage=self.transfer.storage,
+        )
+        self.transfer.start(
+            self.runner.kv_pool,
+            context=self._context,
+            host=host,
+            header=header_bytes(config_hash),
+            doorbell=self._doorbell,
+        )
+        address = rendezvous.channels[tp_rank - 1]
+        self._receiver = StepReceiver(self._context, address, self._doorbell)
+        self._receiver.open(
+            FollowerHello(
+                protocol=PROTOCOL_VERSION,
+                config_hash=config_hash,
+                epoch=epoch,
+                tp_rank=tp_rank,
+                num_blocks=self.runner.num_blocks,
+                layout=self.runner.kv_spec.layout,
+                source=self.transfer.source,
+            )
+        )
+
+    def run(self) -> None:
+        """Do what the leader says until it ends, or until stopped.
+
+        Raises:
+            StepDivergence: a step is not the leader's; names rank, step and field.
+        """
+        while not self._is_stopping:
+            match self._receiver.receive():
+                case StepFrame() as frame:
+                    self._execute(frame)
+                case EndOfSteps():
+                    break
+                case None:
+                    pass  # the doorbell rang
+                case HoldKV() | DropKV() | ExpectKV() | StartRead() | CancelRead() as order:
+                    self._obey(order)
+                case frame:
+                    raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
+            self._report()
+        self._close()
+
+    def stop(self) -> None:
+        """Make `run` return at the next step's border. Any thread may call it."""
+        self._is_stopping = True
+        self._doorbell.ring()
+
+    def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
+        """Return the rank's counters. Any thread may call it. Blocks are its leader's account."""
+        server = self.transfer.server
+        return RankStats(
+            tp_rank=tp_rank,
+            dp_rank=dp_rank,
+            pid=pid,
+            node=node,
+            state="ready",
+            epoch=self.epoch,
+            step=self._step,
+            held_tickets=server.num_held if server else 0,
+            kv_bytes_sent=self.transfer.bytes_sent,
+            kv_bytes_received=self.transfer.bytes_received,
+        )
+
+    def _execute(self, frame: StepFrame) -> None:
+        mine = self._digester.digest(frame.plan, frame.agreed)
+        check_digest(self._name, frame.digest, mine)
+        self._step = frame.plan.step
+        self.runner.execute(frame.plan, frame.agreed)
+
+    def _obey(self, order: KVOrder) -> None:
+        """Do to this rank's slice what the leader did to its own."""
+        server, puller = self.transfer.server, self.transfer.puller
+        match order:
+            case HoldKV() if server is not None:
+                ticket = server.hold(order.request_id, order.block_ids, order.generations)
+                if ticket != order.ticket:
+                    raise FrameError(f"{self._name}: ticket: wanted {order.ticket}, found {ticket}")
+            case DropKV() if server is not None:
+                server.drop(order.ticket)
+            case ExpectKV() if puller is not None:
+                puller.expect(order.request_id, order.handoff)
+            case StartRead() if puller is not None:
+                puller.start(
+                    order.request_id, order.handoff, order.source_indices, order.dst_blocks
+                )
+            case CancelRead() if puller is not None:
+                puller.cancel(order.request_id)
+            case _:
+                found = type(order).__name__
+                raise FrameError(f"{self._name}: wanted an order for its role, found {found}")
+
+    def _report(self) -> None:
+        """Tell the leader what has ended here since the last report."""
+        server, puller = self.transfer.server, self.transfer.puller
+        if server is not None and (tickets := server.take_ended()):
+            self._receiver.report(TicketsEnded(tickets))
+        for result in puller.take_finished() if puller is not None else ():
+            self._receiver.report(ReadEnded(result.request_id, result.error))
+
+    def _close(self) -> None:
+        self.transfer.close()
+        self._receiver.close()
+        self._group.close()
+        self._context.term()

@@ -1,0 +1,189 @@
+"""A rank's forward: compiled, captured, and run the way that a step's agreement decides.
+
+1. `compile` runs the model once on padding: a module that compiles itself does it now.
+2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
+   what compiles or captures from here on is counted and named.
+3. `mode_of` says how a step runs: a pure function of the agreement and of what all ranks captured.
+4. `run` runs it: a replay, pieces that replay, or the model itself.
+
+The one thing to know: no rank looks at anything of its own to decide 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cluster.messages import StepAgreement
+from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.inputs import StepBatch, StepInputs
+from compile.capture import (
+    CaptureCase,
+    CaptureReport,
+    capture_all,
+    graphs_to_capture,
+    seal,
+    unseal,
+    warmups_of,
+)
+from compile.config import CompilationConfig, CompilationLevel, CUDAGraphMode
+from compile.context import BatchDescriptor, Context, ForwardContext, KVCacheTensor, forward_context
+from compile.decorator import compile_as_is
+from compile.dispatch import CapturedGraphs, ForwardMode, decide
+from compile.graphs import GraphPools
+from compile.wrapper import wrap_forward
+from model.layers.attention import Attention
+from model.layers.decoder import CausalLM
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+PURE_DECODE = 1
+"""`StepAgreement.kind` of a step in which every sequence decodes one token."""
+
+NUM_TRACED_TOKENS = 8
+"""Tokens of the padding that a forward is traced on. Tracing takes 0 and 1 for special."""
+
+
+class StepForward:
+    """The model's forward with its graphs.
+
+    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `captured` is
+    equal on all ranks of the group.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        layers: dict[str, Attention],
+        inputs: StepInputs,
+        config: CompilationConfig,
+        *,
+        group: TensorParallelGroup,
+        pools: GraphPools,
+    ) -> None:
+        """Prepare to run `model`, which was built in the scope of `config`."""
+        self.config = config
+        self._model = model
+        self.captured = CapturedGraphs()
+        self.report: CaptureReport | None = None
+        self._layers = layers
+        self._inputs = inputs
+        self._group = group
+        self._pools = pools
+        self._kv_cache_data: dict[str, KVCacheTensor] = {}
+        is_as_is = config.level == CompilationLevel.DYNAMO_AS_IS
+        self._call = wrap_forward(compile_as_is(model) if is_as_is else model, config, pools)
+
+    @property
+    def num_replays(self) -> dict[BatchDescriptor, int]:
+        """How often each whole graph was replayed."""
+        return dict(getattr(self._call, "num_replays", {}))
+
+    def use_cache(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
+        """Attend to this KV cache from now on. Graphs that were captured stay with theirs."""
+        self._kv_cache_data = kv_cache_data
+
+    # --- before the rank is ready ---
+
+    @torch.inference_mode()
+    def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
+        """Run the model once on padding, which traces and compiles it, or loads what was."""
+        unseal()
+        if self.config.level == CompilationLevel.NO_COMPILATION:
+            return
+        if progress is not None:
+            progress("compiling", 0, 1)
+        # The decorator that it came through adds `prepare`.
+        backbone: Any = self._model.model
+        batch = self._inputs.dummy(min(NUM_TRACED_TOKENS, max_num_tokens), 1)
+        with forward_context(self._context(batch, 1, is_dummy_run=True)):
+            backbone.prepare(batch.input_ids, batch.positions)
+            # Who finds everything in the cache is here long before who compiles.
+            self._group.barrier("compiled")
+            self._call(batch.input_ids, batch.positions)
+        if progress is not None:
+            progress("compiling", 1, 1)
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Capture every graph that the configuration replays, and seal the process."""
+        graphs = graphs_to_capture(self.config)
+        if graphs:
+            self._group.barrier("allocated")
+            self.report = capture_all(
+                [self._case(mode, key) for mode, key in graphs],
+                self._run_case,
+                rank=self._group.shard.rank,
+                pools=self._pools,
+                warmups=warmups_of(self.config),
+                synchronize=self._synchronize,
+                progress=None if progress is None else _named(progress, "capturing graphs"),
+            )
+            self.captured = CapturedGraphs(self.report.graph_bs, self.report.num_tokens)
+        seal(self.config.sealed)
+
+    def _case(self, mode: CUDAGraphMode, key: BatchDescriptor) -> CaptureCase:
+        def prepare() -> ForwardContext:
+            return self._context(self._padding(key), key.num_seqs or 1, is_dummy_run=True)
+
+        return CaptureCase(mode, key, prepare)
+
+    def _run_case(self, case: CaptureCase) -> Any:
+        batch = self._padding(case.descriptor)
+        return self._call(batch.input_ids, batch.positions)
+
+    def _padding(self, key: BatchDescriptor) -> StepBatch:
+        """Return a batch of a graph's size; equal keys lie at equal addresses."""
+        return self._inputs.dummy(key.num_tokens, key.num_seqs or 1)
+
+    def _synchronize(self) -> None:
+        if self._inputs.device.type == "cuda":
+            torch.cuda.synchronize(self._inputs.device)
+
+    # --- in a step ---
+
+    def mode_of(self, agreed: StepAgreement) -> ForwardMode:
+        """Decide how all ranks run the step."""
+        return decide(
+            is_uniform_decode=agreed.kind == PURE_DECODE and agreed.max_query_len == 1,
+            num_tokens=agreed.max_tokens,
+            num_seqs=agreed.max_seqs,
+            config=self.config,
+            captured=self.captured,
+            is_graph_allowed=agreed.graph_allowed,
+        )
+
+    def run(self, batch: StepBatch, mode: ForwardMode, num_seqs: int) -> torch.Tensor:
+        """Run a padded batch of `num_seqs` real sequences. Returns [T, E], padded."""
+        with forward_context(self._context(batch, num_seqs, mode)):
+            hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
+        return hidden
+
+    def _context(
+        self,
+        batch: StepBatch,
+        num_seqs: int,
+        mode: ForwardMode | None = None,
+        *,
+        is_dummy_run: bool = False,
+    ) -> ForwardContext:
+        padded = batch.attention.seq_lens.shape[0]
+        return ForwardContext(
+            no_compile_layers=self._layers,
+            attn_metadata=batch.attention,
+            kv_cache_data=self._kv_cache_data,
+            context=Context(
+                is_prefill=batch.attention.num_decodes < padded,
+                is_dummy_run=is_dummy_run,
+                batch_size=num_seqs,
+                graph_bs=padded,
+            ),
+            batch_descriptor=mode.descriptor if mode else None,
+            cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,
+        )
+
+
+def _named(progress: Progress, what: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(what, done, total)

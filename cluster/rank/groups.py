@@ -1,0 +1,125 @@
+"""The process group of one tensor-parallel group: gloo on CPU, NCCL on CUDA.
+
+The leader's process keeps a store, on a listener that it opened before; all ranks join through it.
+The one thing to know: every wait here has a bound in seconds. torch's own is half an hour, and a
+rank inside a collective can only be freed by ending its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    Backend,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from cluster.rank.meeting import Meeting, Rendezvous
+from model.parallel import Shard
+
+JOIN_TIMEOUT_S = 120.0
+"""Ranks are started together; the slowest has to import torch on a busy machine."""
+LOAD_TIMEOUT_S = 1800.0
+"""From the first rank that has read its weights to the last."""
+COLLECTIVE_TIMEOUT_S = 60.0
+"""The last resort against a rank that hangs inside a step. No step computes for so long."""
+END_TIMEOUT_S = 2.0
+
+
+class TensorParallelGroup:
+    """One rank's membership. `shard` is the model's view of it."""
+
+    def __init__(self, store: TCPStore | None, shard: Shard) -> None:
+        self._store = store
+        self.shard = shard
+
+    @classmethod
+    def lead(cls, meeting: Meeting, size: int, device: str) -> TensorParallelGroup:
+        """Join as rank 0 of the group that meets here; alone where nobody else does."""
+        if meeting.rendezvous is None or meeting.listener is None:
+            return cls(None, Shard())
+        where = meeting.rendezvous
+        # The store listens on the group's address only, and closes the descriptor at its end.
+        listen_fd = meeting.listener.detach()
+        store = _open_store(where, size, listen_fd)
+        return cls(store, _join(store, 0, size, device, where.store_host))
+
+    @classmethod
+    def follow(cls, where: Rendezvous, tp_rank: int, device: str, host: str) -> TensorParallelGroup:
+        """Join as a follower. `host` is this node's address."""
+        size = len(where.channels) + 1
+        store = _open_store(where, size, None)
+        return cls(store, _join(store, tp_rank, size, device, host))
+
+    def minimum(self, name: str, value: int) -> int:
+        """Return the smallest of all ranks' values; each name can be used once.
+
+        It goes through the store: ranks may come minutes apart.
+        """
+        if self._store is None:
+            return value
+        self._store.set(f"{name}/{self.shard.rank}", str(value))
+        keys = [f"{name}/{rank}" for rank in range(self.shard.size)]
+        self._store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
+        return min(int(self._store.get(key)) for key in keys)
+
+    def barrier(self, name: str) -> None:
+        """Wait until every rank of the group is here; each name can be used once."""
+        self.minimum(f"barrier/{name}", 0)
+
+    def close(self) -> None:
+        """Leave the group. Rank 0 waits a moment for the others: the store ends with it."""
+        if self._store is None:
+            return
+        # The store of a rank that was killed answers with an error, and so does a wait in vain.
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"ended/{self.shard.rank}", "")
+            if self.shard.rank == 0:
+                keys = [f"ended/{rank}" for rank in range(self.shard.size)]
+                self._store.wait(keys, timedelta(seconds=END_TIMEOUT_S))
+        if self.shard.group is not None:
+            self.shard.group.shutdown()
+        self._store = None
+
+
+def _open_store(where: Rendezvous, size: int, listen_fd: int | None) -> TCPStore:
+    return TCPStore(
+        where.store_host,
+        where.store_port,
+        size,
+        is_master=listen_fd is not None,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
+def _join(store: TCPStore, rank: int, size: int, device: str, host: str) -> Shard:
+    make = _nccl if device == "cuda" else _gloo
+    group = make(PrefixStore("tensors", store), rank, size, host)
+    # A backend has the methods of a group. It is no member of torch's table of groups: one
+    # process may hold several, and nothing global is left when it ends.
+    return Shard(rank, size, cast(ProcessGroup, group))
+
+
+def _gloo(store: Store, rank: int, size: int, host: str) -> Backend:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    # By address: a host name may resolve to what no other node reaches.
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, host: str) -> Backend:
+    torch.cuda.set_device(0)  # each rank sees its own device alone
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,209 @@
+"""Step inputs: plans become tensors in buffers whose addresses never change.
+
+The one thing to know: a row of the batch keeps state between steps (its block table and its
+sampling parameters), so that a plan carries only what is new. Buffers are allocated once at the
+largest size a step can have; a graph that was captured on them can be replayed on any plan.
+
+Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cluster.messages import Admission, StepPlan
+from cluster.rank.buffers import StaticBuffer
+from cluster.rank.row_rules import RowRulesTables
+from model.layers.attention import AttentionMetadata
+from model.sampler import SamplingTensors, draw_uniform
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's tensors, views of the static buffers.
+
+    input_ids, positions: [T], padded; logits_index: [N], the tokens whose logits are sampled.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionMetadata
+    logits_index: torch.Tensor
+    sampling: SamplingTensors
+    wants_logprobs: list[int]
+    """Per sampled sequence how many likeliest tokens it wants; -1 none."""
+
+
+class StepInputs:
+    """Row state and static buffers of one rank."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks_per_seq: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        rows, tokens = max_num_seqs, max_num_batched_tokens
+        self.device = device
+        self._block_size = block_size
+        # A view of a graph's static block table must not depend on the longest sequence, but the
+        # copy into it may: only columns in use are copied.
+        self._row_blocks = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
+        self._row_temperature = np.zeros(rows, dtype=np.float32)
+        self._row_top_k = np.zeros(rows, dtype=np.int64)
+        self._row_top_p = np.ones(rows, dtype=np.float32)
+        self._row_min_p = np.zeros(rows, dtype=np.float32)
+        self._row_seed = np.zeros(rows, dtype=np.uint64)
+        self._row_num_logprobs = np.full(rows, -1, dtype=np.int64)
+        self._rules = RowRulesTables(rows, tokens, vocab_size, device)
+
+        self._input_ids = StaticBuffer((tokens,), torch.int64, device)
+        self._positions = StaticBuffer((tokens,), torch.int64, device)
+        self._slot_mapping = StaticBuffer((tokens,), torch.int64, device)
+        self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, device)
+        self._seq_lens = StaticBuffer((rows,), torch.int32, device)
+        self._block_table = StaticBuffer((rows, max_blocks_per_seq), torch.int32, device)
+        self._logits_index = StaticBuffer((rows,), torch.int64, device)
+        self._temperature = StaticBuffer((rows,), torch.float32, device)
+        self._top_k = StaticBuffer((rows,), torch.int64, device)
+        self._top_p = StaticBuffer((rows,), torch.float32, device)
+        self._min_p = StaticBuffer((rows,), torch.float32, device)
+        self._uniform = StaticBuffer((rows,), torch.float64, device)
+
+    def build(
+        self, plan: StepPlan, num_tokens: int | None = None, num_seqs: int | None = None
+    ) -> StepBatch:
+        """Apply the plan to the rows and return its batch, padded to the given sizes.
+
+        A padding token is token 0 at position 0 and writes into the scratch block. A padding
+        sequence has length 0; only a batch in which every sequence decodes has any.
+        """
+        num_tokens = plan.num_tokens if num_tokens is None else num_tokens
+        num_seqs = plan.num_seqs if num_seqs is None else num_seqs
+        for admission in plan.admitted:
+            self._admit(admission)
+        for new in plan.new_blocks:
+            end = new.start + len(new.block_ids)
+            self._row_blocks[new.row, new.start : end] = new.block_ids
+        rows = np.array(plan.rows, dtype=np.int64)
+        self._lay_out(plan, rows)
+        self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
+        num_decodes = num_seqs if plan.num_decodes == plan.num_seqs else plan.num_decodes
+        attention = self._attention(num_decodes, num_tokens, num_seqs)
+        input_ids = self._input_ids.upload(num_tokens)
+        positions = self._positions.host[: plan.num_tokens]
+        self._rules.count(rows, plan.num_new, positions, input_ids)
+        sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
+        num_sampled = len(sampled)
+        self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
+        return StepBatch(
+            input_ids=input_ids,
+            positions=self._positions.upload(num_tokens),
+            attention=attention,
+            logits_index=self._logits_index.upload(num_sampled),
+            sampling=self._sampling(plan.output_index, rows, sampled),
+            wants_logprobs=self._row_num_logprobs[rows[sampled]].tolist(),
+        )
+
+    def _admit(self, admission: Admission) -> None:
+        row = admission.row
+        self._row_temperature[row] = admission.temperature
+        self._row_top_k[row] = admission.top_k
+        self._row_top_p[row] = admission.top_p
+        self._row_min_p[row] = admission.min_p
+        self._row_seed[row] = admission.seed
+        self._row_num_logprobs[row] = admission.num_logprobs
+        self._rules.admit(admission)
+
+    def dummy(self, num_tokens: int, num_seqs: int) -> StepBatch:
+        """Return a batch of padding alone: what is compiled, captured and stepped without work.
+
+        With as many sequences as tokens every sequence decodes; else one attends to nothing.
+        """
+        is_decode = num_tokens == num_seqs
+        self._cu_seqlens_q.host[0] = 0
+        self._pad(0, num_tokens, 0, num_seqs)
+        nothing = np.zeros(0, dtype=np.int64)
+        return StepBatch(
+            input_ids=self._input_ids.upload(num_tokens),
+            positions=self._positions.upload(num_tokens),
+            attention=self._attention(num_seqs if is_decode else 0, num_tokens, num_seqs),
+            logits_index=self._logits_index.upload(0),
+            sampling=self._sampling([], nothing, nothing),
+            wants_logprobs=[],
+        )
+
+    def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
+        """Write where the plan's tokens belong into the host arrays."""
+        num_seqs, num_tokens, size = plan.num_seqs, plan.num_tokens, self._block_size
+        num_new = np.array(plan.num_new, dtype=np.int64)
+        computed = np.array(plan.num_computed, dtype=np.int64)
+        cu = self._cu_seqlens_q.host
+        cu[0] = 0
+        np.cumsum(num_new, out=cu[1 : num_seqs + 1])
+        seq_lens = computed + num_new
+        self._seq_lens.host[:num_seqs] = seq_lens
+        columns = -(-int(seq_lens.max()) // size)
+        self._block_table.host[:num_seqs, :columns] = self._row_blocks[rows, :columns]
+
+        self._input_ids.host[:num_tokens] = plan.token_ids
+        if plan.num_decodes == num_seqs:
+            positions, token_rows = computed, rows
+        else:
+            positions = np.repeat(computed - cu[:num_seqs], num_new) + np.arange(num_tokens)
+            token_rows = np.repeat(rows, num_new)
+        self._positions.host[:num_tokens] = positions
+        blocks = self._row_blocks[token_rows, positions // size].astype(np.int64)
+        self._slot_mapping.host[:num_tokens] = blocks * size + positions % size
+
+    def _pad(self, num_tokens: int, end: int, num_seqs: int, end_seqs: int) -> None:
+        """Make the tokens and sequences behind the real ones padding, up to `end` each."""
+        for buffer in (self._input_ids, self._positions, self._slot_mapping):
+            buffer.host[num_tokens:end] = 0
+        self._seq_lens.host[num_seqs:end_seqs] = 0
+        self._block_table.host[num_seqs:end_seqs] = 0
+        self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
+
+    def _attention(self, num_decodes: int, num_tokens: int, num_seqs: int) -> AttentionMetadata:
+        return AttentionMetadata(
+            num_decodes=num_decodes,
+            cu_seqlens_q=self._cu_seqlens_q.upload(num_seqs + 1),
+            seq_lens=self._seq_lens.upload(num_seqs),
+            block_table=self._block_table.upload(num_seqs),
+            slot_mapping=self._slot_mapping.upload(num_tokens),
+        )
+
+    def _sampling(
+        self, output_index: list[int], rows: np.ndarray, sampled: np.ndarray
+    ) -> SamplingTensors:
+        n, rows = len(sampled), rows[sampled]
+        temperature = self._row_temperature[rows]
+        top_k, top_p, min_p = self._row_top_k[rows], self._row_top_p[rows], self._row_min_p[rows]
+        all_greedy = bool((temperature == 0).all())
+        positions = np.array(output_index, dtype=np.int64)[sampled]
+        self._temperature.host[:n] = temperature
+        self._top_k.host[:n] = top_k
+        self._top_p.host[:n] = top_p
+        self._min_p.host[:n] = min_p
+        if not all_greedy:
+            self._uniform.host[:n] = draw_uniform(self._row_seed[rows], positions)
+        return SamplingTensors(
+            temperature=self._temperature.upload(n),
+            top_k=self._top_k.upload(n),
+            top_p=self._top_p.upload(n),
+            min_p=self._min_p.upload(n),
+            uniform=self._uniform.upload(n),
+            num_logprobs=int(self._row_num_logprobs[rows].max(initial=-1)),
+            all_greedy=all_greedy,
+            any_top_k=bool((top_k > 0).any()),
+            any_top_p=bool((top_p < 1).any()),
+            any_min_p=bool((min_p > 0).any()),
+            adjustments=self._rules.adjustments(rows, positions),
+        )

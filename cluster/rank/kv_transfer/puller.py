@@ -1,0 +1,224 @@
+"""The reader's side: a thread that drives `KVReads` over sockets and mapped memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+import zmq
+
+from cluster.engine.handoff import KVReadResult
+from cluster.engine.kv_reads import KVReads
+from cluster.messages import (
+    FrameError,
+    KVAnswer,
+    KVCall,
+    KVHandoff,
+    KVSource,
+    decode,
+    encode,
+)
+from cluster.rank.doorbell import Doorbell
+from cluster.rank.kv_transfer.store import BlockStore, KVThreadDied
+from cluster.rank.memory import node_id, open_shared
+
+log = logging.getLogger("lockstep.kv")
+
+T = TypeVar("T")
+
+
+class KVPuller:
+    """A scheduler's `KVReader`: what it asks for is done by a thread of its own.
+
+    `doorbell` rings whenever `take_finished` has something.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        *,
+        tp_rank: int,
+        transport: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        header: bytes,
+        doorbell: Doorbell,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = _Transport(pool, transport, context, header)
+        self._reads = KVReads(
+            self._transport,
+            tp_rank=tp_rank,
+            block_bytes=self._transport.store.block_bytes,
+            clock=clock,
+        )
+        self._doorbell = doorbell
+        self._clock = clock
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._finished: SimpleQueue[KVReadResult] = SimpleQueue()
+        self._wake = Doorbell()
+        self._is_closed = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
+        self._thread.start()
+
+    # The scheduler's side, on the step thread.
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        """Keep the ticket's lease alive until the read starts or is cancelled."""
+        self._post(lambda: self._reads.expect(request_id, handoff))
+
+    def start(
+        self,
+        request_id: str,
+        handoff: KVHandoff,
+        source_indices: list[int],
+        dst_blocks: list[int],
+    ) -> None:
+        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
+        self._post(lambda: self._reads.start(request_id, source_indices, dst_blocks))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop and release; a read that was started still reports when it no longer writes."""
+        self._post(lambda: self._reads.cancel(request_id))
+
+    def take_finished(self) -> list[KVReadResult]:
+        """Return the reads that ended since the last call.
+
+        Raises:
+            KVThreadDied: the thread is gone; without it every request would wait for ever.
+        """
+        if self._failure is not None:
+            raise KVThreadDied("kv puller", self._failure) from self._failure
+        return _drain(self._finished)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes copied in reads that were believed."""
+        return self._reads.bytes_received
+
+    def close(self) -> None:
+        """Stop the thread and close its sockets."""
+        self._is_closed = True
+        self._wake.ring()
+        self._thread.join(timeout=2)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._wake.ring()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            self._failure = error
+            self._doorbell.ring()
+        self._transport.close()
+
+    def _loop(self) -> None:
+        poller, reads = self._transport.poller, self._reads
+        poller.register(self._wake.fileno(), zmq.POLLIN)
+        while not self._is_closed:
+            poller.poll(self._timeout_ms())
+            self._wake.clear()
+            for command in _drain(self._commands):
+                command()
+            for address, answer, blocks in self._transport.receive():
+                reads.on_answer(address, answer, blocks)
+            reads.on_tick()
+            for result in reads.take_finished():
+                self._finished.put(result)
+                self._doorbell.ring()
+
+    def _timeout_ms(self) -> int:
+        deadline = self._reads.next_deadline()
+        return -1 if deadline is None else max(0, int((deadline - self._clock()) * 1000) + 1)
+
+
+class _Transport:
+    """The `ReadTransport` of sockets and shared memory. Used by the puller's thread alone."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        transport: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        header: bytes,
+    ) -> None:
+        self.store = BlockStore(pool)
+        self.poller = zmq.Poller()
+        self._transport = transport
+        self._context = context
+        self._header = header
+        self._node = node_id()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._mapped: dict[str, BlockStore] = {}
+        """By address, which a new process never shares with a dead one; its pid it may."""
+
+    def send(self, address: str, call: KVCall) -> None:
+        socket = self._sockets.get(address)
+        if socket is None:
+            socket = self._sockets[address] = self._context.socket(zmq.DEALER)
+            socket.linger = 1000
+            socket.connect(address)
+            self.poller.register(socket, zmq.POLLIN)
+        socket.send_multipart([self._header, encode(call)])
+
+    def receive(self) -> list[tuple[str, KVAnswer, list[memoryview]]]:
+        """Return the answers that have come, with the blocks they carry."""
+        answers: list[tuple[str, KVAnswer, list[memoryview]]] = []
+        for address, socket in list(self._sockets.items()):
+            while socket.poll(0):
+                frames = socket.recv_multipart(copy=False)
+                try:
+                    answer: KVAnswer = decode(frames[0].buffer, KVAnswer)
+                except FrameError as error:  # the read ends by its time-out
+                    log.error("kv answer from %s: dropped: %s", address, error)
+                    continue
+                answers.append((address, answer, [frame.buffer for frame in frames[1:]]))
+        return answers
+
+    def is_mapped(self, source: KVSource) -> bool:
+        if self._transport == "tcp" or not self.store.is_on_host:
+            return False
+        is_near = source.shm_fd >= 0 and source.boot_id == self._node
+        # Asked for by name, shared memory is an error where there is none, not a slow success.
+        return is_near or self._transport == "shm"
+
+    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
+        mapped = self._mapped.get(source.address)
+        if mapped is None:
+            if source.boot_id != self._node:
+                raise OSError("kv.transport: wanted shm on one node, found another node")
+            memory = open_shared(source.pid, source.shm_fd)
+            mapped = BlockStore.of_memory(memory, self.store.block_bytes)
+            self._mapped[source.address] = mapped
+        if ids:
+            self.store.copy_from(mapped, source_ids, ids)
+
+    def forget(self, address: str) -> None:
+        self._mapped.pop(address, None)
+        socket = self._sockets.pop(address, None)
+        if socket is not None:
+            self.poller.unregister(socket)
+            socket.close(linger=0)
+
+    def write(self, ids: list[int], blocks: list[memoryview]) -> None:
+        self.store.scatter(ids, blocks)
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+
+
+def _drain(queue: SimpleQueue[T]) -> list[T]:
+    items: list[T] = []
+    while not queue.empty():
+        items.append(queue.get())
+    return items

@@ -1,0 +1,249 @@
+"""A leader: the process of one data-parallel rank that plans, steps and talks to the world.
+
+A step's border is the only place where anything from outside comes in:
+
+1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
+   followers' reports of KV that was read or released to the group's holder and reader.
+2. `engine.step()` runs one step.
+3. Its outputs leave, one frame per ingress.
+4. If the step found nothing to run, the leader sleeps in one wait over its inbox, its followers'
+   reports and its doorbell (a finished KV read, an ended lease, a stop).
+
+The one thing to know: nothing but the step thread runs Python here for more than a fraction of a
+millisecond at a time; a busy second thread would slow every step a hundredfold.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+
+import zmq
+
+from cluster.channel_messages import FollowerHello, ReadEnded, TicketsEnded
+from cluster.config import EngineConfig, Role
+from cluster.engine.engine import Engine
+from cluster.engine.group_kv import GroupHolder, GroupReader
+from cluster.engine.handoff import HandoffTerms
+from cluster.messages import (
+    Abort,
+    FrameError,
+    Inbound,
+    KVSource,
+    Submit,
+    Watch,
+    check_header,
+    decode,
+    header_bytes,
+)
+from cluster.rank.assembly import assemble_engine
+from cluster.rank.doorbell import Doorbell
+from cluster.rank.forward import Progress
+from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.kv_transfer.end import TransferEnd
+from cluster.rank.meeting import Meeting
+from cluster.rank.outlet import Outlet
+from cluster.rank.runner import ModelRunner
+from cluster.rank.stats import RankStats
+
+log = logging.getLogger("lockstep.leader")
+
+MAX_SLEEP_MS = 1000
+"""An idle leader looks around this often, whatever rang: the bound on a lost wake-up."""
+
+
+class Leader:
+    """Engine, sockets and transfer of one leading rank.
+
+    `inbox` is the endpoint that takes requests. All sockets of one process share a context.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        engine_id: str,
+        epoch: int,
+        host: str,
+        config_hash: str,
+        progress: Progress | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        """Load, and wait until all followers have.
+
+        Args:
+            meeting: where the followers were told to go; needed where there are any.
+        """
+        self.config = config
+        self.epoch = epoch
+        self._header = header_bytes(config_hash)
+        meeting = meeting or Meeting(config, host=host, config_hash=config_hash, epoch=epoch)
+        self._context = meeting.context
+        self._channel = meeting.channel
+        self._doorbell = Doorbell()
+        self._is_stopping = False
+
+        size = config.parallel.tensor_parallel_size
+        self._group = TensorParallelGroup.lead(meeting, size, config.device)
+        self.transfer = TransferEnd(config, tp_rank=0)
+        self.runner = ModelRunner(
+            config, group=self._group, progress=progress, storage=self.transfer.storage
+        )
+        self.transfer.start(
+            self.runner.kv_pool,
+            context=self._context,
+            host=host,
+            header=self._header,
+            doorbell=self._doorbell,
+        )
+        self._holder: GroupHolder | None = None
+        self._reader: GroupReader | None = None
+        self.engine = self._assemble(self._channel.accept())
+
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.rcvhwm = 0  # a submission is never dropped; queues are bounded at the ingress
+        self.inbox = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
+        self._outlet = Outlet(
+            context=self._context,
+            header=self._header,
+            engine_id=engine_id,
+            inbox=self.inbox,
+            epoch=epoch,
+            lease_s=config.transfer.lease_s,
+        )
+        self._look_at = 0.0
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
+        for socket in self._channel.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Step until stopped. Returns normally only after `stop`."""
+        while not self._is_stopping:
+            self.step()
+            if self.engine.is_idle:
+                self._poller.poll(MAX_SLEEP_MS)
+                self._doorbell.clear()
+        self._close()
+
+    def step(self) -> None:
+        """Take what waits in the inbox, run one step and send its outputs."""
+        self._take_inbox()
+        self._take_reports()
+        outputs = self.engine.step()
+        lost = self._outlet.send(outputs) if outputs else []
+        if time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
+            lost += self._outlet.give_up_on_the_dead()
+        if lost:
+            self.engine.abort(lost)
+
+    def stop(self) -> None:
+        """Make `run` return at the next step's border. Any thread may call it."""
+        self._is_stopping = True
+        self._doorbell.ring()
+
+    def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
+        """Return the rank's counters. Any thread may call it: it reads plain numbers."""
+        numbers = asdict(self.engine.stats())
+        agreed = self.engine.agreed
+        return RankStats(
+            tp_rank=tp_rank,
+            dp_rank=dp_rank,
+            pid=pid,
+            node=node,
+            state="ready",
+            epoch=self.epoch,
+            step=agreed.step if agreed else 0,
+            kv_bytes_sent=self.transfer.bytes_sent,
+            kv_bytes_received=self.transfer.bytes_received,
+            **{name: numbers[name] for name in _SCHEDULER_STATS},
+        )
+
+    def _take_inbox(self) -> None:
+        while True:
+            try:
+                header, body = self._inbox.recv_multipart(zmq.NOBLOCK)
+                check_header(header, self._header)
+                message = decode(body, Inbound)
+            except zmq.Again:
+                return
+            except (FrameError, ValueError) as error:
+                log.error("inbox: dropped a frame: %s", error)
+                continue
+            match message:
+                case Submit():
+                    self._outlet.expect(message.request.request_id, message.request.reply_to)
+                    self.engine.submit(message)
+                case Abort():
+                    self.engine.abort(message.request_ids)
+                case Watch():
+                    self._outlet.watch(message.address)
+
+    def _take_reports(self) -> None:
+        """Book what has ended on the followers."""
+        for tp_rank, report in self._channel.take_reports():
+            match report:
+                case TicketsEnded():
+                    assert self._holder is not None
+                    self._holder.on_tickets_ended(report.tickets)
+                case ReadEnded():
+                    assert self._reader is not None
+                    error = f"tp={tp_rank}: {report.error}" if report.error else ""
+                    self._reader.on_read_ended(report.request_id, error)
+
+    def _assemble(self, followers: list[FollowerHello]) -> Engine:
+        for hello in followers:
+            _check_follower(hello, self.runner)
+        tell, transfer = self._channel.tell, self.transfer
+        if transfer.server is not None:
+            self._holder = GroupHolder(transfer.server, len(followers), tell)
+        if transfer.puller is not None:
+            self._reader = GroupReader(transfer.puller, len(followers), tell)
+        sources = [transfer.source, *(hello.source for hello in followers)]
+        return assemble_engine(
+            self.config,
+            self.runner,
+            epoch=self.epoch,
+            channel=self._channel,
+            holder=self._holder,
+            terms=None if self.config.role is Role.MIXED else self._terms(sources),
+            reader=self._reader,
+        )
+
+    def _terms(self, sources: list[KVSource]) -> HandoffTerms:
+        return HandoffTerms(
+            sources=sources,
+            block_bytes=self.runner.kv_spec.block_bytes,
+            layout=self.runner.kv_spec.layout,
+            lease_s=self.config.transfer.lease_s,
+        )
+
+    def _close(self) -> None:
+        self.transfer.close()
+        self._outlet.close()
+        self._channel.close()
+        self._group.close()
+        self._inbox.close(linger=0)
+        self._context.term()
+
+
+def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
+    """Compare what a follower made of the configuration with what we made of it."""
+    wanted = {"num_blocks": runner.num_blocks, "layout": runner.kv_spec.layout}
+    for field, ours in wanted.items():
+        theirs = getattr(hello, field)
+        if ours != theirs:
+            raise FrameError(f"follower tp={hello.tp_rank}: {field}: wanted {ours}, found {theirs}")
+
+
+_SCHEDULER_STATS = (
+    "num_blocks",
+    "num_free_blocks",
+    "num_running",
+    "num_waiting",
+    "held_tickets",
+    "prompt_tokens_computed",
+)

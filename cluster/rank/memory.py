@@ -1,0 +1,63 @@
+"""Memory of a KV pool that other processes of the node can map.
+
+An anonymous memory file backs it: it has no name, so a killed process leaves nothing behind, and
+a peer opens it through the owner's entry in /proc.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+
+def node_id() -> str:
+    """Return what two processes share exactly when one can open the other's /proc entries.
+
+    The boot id alone is the same in two containers that do not see each other's processes, so
+    the process namespace is part of it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class SharedMemory:
+    """Writable memory of this process that peers on the node can open by (pid, fd)."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("lockstep-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, size_bytes)
+        self._map = mmap.mmap(self.fd, size_bytes)
+        self.view = memoryview(self._map)
+
+    @property
+    def pid(self) -> int:
+        """The process whose /proc entry leads to the memory."""
+        return os.getpid()
+
+
+def open_shared(pid: int, fd: int) -> memoryview:
+    """Map a peer's memory.
+
+    Writable, because torch refuses read-only buffers; readers must not write.
+
+    Raises:
+        OSError: the peer is gone or may not be looked into.
+    """
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return memoryview(mmap.mmap(opened, os.fstat(opened).st_size))
+    finally:
+        os.close(opened)
+
+
+def available_memory_bytes() -> int:
+    """Return what can still be allocated, page cache included, within the cgroup's limit."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(available, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no cgroup, or one whose limit is "max"
+        return available

@@ -1,0 +1,184 @@
+"""The rows' logit rules, with the tables on the device that they need.
+
+The one thing to know: everything here follows from the plans. A row is admitted with the tokens
+that are computed already, each plan brings those that it computes, and before a token is drawn
+both are counted. So the counts are those of an uninterrupted run after a pre-emption, a resume
+on another engine or a handoff, on every rank, and nothing waits for what a step has drawn.
+
+Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
+request may name as stop tokens or a tokenizer may have too many of, are left out: they are never
+drawn, and an index outside of a table would end the rank.
+
+Shapes: R rows, V vocabulary, B sampled rows, T tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.messages import Admission, LogitRules, RowRules
+from cluster.rank.buffers import StaticBuffer, upload_once
+from model.adjust import Adjustments, Penalties
+
+Ints = npt.NDArray[np.int64]
+
+
+class RowRulesTables:
+    """Logit rules of all rows.
+
+    Invariant: a row without a rule has bias 0, no stop tokens to mask and penalties that change
+    nothing; only rows with penalties have true counts.
+    """
+
+    def __init__(self, rows: int, tokens: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (rows, vocab_size)
+        self._device = device
+        self._has_rules = np.zeros(rows, dtype=bool)
+        self._has_bias = np.zeros(rows, dtype=bool)
+        self._has_penalties = np.zeros(rows, dtype=bool)
+        self._min_tokens = np.zeros(rows, dtype=np.int64)
+        self._num_prompt = np.zeros(rows, dtype=np.int64)
+        self._row_penalties = np.tile(np.array(_NO_PENALTIES, dtype=np.float32), (rows, 1))
+        self._bias: torch.Tensor | None = None
+        self._is_stop: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._is_in_prompt: torch.Tensor | None = None
+        self._rows = StaticBuffer((rows,), torch.int64, device)
+        self._is_before_min = StaticBuffer((rows,), torch.bool, device)
+        self._penalties = StaticBuffer((rows, 3), torch.float32, device)
+        self._counted = StaticBuffer((tokens, 2), torch.int64, device)
+
+    def admit(self, admission: Admission) -> None:
+        """Let a row follow the rules of its new sequence, or none."""
+        row, found = admission.row, admission.rules
+        if self._has_rules[row]:
+            self._clear(row)
+        if found is None:
+            return
+        rules = found.rules
+        self._has_rules[row] = True
+        self._num_prompt[row] = found.num_prompt_tokens
+        self._min_tokens[row] = rules.min_tokens
+        if rules.biases or rules.allowed_token_ids:
+            self._set_bias(row, rules)
+        if rules.min_tokens:
+            self._set_stop(row, found.stop_token_ids)
+        if rules.has_penalties:
+            self._set_penalties(row, found)
+
+    def count(
+        self, rows: Ints, num_new: list[int], positions: Ints, input_ids: torch.Tensor
+    ) -> None:
+        """Count the tokens that a step computes in rows with penalties.
+
+        Args:
+            rows, num_new: [S], one entry per sequence of the step.
+            positions: [T], of the tokens in their sequences.
+            input_ids: [T], on the device.
+        """
+        if not self._has_penalties[rows].any():
+            return
+        token_rows = rows if len(rows) == len(positions) else np.repeat(rows, num_new)
+        index = np.flatnonzero(self._has_penalties[token_rows])
+        is_output = positions[index] >= self._num_prompt[token_rows[index]]
+        # Output first: then each kind is one stretch of the buffer.
+        index = np.concatenate((index[is_output], index[~is_output]))
+        num_counted, num_output = len(index), int(is_output.sum())
+        self._counted.host[:num_counted, 0] = index
+        self._counted.host[:num_counted, 1] = token_rows[index]
+        counted = self._counted.upload(num_counted)
+        self._book(counted[:, 1], input_ids[counted[:, 0]], num_output)
+
+    def adjustments(self, rows: Ints, output_index: Ints) -> Adjustments | None:
+        """Return what the sampled rows want done; None where none of them wants anything.
+
+        rows, output_index: [B]
+        """
+        if not self._has_rules[rows].any():
+            return None
+        num = len(rows)
+        self._rows.host[:num] = rows
+        is_before_min = output_index < self._min_tokens[rows]
+        has_masked = bool(is_before_min.any())
+        self._is_before_min.host[:num] = is_before_min
+        return Adjustments(
+            rows=self._rows.upload(num),
+            bias=self._bias if self._has_bias[rows].any() else None,
+            is_stop=self._is_stop if has_masked else None,
+            is_before_min_tokens=self._is_before_min.upload(num) if has_masked else None,
+            penalties=self._row_batch_penalties(rows),
+        )
+
+    def _row_batch_penalties(self, rows: Ints) -> Penalties | None:
+        if not self._has_penalties[rows].any():
+            return None
+        assert self._counts is not None and self._is_in_prompt is not None
+        self._penalties.host[: len(rows)] = self._row_penalties[rows]
+        presence, frequency, repetition = self._penalties.upload(len(rows)).unbind(1)
+        return Penalties(presence, frequency, repetition, self._counts, self._is_in_prompt)
+
+    def _clear(self, row: int) -> None:
+        if self._bias is not None and self._has_bias[row]:
+            self._bias[row].zero_()
+        for flags in (self._has_rules, self._has_bias, self._has_penalties):
+            flags[row] = False
+        self._min_tokens[row] = 0
+        self._row_penalties[row] = _NO_PENALTIES
+
+    def _set_bias(self, row: int, rules: LogitRules) -> None:
+        if self._bias is None:
+            self._bias = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
+        self._has_bias[row] = True
+        if rules.allowed_token_ids:
+            self._bias[row].fill_(-torch.inf)
+            self._bias[row].index_fill_(0, self._known(rules.allowed_token_ids), 0.0)
+        if rules.biases:
+            pairs = zip(rules.bias_token_ids, rules.biases, strict=True)
+            known = [bias for token_id, bias in pairs if token_id < self._shape[1]]
+            biases = upload_once(known, torch.float32, self._device)
+            self._bias[row].index_add_(0, self._known(rules.bias_token_ids), biases)
+
+    def _set_stop(self, row: int, stop_token_ids: Iterable[int]) -> None:
+        if self._is_stop is None:
+            self._is_stop = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        self._is_stop[row].zero_()
+        self._is_stop[row].index_fill_(0, self._known(stop_token_ids), True)
+
+    def _set_penalties(self, row: int, found: RowRules) -> None:
+        if self._counts is None or self._is_in_prompt is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._is_in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        rules = found.rules
+        self._has_penalties[row] = True
+        self._row_penalties[row] = (
+            rules.presence_penalty,
+            rules.frequency_penalty,
+            rules.repetition_penalty,
+        )
+        self._counts[row].zero_()
+        self._is_in_prompt[row].zero_()
+        prompt = found.computed_token_ids[: found.num_prompt_tokens]
+        output = found.computed_token_ids[found.num_prompt_tokens :]
+        token_ids = self._known(output + prompt)
+        self._book(torch.full_like(token_ids, row), token_ids, len(output))
+
+    def _book(self, rows: torch.Tensor, token_ids: torch.Tensor, num_output: int) -> None:
+        """Enter tokens into the rows' tables; the first `num_output` are output."""
+        assert self._counts is not None and self._is_in_prompt is not None
+        if num_output:
+            where = (rows[:num_output], token_ids[:num_output])
+            one = torch.ones(num_output, dtype=torch.int32, device=self._device)
+            self._counts.index_put_(where, one, accumulate=True)
+        if num_output < len(rows):
+            self._is_in_prompt[rows[num_output:], token_ids[num_output:]] = True
+
+    def _known(self, token_ids: Iterable[int]) -> torch.Tensor:
+        known = [token_id for token_id in token_ids if token_id < self._shape[1]]
+        return upload_once(known, torch.int64, self._device)
+
+
+_NO_PENALTIES = (0.0, 0.0, 1.0)

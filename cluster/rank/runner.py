@@ -1,0 +1,145 @@
+"""The runner: one rank's model, KV pool and static inputs, executing plans.
+
+Leaders and followers share it: a follower's whole loop is receive and execute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.blocks import check_num_blocks
+from cluster.messages import SampledTokens, StepAgreement, StepPlan, TokenLogprobs
+from cluster.rank.compiling import graph_pools, rank_scope
+from cluster.rank.forward import Progress, StepForward
+from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.inputs import StepInputs
+from cluster.rank.memory import available_memory_bytes
+from cluster.rank.results import prompt_logprobs, to_host
+from compile.scope import compile_scope
+from model.kv_cache import KVCacheSpec
+from model.loader import load_model
+from model.parallel import Shard
+from model.sampler import sample
+
+
+class ModelRunner:
+    """Executes step plans on one rank.
+
+    Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0, and lives in
+    `storage` where the caller gave one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        dp_rank: int = 0,
+        group: TensorParallelGroup | None = None,
+        progress: Progress | None = None,
+        storage: Callable[[int], memoryview | None] | None = None,
+    ) -> None:
+        """Load the model, compile it, allocate the KV pool and capture graphs.
+
+        Args:
+            dp_rank: with the rank in `group` it names the directory of compiled code.
+            group: the ranks that hold the model together; None for this one alone.
+            progress: called with (what, done, total) until the rank is ready.
+            storage: returns memory of the given size in bytes for the pool, or None.
+        """
+        group = group or TensorParallelGroup(None, Shard())
+        self.shard = group.shard
+        self.config = config
+        self.device = torch.device(config.device)
+        if config.device == "cpu":
+            torch.set_num_threads(config.threads)
+        limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
+        with compile_scope(rank_scope(config, dp_rank, group, pools)) as scope:
+            self.model, self.model_config = load_model(
+                Path(config.model_path),
+                shard=self.shard,
+                dtype=getattr(torch, config.dtype),
+                device=self.device,
+                progress=None if progress is None else partial(progress, "loading weights"),
+            )
+        layers = self.model.attention_layers()
+        first = next(iter(layers.values()))
+        self.kv_spec = KVCacheSpec(
+            num_layers=len(layers),
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            block_size=config.cache.block_size,
+            dtype=getattr(torch, config.dtype),
+        )
+        self.inputs = StepInputs(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_blocks_per_seq=config.max_blocks_per_seq,
+            block_size=config.cache.block_size,
+            vocab_size=self.model_config.vocab_size,
+            device=self.device,
+        )
+        self.forward = StepForward(
+            self.model, layers, self.inputs, scope.config, group=group, pools=pools
+        )
+        # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
+        # its size follows from the memory that a forward leaves.
+        scratch = self.kv_spec.allocate(0, self.device)
+        self.forward.use_cache(self.kv_spec.views(scratch, list(layers)))
+        self.forward.compile(limits.max_num_batched_tokens, progress)
+        # Ranks may find different amounts of memory, but a block exists on all of them or on none.
+        self.num_blocks = group.minimum("num_blocks", self._num_blocks())
+        size = (self.num_blocks + 1) * self.kv_spec.block_bytes
+        self.kv_pool = self.kv_spec.allocate(
+            self.num_blocks, self.device, storage=storage(size) if storage else None
+        )
+        self.forward.use_cache(self.kv_spec.views(self.kv_pool, list(layers)))
+        self.forward.capture(progress)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
+        """Run the plan's batch and return the sampled tokens in batch order.
+
+        Which collectives run, and in which order, follows from the plan alone: those of the
+        forward, one that gathers logits for each piece of scored prompt, and one where a sequence
+        is sampled. Rank 0 gets the logits and samples; others return nothing, and learn the
+        tokens from the next plan.
+        """
+        mode = self.forward.mode_of(agreed)
+        batch = self.inputs.build(plan, mode.num_tokens, mode.num_seqs)
+        hidden = self.forward.run(batch, mode, plan.num_seqs)
+        prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        if batch.wants_logprobs:
+            logits = self.model.compute_logits(hidden[batch.logits_index])
+            if logits is not None:
+                sampled = sample(logits, batch.sampling)
+                token_ids, logprobs = to_host(sampled, batch.wants_logprobs)
+        if self.device.type == "cuda":
+            # A step that sampled nothing has not waited for the device, and the next one writes
+            # the host arrays that this one's copies read.
+            torch.cuda.current_stream().synchronize()
+        return SampledTokens(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _num_blocks(self) -> int:
+        given = self.config.cache.num_kv_blocks
+        num_blocks = given or self.kv_spec.num_blocks_for(self._kv_memory_bytes()) - 1
+        check_num_blocks(self.config, self.model_config.kv_window, num_blocks)
+        # More than every row at its longest can never be used.
+        useful = self.config.max_blocks_per_seq * self.config.scheduler.max_num_seqs * 4
+        return given or min(num_blocks, useful)
+
+    def _kv_memory_bytes(self) -> int:
+        if self.device.type == "cpu":
+            wanted, available = self.config.cache.kv_memory_bytes, available_memory_bytes()
+            if wanted > available:
+                found = f"at most the {available} bytes that are available"
+                raise ConfigError("kv_memory", found, wanted)
+            return wanted
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total * self.config.cache.gpu_memory_utilization) - (total - free)

@@ -1,0 +1,203 @@
+"""Compilation fields as TensorRT-LLM and vLLM spell them.
+
+The one thing to know: an alias is translated into fields of `CompilationConfig` before anything
+else looks at it. What it states must not be given by the field's own name as well; what follows
+from it only by the other project's defaults gives way to the field.
+
+    torch_compile_config: {enable_piecewise_cuda_graph: true, capture_num_tokens: [128, 256]}
+    cuda_graph_config: {enable_padding: true, max_batch_size: 64}
+
+Both together: decode steps replay whole graphs, all others pieces. `torch_compile_config: null`
+turns compilation off, `cuda_graph_config: null` whole graphs of decode steps. vLLM's
+`dynamic_shapes_config: {type: unbacked}` stands inside of the compilation fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compile import validate
+from compile.config import CompilationConfigError, CompilationLevel, CUDAGraphMode, read_fields
+from compile.sizes import ascending
+from compile.validate import Kind
+
+MISSING: Any = object()
+"""Not given at all, which is not the same as null."""
+
+DEFAULT_MAX_BATCH_SIZE = 128
+
+_TORCH_COMPILE: dict[str, Kind] = {
+    "enable_fullgraph": validate.flag(),
+    "enable_inductor": validate.flag(),
+    "enable_piecewise_cuda_graph": validate.flag(),
+    "capture_num_tokens": validate.optional(validate.sizes()),
+    "enable_userbuffers": validate.flag(),
+    "max_num_streams": validate.whole_number(1),
+}
+_CUDA_GRAPH: dict[str, Kind] = {
+    "batch_sizes": validate.optional(validate.sizes()),
+    "max_batch_size": validate.whole_number(0),
+    "enable_padding": validate.flag(),
+}
+_DYNAMIC_SHAPES = {"type": "dynamic_shapes", "evaluate_guards": "evaluate_guards"}
+
+
+class AliasError(CompilationConfigError):
+    """An alias holds what cannot be used, or its field is given as well."""
+
+    prefix = ""
+
+
+@dataclass
+class _Meaning:
+    """Fields that a section stands for."""
+
+    stated: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Who states a field."""
+    implied: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, name: str, value: Any, alias: str, *, is_stated: bool) -> None:
+        """Add a field."""
+        if not is_stated:
+            self.implied[name] = value
+            return
+        self.stated[name], self.aliases[name] = value, alias
+
+
+def fields_of(
+    given: Mapping[str, Any],
+    *,
+    torch_compile_config: Any = MISSING,
+    cuda_graph_config: Any = MISSING,
+) -> dict[str, Any]:
+    """Return fields of `CompilationConfig` as they are kept, from their own names and aliases.
+
+    Raises:
+        CompilationConfigError: a field is unknown, holds what cannot be used, or is given twice.
+    """
+    fields = read_fields(_without_vllm(given))
+    compiles = _section("torch_compile_config", torch_compile_config, _TORCH_COMPILE)
+    graphs = _section("cuda_graph_config", cuda_graph_config, _CUDA_GRAPH)
+    meaning = _Meaning()
+    _read_torch_compile(meaning, compiles)
+    _read_cuda_graph(meaning, graphs)
+    _read_mode(meaning, compiles, graphs)
+    for name, alias in meaning.aliases.items():
+        if name in fields:
+            raise AliasError(alias, f"nothing where compilation.{name} is given", "both")
+    return {**meaning.implied, **fields, **meaning.stated}
+
+
+def generation_sizes(max_batch_size: int, *, enable_padding: bool) -> tuple[int, ...]:
+    """Return the batch sizes up to a largest one, coarser where steps are padded (TensorRT-LLM)."""
+    sizes = [1, 2, 4, *range(8, 129, 8)] if enable_padding else [*range(1, 33), 64, 128]
+    size = 256
+    while size < max_batch_size:
+        sizes.append(size)
+        size *= 2
+    return ascending([*(n for n in sizes if n < max_batch_size), max_batch_size])
+
+
+def _without_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(given)
+    section = "dynamic_shapes_config"
+    if section not in fields:
+        return fields
+    shapes = fields.pop(section)
+    if not isinstance(shapes, Mapping):
+        raise CompilationConfigError(section, f"an object with {_names(_DYNAMIC_SHAPES)}", shapes)
+    for key, value in shapes.items():
+        name = _DYNAMIC_SHAPES.get(key)
+        if name is None:
+            raise CompilationConfigError(
+                f"{section}.{key}", f"one of {_names(_DYNAMIC_SHAPES)}", value
+            )
+        if name in fields:
+            wanted = f"nothing where compilation.{name} is given"
+            raise CompilationConfigError(f"{section}.{key}", wanted, value)
+        fields[name] = value
+    return fields
+
+
+def _section(section: str, given: Any, kinds: Mapping[str, Kind]) -> Any:
+    """Return a section as it is kept; null and absent ones as they are."""
+    if given is MISSING or given is None:
+        return given
+    if not isinstance(given, Mapping):
+        raise AliasError(section, f"null or an object with {_names(kinds)}", given)
+    kept = {}
+    for key, value in given.items():
+        if key not in kinds:
+            raise AliasError(f"{section}.{key}", f"one of {_names(kinds)}", value)
+        try:
+            kept[key] = kinds[key].accept(kinds[key].from_text(value))
+        except ValueError:
+            raise AliasError(f"{section}.{key}", kinds[key].wanted, value) from None
+    return kept
+
+
+def _read_torch_compile(meaning: _Meaning, section: Any) -> None:
+    name = "torch_compile_config"
+    if section is MISSING:
+        return
+    if section is None:
+        meaning.put("level", int(CompilationLevel.NO_COMPILATION), name, is_stated=True)
+        return
+    for key, only, why in (
+        ("enable_fullgraph", True, "true (a forward is always one graph)"),
+        ("enable_userbuffers", False, "false (user buffers are not built yet)"),
+        ("max_num_streams", 1, "1 (several streams are not built yet)"),
+    ):
+        if section.get(key, only) != only:
+            raise AliasError(f"{name}.{key}", why, section[key])
+    meaning.put("level", int(CompilationLevel.PIECEWISE), name, is_stated=False)
+    inductor = "enable_inductor"
+    is_stated = inductor in section
+    meaning.put(
+        "use_inductor", section.get(inductor, False), f"{name}.{inductor}", is_stated=is_stated
+    )
+    if section.get("capture_num_tokens") is not None:
+        tokens = "capture_num_tokens"
+        meaning.put(tokens, section[tokens], f"{name}.{tokens}", is_stated=True)
+
+
+def _read_cuda_graph(meaning: _Meaning, section: Any) -> None:
+    name = "cuda_graph_config"
+    if section is MISSING or section is None:
+        return
+    padding = section.get("enable_padding", False)
+    is_stated = "enable_padding" in section
+    meaning.put("enable_padding", padding, f"{name}.enable_padding", is_stated=is_stated)
+    sizes, largest = section.get("batch_sizes"), section.get("max_batch_size", 0)
+    if sizes is not None and largest not in (0, max(sizes)):
+        wanted = f"{max(sizes)}, the largest of {name}.batch_sizes"
+        raise AliasError(f"{name}.max_batch_size", wanted, largest)
+    alias = f"{name}.{'batch_sizes' if sizes is not None else 'max_batch_size'}"
+    is_stated = sizes is not None or largest > 0
+    if sizes is None:
+        sizes = generation_sizes(largest or DEFAULT_MAX_BATCH_SIZE, enable_padding=padding)
+    meaning.put("cudagraph_capture_sizes", sizes, alias, is_stated=is_stated)
+
+
+def _read_mode(meaning: _Meaning, compiles: Any, graphs: Any) -> None:
+    """Whole graphs for decode steps, pieces for all others: each may be on or off."""
+    key = "enable_piecewise_cuda_graph"
+    if compiles is MISSING and graphs is not None:
+        return
+    has_pieces = isinstance(compiles, dict) and compiles.get(key, False)
+    has_full = isinstance(graphs, dict) or (graphs is MISSING and compiles is not None)
+    mode = {
+        (False, False): CUDAGraphMode.NONE,
+        (False, True): CUDAGraphMode.PIECEWISE,
+        (True, False): CUDAGraphMode.FULL_DECODE_ONLY,
+        (True, True): CUDAGraphMode.FULL_AND_PIECEWISE,
+    }[has_full, has_pieces]
+    is_stated = isinstance(compiles, dict) and key in compiles
+    meaning.put("cudagraph_mode", mode, f"torch_compile_config.{key}", is_stated=is_stated)
+
+
+def _names(known: Mapping[str, Any]) -> str:
+    return ", ".join(known)

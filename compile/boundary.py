@@ -1,0 +1,47 @@
+"""The boundary that a recording graph sees: calls of compiled pieces.
+
+The inside of a compiled piece is out of a recorder's reach, so the call as a whole is what it
+records. Opaque ops need no mark: a recorder sees them as ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """Takes part in every call that crosses a boundary while it is active."""
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run `fn(*args)`, keep it for replay, and return its outputs at fixed addresses."""
+
+
+class _PerThread(threading.local):
+    recorder: Recorder | None = None
+
+
+_state = _PerThread()
+
+
+def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` as a call that an active recorder of this thread sees as one."""
+
+    def call(*args: Any) -> Any:
+        recorder = _state.recorder
+        return fn(*args) if recorder is None else recorder.call(fn, args)
+
+    return call
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Make `recorder` this thread's active one; None pauses the one that is."""
+    before = _state.recorder
+    _state.recorder = recorder
+    try:
+        yield
+    finally:
+        _state.recorder = before

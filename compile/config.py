@@ -1,0 +1,326 @@
+"""Compilation levels, graph modes and `CompilationConfig`.
+
+The one thing to know: a configuration is validated when it is built, never when it is used, so
+whoever holds a `CompilationConfig` holds a legal one. What depends on the scheduler (sizes) and on
+the pool (the preset mode) is filled in by `compile.resolve`, which returns a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum, IntEnum
+from typing import Any
+
+from compile import validate
+from compile.validate import Kind, Options
+
+CAPTURE_SIZES = "cudagraph_capture_sizes"
+"""Among `compile_sizes`: stands for all sizes of that field."""
+
+DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::mla_attention")
+"""Attention: its metadata changes with each step. A model need not have both."""
+
+
+class CompilationLevel(IntEnum):
+    """How much of a forward is compiled."""
+
+    NO_COMPILATION = 0
+    """The forward runs as written."""
+    DYNAMO_AS_IS = 1
+    """Dynamo traces the forward, which must be one graph; nothing is generated."""
+    DYNAMO_ONCE = 2
+    """The whole graph is compiled once; later calls evaluate no guard."""
+    PIECEWISE = 3
+    """The graph is split at the splitting ops and its pieces are compiled."""
+
+
+class CUDAGraphMode(Enum):
+    """Which steps replay captured graphs: a runtime mode, or a (decode, mixed) pair of them."""
+
+    NONE = 0
+    """Nothing is captured."""
+    PIECEWISE = 1
+    """Each compiled piece is captured; splitting ops run eagerly between them."""
+    FULL = 2
+    """A whole forward is one graph."""
+    FULL_DECODE_ONLY = (2, 0)
+    """Decode steps replay whole graphs, all others none."""
+    FULL_AND_PIECEWISE = (2, 1)
+    """Decode steps replay whole graphs, all others replay pieces."""
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """Return the runtime mode of steps in which every sequence decodes."""
+        return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """Return the runtime mode of all other steps."""
+        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
+
+    def separate_routine(self) -> bool:
+        """Tell whether decode and other steps differ."""
+        return isinstance(self.value, tuple)
+
+    def has_full_cudagraphs(self) -> bool:
+        """Tell whether some step replays a whole graph."""
+        return self.max_cudagraph_mode() is CUDAGraphMode.FULL
+
+    def requires_piecewise_compilation(self) -> bool:
+        """Tell whether some step replays pieces."""
+        return CUDAGraphMode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
+
+    def max_cudagraph_mode(self) -> CUDAGraphMode:
+        """Return the runtime mode that captures most."""
+        return CUDAGraphMode(max(self.value)) if isinstance(self.value, tuple) else self
+
+
+class AttentionGraphSupport(Enum):
+    """Of which steps an attention backend can be part of a graph."""
+
+    NEVER = "never"
+    """Of none: graphs are pieces between attention."""
+    UNIFORM_DECODE = "uniform_decode"
+    """Of steps in which every sequence has the same number of query tokens."""
+    ALWAYS = "always"
+    """Of all."""
+
+
+class DynamicShapes(Enum):
+    """How the token dimension stays symbolic while a forward is traced."""
+
+    BACKED = "backed"
+    """A symbol with a hint; guards that tracing adds are dropped and counted."""
+    BACKED_SIZE_OBLIVIOUS = "backed_size_oblivious"
+    """As BACKED, and sizes 0 and 1 are not special."""
+    UNBACKED = "unbacked"
+    """A symbol without a hint: code that needs its value is an error with file and line."""
+
+
+class CompilationConfigError(ValueError):
+    """A compilation field holds what cannot be used. `prefix` and `field` name it."""
+
+    prefix = "compilation."
+
+    def __init__(self, field: str, wanted: str, found: object) -> None:
+        super().__init__(f"{self.prefix}{field}: wanted {wanted}, found {found!r}")
+        self.field = field
+        self.wanted = wanted
+        self.found = found
+
+    def __reduce__(self) -> tuple[type[CompilationConfigError], tuple[str, str, object]]:
+        return type(self), (self.field, self.wanted, self.found)
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """How forwards are compiled and captured.
+
+    Invariant: every field is legal by itself and with the others. `resolve` fills in what is
+    None here and drops sizes that no step can have; `graph_bs` is set by it and by nobody else.
+
+    Raises:
+        CompilationConfigError: with the field, what was found and what is wanted.
+    """
+
+    level: int = 0
+    use_cudagraph: bool = True
+    """False: nothing is captured, whatever the mode; compilation is unaffected."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Batch sizes to capture; wins over the next field."""
+    cuda_graph_sizes: tuple[int, ...] = (512,)
+    """One value N: 1, 2, 4, 8 and every 16th up to N. Several: these. Empty: the default."""
+    cudagraph_mode: CUDAGraphMode | None = None
+    """None: the pool's preset; without one PIECEWISE at level 3, NONE below."""
+    splitting_ops: tuple[str, ...] | None = None
+    """Where graphs are split, as `lockstep::name`; None at level 3: attention."""
+    cudagraph_copy_inputs: bool = False
+    """Copy inputs of pieces into static buffers first; PIECEWISE only."""
+    use_inductor: bool = True
+    """False: pieces run as traced."""
+    compile_sizes: tuple[int | str, ...] | None = None
+    """Token counts that get a piece of their own; "cudagraph_capture_sizes" stands for those."""
+    inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
+    """Options of Inductor, by its own names."""
+    debug_dump_path: str = ""
+    """Where traced graphs and decompiled code are written; empty: nowhere."""
+    cache_dir: str = ""
+    """Root of the compile cache; empty: under the user's cache directory."""
+
+    compiler: str = "auto"
+    """auto, inductor, inductor_standalone or eager."""
+    compile_ranges: tuple[tuple[int, int], ...] = ()
+    """Token ranges (first, last) with pieces of their own beside the general ones."""
+    compile_lazily: bool = False
+    """Compile a listed size when it is met for the second time, not before ready."""
+    dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
+    evaluate_guards: bool = False
+    """For debugging: keep guards on sizes and fail where one does not hold."""
+    compile_cache_save_format: str | None = None
+    """binary or unpacked; None: as the environment says, binary by default."""
+    capture_num_tokens: tuple[int, ...] | None = None
+    """Token counts that piecewise graphs are captured for; None: 20 sizes up to 3072."""
+    enable_padding: bool = True
+    """Decode steps replay the next larger graph; False: graphs of exactly their size."""
+    num_warmups_full: int = 1
+    """Eager runs before a whole forward is captured."""
+    num_warmups_piecewise: int = 3
+    """Eager runs before pieces are captured."""
+    graph_pool: str = "shared"
+    """shared: all graphs use one memory pool. per_bucket: one for each size."""
+    poison_graph_pool: bool = False
+    """For debugging, on CPU: overwrite what graphs let go of, so that its use shows."""
+    sealed: str = "warn"
+    """What a compilation or capture after ready is: warn or strict (refused)."""
+    passes: tuple[str, ...] | None = None
+    """Graph passes by name, in order; None: those that the compiler does not do better itself."""
+
+    graph_bs: tuple[int, ...] = ()
+    """Ascending batch sizes that are captured. Filled in by `resolve`."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            object.__setattr__(self, name, _accepted(name, kind, getattr(self, name)))
+        _check_mode(self)
+        _check_combinations(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompilationConfig.from_dict, (self.to_dict(),)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CompilationConfig:
+        """Build one from plain values, as YAML, JSON and `to_dict` give them.
+
+        Raises:
+            CompilationConfigError: a field is unknown or holds what cannot be used.
+        """
+        for name, value in values.items():
+            if name not in _KINDS:
+                raise CompilationConfigError(name, f"one of {', '.join(FIELDS)}", value)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON has them, in the order in which they are declared."""
+        return {f.name: _as_plain(getattr(self, f.name)) for f in fields(self)}
+
+    @property
+    def graph_mode(self) -> CUDAGraphMode:
+        """The effective mode: NONE where graphs are off."""
+        if not self.use_cudagraph or self.cudagraph_mode is None:
+            return CUDAGraphMode.NONE
+        return self.cudagraph_mode
+
+    @property
+    def can_split(self) -> bool:
+        """Tell whether graphs are split into pieces, which can then be captured."""
+        return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
+
+
+_KINDS: dict[str, Kind] = {
+    "level": validate.whole_number(0, max(CompilationLevel), wanted="a level from 0 to 3"),
+    "use_cudagraph": validate.flag(),
+    "cudagraph_capture_sizes": validate.optional(validate.sizes()),
+    "cuda_graph_sizes": validate.sizes(default=(512,)),
+    "cudagraph_mode": validate.optional(validate.member(CUDAGraphMode)),
+    "splitting_ops": validate.optional(validate.op_names()),
+    "cudagraph_copy_inputs": validate.flag(),
+    "use_inductor": validate.flag(),
+    "compile_sizes": validate.optional(
+        validate.list_of(
+            lambda size: size == CAPTURE_SIZES or validate.is_size(size),
+            f'a list of whole numbers of at least 1 and "{CAPTURE_SIZES}"',
+            is_empty_allowed=True,
+        )
+    ),
+    "inductor_compile_config": validate.options(),
+    "debug_dump_path": validate.path(),
+    "cache_dir": validate.path(),
+    "compiler": validate.one_of("auto", "inductor", "inductor_standalone", "eager"),
+    "compile_ranges": validate.ranges(),
+    "compile_lazily": validate.flag(),
+    "dynamic_shapes": validate.member(DynamicShapes),
+    "evaluate_guards": validate.flag(),
+    "compile_cache_save_format": validate.optional(validate.one_of("binary", "unpacked")),
+    "capture_num_tokens": validate.optional(validate.sizes()),
+    "enable_padding": validate.flag(),
+    "num_warmups_full": validate.whole_number(0),
+    "num_warmups_piecewise": validate.whole_number(0),
+    "graph_pool": validate.one_of("shared", "per_bucket"),
+    "poison_graph_pool": validate.flag(),
+    "sealed": validate.one_of("warn", "strict"),
+    "passes": validate.optional(
+        validate.list_of(
+            validate.is_identifier,
+            "a list of different names of passes",
+            is_empty_allowed=True,
+            is_set=True,
+        )
+    ),
+    "graph_bs": validate.ascending(),
+}
+
+FIELDS = tuple(name for name in _KINDS if name != "graph_bs")
+"""What may be asked for, in the order in which it is declared."""
+
+
+def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields as they are kept, from text, JSON, YAML or Python.
+
+    Text is read as JSON where the field does not hold text. Each field is checked by itself;
+    the configuration that is built from them checks them together.
+
+    Raises:
+        CompilationConfigError: a field is unknown or holds what cannot be used.
+    """
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise CompilationConfigError(name, f"one of {', '.join(FIELDS)}", value)
+    return {
+        name: _accepted(name, _KINDS[name], _KINDS[name].from_text(value))
+        for name, value in given.items()
+    }
+
+
+def _accepted(name: str, kind: Kind, value: Any) -> Any:
+    try:
+        return kind.accept(value)
+    except ValueError:
+        raise CompilationConfigError(name, kind.wanted, value) from None
+
+
+def _check_mode(config: CompilationConfig) -> None:
+    """Pieces can be captured only where there are pieces."""
+    mode = config.cudagraph_mode
+    if mode is None or not mode.requires_piecewise_compilation() or config.can_split:
+        return
+    if config.level == CompilationLevel.PIECEWISE:
+        wanted = f"at least one op where cudagraph_mode is {mode.name}"
+        raise CompilationConfigError("splitting_ops", wanted, list(config.splitting_ops or ()))
+    wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (pieces need level 3)"
+    raise CompilationConfigError("cudagraph_mode", wanted, mode.name)
+
+
+def _check_combinations(config: CompilationConfig) -> None:
+    if config.cudagraph_copy_inputs and not _may_copy_inputs(config):
+        wanted = "false where cudagraph_mode is not PIECEWISE at level 3"
+        raise CompilationConfigError("cudagraph_copy_inputs", wanted, True)
+    if config.compile_lazily and config.sealed == "strict":
+        wanted = "false where sealed is strict (nothing compiles after ready)"
+        raise CompilationConfigError("compile_lazily", wanted, True)
+    if config.evaluate_guards and config.dynamic_shapes is DynamicShapes.UNBACKED:
+        wanted = "false where dynamic_shapes is UNBACKED (it has no guards)"
+        raise CompilationConfigError("evaluate_guards", wanted, True)
+    if not config.use_inductor and config.compiler.startswith("inductor"):
+        wanted = "auto or eager where use_inductor is false"
+        raise CompilationConfigError("compiler", wanted, config.compiler)
+
+
+def _may_copy_inputs(config: CompilationConfig) -> bool:
+    return config.can_split and config.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE)
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Options):
+        return {key: _as_plain(inner) for key, inner in value.items()}
+    return [_as_plain(inner) for inner in value] if isinstance(value, tuple) else value

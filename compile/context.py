@@ -1,0 +1,173 @@
+"""The forward context: what an opaque op may know about the step without an argument.
+
+A step enters `forward_context(...)` around the model's forward; the attention op inside finds
+its layer's KV cache and the step's metadata there by the layer's name. Ops keep narrow
+signatures (tensors and a name), so the traced graph does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from compile.config import CUDAGraphMode
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """The key of a captured graph. Invariant: all numbers are padded ones.
+
+    A graph of pieces holds for any number of sequences (`num_seqs` None); a whole graph of decode
+    steps has `num_tokens` == `num_seqs` x query length.
+    """
+
+    num_tokens: int
+    num_seqs: int | None = None
+    uniform_decode: bool = False
+
+
+@dataclass(frozen=True)
+class KVCacheTensor:
+    """One layer's view of the KV pool.
+
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided views.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts about the step that every layer may read.
+
+    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one.
+    """
+
+    is_prefill: bool = False
+    is_dummy_run: bool = False
+    batch_size: int = 0
+    graph_bs: int = 0
+    is_draft: bool = False
+    """The forward is a draft model's."""
+    positions: torch.Tensor | None = field(default=None, compare=False)
+    """int64 [tokens]: where in its sequence each token stands."""
+
+
+_kv_cache_data: dict[str, KVCacheTensor] | None = None
+
+
+def set_kv_cache_data(kv_cache_data: Mapping[str, KVCacheTensor]) -> None:
+    """Register the process's KV caches by layer, once; contexts that name none see these.
+
+    Who has several models in a process hands each one's caches to its contexts instead.
+
+    Raises:
+        RuntimeError: caches are registered already; `reset_kv_cache_data` forgets them.
+    """
+    global _kv_cache_data
+    if _kv_cache_data is not None:
+        wanted = "one registration, or reset_kv_cache_data() before another"
+        raise RuntimeError(f"kv_cache_data: wanted {wanted}, found {len(_kv_cache_data)} layers")
+    _kv_cache_data = dict(kv_cache_data)
+
+
+def reset_kv_cache_data() -> None:
+    """Forget what `set_kv_cache_data` registered, so that the pool's memory can go."""
+    global _kv_cache_data
+    _kv_cache_data = None
+
+
+def _registered_kv_cache_data() -> dict[str, KVCacheTensor]:
+    return {} if _kv_cache_data is None else _kv_cache_data
+
+
+_Layer = TypeVar("_Layer")
+
+
+def static_forward_context(layers: Iterable[tuple[str, _Layer]]) -> dict[str, _Layer]:
+    """Return layers by the names under which opaque ops look them up, in the given order.
+
+    Raises:
+        ValueError: two layers have one name, so that one would compute with the other's cache.
+    """
+    by_name: dict[str, _Layer] = {}
+    for name, layer in layers:
+        if name in by_name:
+            raise ValueError(f"layer_name: wanted a name for each layer, found {name!r} twice")
+        by_name[name] = layer
+    return by_name
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Everything that opaque ops of one forward look up. An empty one outside of a forward."""
+
+    no_compile_layers: dict[str, Any] = field(default_factory=dict)
+    """Layers by name, from `static_forward_context`."""
+    attn_metadata: Any = None
+    kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=_registered_kv_cache_data)
+    """KV caches by layer; unless given, those of `set_kv_cache_data`."""
+    context: Context | None = None
+    dp_metadata: Any = None
+    """Token counts of the data-parallel ranks; None where there is one."""
+    spec_decode_metadata: Any = None
+    """Draft tokens of a speculating step."""
+    batch_descriptor: BatchDescriptor | None = None
+    """The graph to capture or replay; None where the step runs eagerly."""
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    """NONE, PIECEWISE or FULL: what this forward captures or replays."""
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.current: ForwardContext | None = None
+
+
+_state = _PerThread()
+
+
+def get_forward_context() -> ForwardContext:
+    """Return this thread's forward context.
+
+    Raises:
+        AssertionError: no forward context was ever set on this thread.
+    """
+    current = _state.current
+    assert current is not None, "forward context: wanted one from forward_context(), found none"
+    return current
+
+
+@contextmanager
+def forward_context(value: ForwardContext) -> Iterator[ForwardContext]:
+    """Set this thread's forward context and reset it, also after an error.
+
+    After the outermost one the context is an empty one; a nested one restores what was before.
+    """
+    before = _state.current
+    _state.current = value
+    try:
+        yield value
+    finally:
+        _state.current = before or ForwardContext(kv_cache_data={})
+
+
+def current_context() -> ForwardContext | None:
+    """Return what `get_forward_context` would, or None where no context was ever set."""
+    return _state.current
+
+
+@contextmanager
+def resumed_context(value: ForwardContext | None) -> Iterator[None]:
+    """Set a context that was current earlier and put back the one before: for replays."""
+    before = _state.current
+    _state.current = value
+    try:
+        yield
+    finally:
+        _state.current = before

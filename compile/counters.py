@@ -1,0 +1,54 @@
+"""Counters of everything that must not happen behind anybody's back.
+
+The one thing to know: "compiles nothing" means that compilations *and* native builds stand still:
+an artifact may hold source that a C++ or Triton compiler turns into code when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class CompilationCounter:
+    """What this process has traced, compiled, built, captured and replayed."""
+
+    num_graphs_seen: int = 0
+    """Graphs that Dynamo handed to the backend."""
+    num_piecewise_graphs_seen: int = 0
+    """Pieces that splitting made, splitting ops included."""
+    num_piecewise_capturable_graphs_seen: int = 0
+    """Pieces that are compiled and can be captured."""
+    num_backend_compilations: int = 0
+    """Calls of a compiler, whichever it is: unique pieces and sizes."""
+    num_inductor_compiles: int = 0
+    num_eager_compiles: int = 0
+    num_cpp_builds: int = 0
+    """Runs of a C++ compiler."""
+    num_triton_builds: int = 0
+    num_cache_entries_updated: int = 0
+    num_compiled_artifacts_saved: int = 0
+    num_compiled_artifacts_loaded: int = 0
+    num_cudagraph_captured: int = 0
+    num_cudagraph_replayed: int = 0
+    num_late_compilations: int = 0
+    """Compilations after the process was sealed."""
+    num_late_captures: int = 0
+    num_dropped_guards: int = 0
+    num_pass_matches: int = 0
+    """What graph passes rewrote, in graphs that were compiled and not loaded."""
+
+    @contextmanager
+    def expect(self, **deltas: int) -> Iterator[None]:
+        """Assert on leaving that the named counters grew by exactly so much."""
+        before = asdict(self)
+        yield
+        for name, delta in deltas.items():
+            found = getattr(self, name) - before[name]
+            assert found == delta, f"{name}: wanted {delta}, found {found}"
+
+
+counter = CompilationCounter()
+"""The one of this process."""

@@ -1,0 +1,89 @@
+"""Register a Python function as an opaque torch op.
+
+An opaque op is a border that tracing does not cross: what is inside may loop over sequences or
+look a layer up by name, and the traced graph stays the same for every batch.
+
+The one thing to know: an integer argument becomes a SymInt, so that a graph serves all its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LIBRARY = "lockstep"
+_libraries: dict[str, torch.library.Library] = {}
+
+
+@dataclass
+class _Registered:
+    """An op's schema and the dispatch keys that have an implementation."""
+
+    schema: str
+    dispatch_keys: set[str] = field(default_factory=set)
+
+
+_registered: dict[str, _Registered] = {}
+
+
+def direct_register_custom_op(
+    op_name: str,
+    op_func: Callable[..., Any],
+    mutates_args: Iterable[str] = (),
+    fake_impl: Callable[..., Any] | None = None,
+    target_lib: str = LIBRARY,
+    dispatch_key: str = "CompositeExplicitAutograd",
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
+    """Register `op_func` as `torch.ops.<target_lib>.<op_name>` and return the op.
+
+    Registering the same name again returns the op that exists: a module may be imported under
+    two paths, and torch refuses a second definition. With another dispatch key, `op_func` becomes
+    its implementation for that key beside those that it has.
+
+    Args:
+        mutates_args: names of the tensor arguments that `op_func` writes into.
+        fake_impl: shape function for tracing; only an op that returns nothing does without.
+        dispatch_key: the default serves every device with one implementation; "CPU" or "CUDA"
+            goes before it on that device.
+
+    Raises:
+        ValueError: the op returns something and has no shape function, or the name has another
+            schema already.
+    """
+    schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args))
+    name = f"{target_lib}::{op_name}"
+    namespace = getattr(torch.ops, target_lib)
+    known = _registered.get(name)
+    if known is None and hasattr(namespace, op_name):
+        # Defined by another copy of this module: torch keeps ops by name alone.
+        known = _registered[name] = _Registered(schema, {dispatch_key})
+    elif known is None:
+        known = _registered[name] = _define(name, schema, fake_impl, tags)
+    elif known.schema != schema:
+        raise ValueError(f"{name}: wanted the schema {known.schema}, found {schema}")
+    if dispatch_key not in known.dispatch_keys:
+        _libraries[target_lib].impl(op_name, op_func, dispatch_key=dispatch_key)
+        known.dispatch_keys.add(dispatch_key)
+    return getattr(namespace, op_name)
+
+
+def _define(
+    name: str, schema: str, fake_impl: Callable[..., Any] | None, tags: Sequence[torch.Tag]
+) -> _Registered:
+    target_lib, op_name = name.split("::")
+    if fake_impl is None and not schema.endswith("-> ()"):
+        raise ValueError(f"fake_impl: wanted one for {name}{schema}, found None")
+    if target_lib not in _libraries:
+        _libraries[target_lib] = torch.library.Library(target_lib, "FRAGMENT")
+    library = _libraries[target_lib]
+    library.define(op_name + schema, tags=tuple(tags))
+    torch.library.register_fake(name, fake_impl or _returns_nothing, lib=library)
+    return _Registered(schema)
+
+
+def _returns_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """The shape function of an op that only writes into its arguments."""

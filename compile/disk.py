@@ -1,0 +1,88 @@
+"""Files that several processes write and read at once, any of which may be killed.
+
+The one thing to know: a file appears whole or not at all, and one whose content changed
+afterwards is recognised: text carries its own checksum in the first line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+POLL_S = 0.02
+"""How often a waiting process asks for a lock: short against a build, long against a file."""
+_MARK = "# sha256 "
+
+
+class CorruptFileError(RuntimeError):
+    """A file is not what was written. The message is one line: `PATH: wanted ..., found ...`."""
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole or not at all.
+
+    A process that is killed leaves at most a file whose name starts with `.tmp-`.
+    """
+    handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def write_checked(path: Path, text: str) -> None:
+    """Write text under a first line that holds its checksum: a comment in Python."""
+    write_atomic(path, f"{_MARK}{_digest(text)}\n{text}".encode())
+
+
+def read_checked(path: Path) -> str:
+    """Return what `write_checked` wrote.
+
+    Raises:
+        CorruptFileError: the text is not the one that was written.
+        OSError: it cannot be read.
+    """
+    try:
+        first, _, text = path.read_bytes().decode().partition("\n")
+    except UnicodeDecodeError as error:
+        raise CorruptFileError(f"{path}: wanted text, found {error.reason}") from error
+    if first != f"{_MARK}{_digest(text)}":
+        raise CorruptFileError(f"{path}: wanted the checksum of its text, found {first[:80]!r}")
+    return text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
+    """Hold a lock that ends with its process; yield whether it was had within `wait_s`.
+
+    Without the lock the caller goes on all the same: two processes then do the same work, which
+    costs time and nothing else.
+    """
+    with path.open("ab") as file:
+        yield _acquire(file.fileno(), time.monotonic() + wait_s)
+
+
+def _acquire(descriptor: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        else:
+            return True

@@ -1,0 +1,104 @@
+"""The environment variables that Lockstep heeds: read here and nowhere else.
+
+The one thing to know: a variable is read when it is asked for, so a process that changes its own
+environment before it starts ranks is heard. A field that is given explicitly wins over all of
+these; who has such a field asks only where it is absent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+CXX = "CXX"
+CACHE_ROOT = "LOCKSTEP_CACHE_ROOT"
+DISABLE_COMPILE_CACHE = "LOCKSTEP_DISABLE_COMPILE_CACHE"
+COMPILE_CACHE_SAVE_FORMAT = "LOCKSTEP_COMPILE_CACHE_SAVE_FORMAT"
+LOG_LEVEL = "LOCKSTEP_LOG_LEVEL"
+
+SAVE_FORMATS = ("binary", "unpacked")
+CODEGEN = ("ATEN_CPU_CAPABILITY", "TRITON_INTERPRET")
+"""Variables of torch and Triton that decide generated code and stand in no configuration."""
+
+
+class EnvironmentVariableError(ValueError):
+    """A variable holds what cannot be used.
+
+    The message is one line: `FIELD: wanted ..., found ...`.
+    """
+
+    def __init__(self, field: str, wanted: str, found: object) -> None:
+        super().__init__(f"{field}: wanted {wanted}, found {found!r}")
+
+
+def cache_root() -> Path:
+    """Return the directory of everything that is built once: `~/.cache/lockstep` by default."""
+    given = os.environ.get(CACHE_ROOT)
+    if given:
+        return Path(given).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+
+
+def cxx() -> str:
+    """Return the C++ compiler to look for, as make and torch name it: `g++` by default."""
+    return os.environ.get(CXX) or "g++"
+
+
+def is_compile_cache_disabled() -> bool:
+    """Tell whether compiled code is neither read nor written; it is by default.
+
+    Raises:
+        EnvironmentVariableError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(DISABLE_COMPILE_CACHE) or "0"
+    if value not in ("0", "1"):
+        raise EnvironmentVariableError(DISABLE_COMPILE_CACHE, "0 or 1", value)
+    return value == "1"
+
+
+def compile_cache_save_format() -> str:
+    """Return how compiled code is kept where no field says so: `binary` by default.
+
+    Raises:
+        EnvironmentVariableError: it is no format.
+    """
+    value = os.environ.get(COMPILE_CACHE_SAVE_FORMAT) or SAVE_FORMATS[0]
+    if value not in SAVE_FORMATS:
+        wanted = f"one of {', '.join(SAVE_FORMATS)}"
+        raise EnvironmentVariableError(COMPILE_CACHE_SAVE_FORMAT, wanted, value)
+    return value
+
+
+def codegen_variables() -> dict[str, str]:
+    """Return those of `CODEGEN`, empty where they are not set."""
+    return {name: os.environ.get(name, "") for name in CODEGEN}
+
+
+LOGGERS = ("lockstep", "cluster", "compile", "model")
+"""The roots of Lockstep's loggers."""
+
+
+def apply_log_level() -> None:
+    """Let Lockstep's loggers say what `log_level` asks for.
+
+    Raises:
+        EnvironmentVariableError: as `log_level`.
+    """
+    level = log_level()
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(level)
+
+
+def log_level() -> int:
+    """Return the level of Lockstep's loggers: INFO by default.
+
+    Raises:
+        EnvironmentVariableError: the name is not one of logging's.
+    """
+    name = os.environ.get(LOG_LEVEL) or "INFO"
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        wanted = f"one of {', '.join(logging.getLevelNamesMapping())}"
+        raise EnvironmentVariableError(LOG_LEVEL, wanted, name)
+    return level

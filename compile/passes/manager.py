@@ -1,0 +1,89 @@
+"""`PassManager`: the configured passes, run in order on every graph that is compiled.
+
+The one thing to know: the same object runs inside Inductor, on its graph of ATen ops, and on a
+graph as Dynamo traced it where Inductor is not used. Its `uuid` belongs into every cache key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.fx
+
+from compile.config import CompilationConfigError
+from compile.counters import counter
+from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
+from compile.passes.graph_pass import GraphPass
+
+PASSES: dict[str, Callable[[], GraphPass]] = {FuseAddRMSNorm.name: FuseAddRMSNorm}
+"""Every pass by the name that `compilation.passes` lists it under."""
+
+
+def _run(entry: GraphPass, graph: torch.fx.Graph) -> int:
+    try:
+        return entry(graph)
+    except Exception as error:
+        error.add_note(f"in graph pass {entry.name!r}; compilation.passes turns it off")
+        raise
+
+
+class PassManager:
+    """Runs passes and counts their matches.
+
+    Invariant: `match_counts` has an entry for each pass, of all graphs that it ran on.
+    """
+
+    def __init__(self, passes: Sequence[GraphPass]) -> None:
+        self.passes = tuple(passes)
+        self.match_counts: Counter[str] = Counter({entry.name: 0 for entry in self.passes})
+
+    @classmethod
+    def from_names(cls, names: Sequence[str]) -> PassManager:
+        """Return a manager of the named passes, in this order.
+
+        Raises:
+            CompilationConfigError: there is no pass of a name.
+        """
+        for name in names:
+            if name not in PASSES:
+                wanted = f"names out of {', '.join(sorted(PASSES))}"
+                raise CompilationConfigError("passes", wanted, name)
+        return cls([PASSES[name]() for name in names])
+
+    def apply(self, module: torch.fx.GraphModule) -> int:
+        """Rewrite a module that runs as it is, without a compiler; return the number of matches."""
+        total = self(module.graph)
+        if total:
+            module.graph.lint()
+            module.recompile()
+        return total
+
+    def __call__(self, graph: torch.fx.Graph) -> int:
+        """Rewrite a graph in place and return the number of matches of all passes.
+
+        A graph's module is recompiled by whoever called: Inductor does it.
+        """
+        total = 0
+        for entry in self.passes:
+            count = _run(entry, graph)
+            self.match_counts[entry.name] += count
+            total += count
+        counter.num_pass_matches += total
+        return total
+
+    def uuid(self) -> str:
+        """Return a hash of the passes, their order and their configuration."""
+        parts = (f"{entry.name}={entry.uuid()}" for entry in self.passes)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def inductor_config(self) -> dict[str, Any]:
+        """Return the options with which Inductor runs these passes on each graph it compiles."""
+        if not self.passes:
+            return {}
+        # Importing Inductor takes a second that a process without it need not spend.
+        from compile.passes.inductor import PostGradPass
+
+        return {"post_grad_custom_post_pass": PostGradPass(self, self.uuid())}

@@ -1,0 +1,250 @@
+"""`resolve`: what a configuration leaves open is filled in from the scheduler and the pool.
+
+The order matters, since each step reads what those before it decided:
+
+1. splitting ops: attention, at level 3;
+2. capture sizes: the rule for sizes, then only what the scheduler can produce;
+3. mode: the pool's preset where none is given, then only what attention can be part of;
+4. compile sizes: "cudagraph_capture_sizes" becomes the sizes of step 2;
+5. token counts: those of piecewise graphs, bounded in the same way;
+6. passes: where they gain over what the compiler does by itself.
+
+Resolving a resolved configuration changes nothing, unless attention can do less than was assumed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from compile.config import (
+    DEFAULT_SPLITTING_OPS,
+    AttentionGraphSupport,
+    CompilationConfig,
+    CompilationConfigError,
+    CompilationLevel,
+    CUDAGraphMode,
+)
+from compile.sizes import DEFAULT_NUM_TOKENS, StepLimits, ascending, capture_sizes, within
+
+__all__ = ["PRESETS", "StepLimits", "resolve"]
+
+MAX_NAMED = 16
+"""Sizes that a warning lists one by one."""
+
+DEFAULT_SIZES = CompilationConfig().cuda_graph_sizes
+
+log = logging.getLogger("lockstep.compile")
+
+PRESETS = {
+    "prefill": CUDAGraphMode.PIECEWISE,
+    "decode": CUDAGraphMode.FULL_DECODE_ONLY,
+    "mixed": CUDAGraphMode.FULL_AND_PIECEWISE,
+}
+"""The mode of a serving pool, by its name, where none is given."""
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What decides beside the configuration."""
+
+    limits: StepLimits
+    preset: CUDAGraphMode | None
+    """Counts where the configuration, as it was given, names no mode."""
+    attention: AttentionGraphSupport
+    backend_name: str
+    is_captured: bool
+    """Something is captured: sizes that are dropped are missed."""
+    are_sizes_tokens: bool
+    """Batch sizes were listed, and no pool's preset gives them another meaning than pieces."""
+
+
+def resolve(
+    config: CompilationConfig,
+    limits: StepLimits,
+    *,
+    preset: CUDAGraphMode | None = None,
+    enforce_eager: bool = False,
+    attention: AttentionGraphSupport = AttentionGraphSupport.ALWAYS,
+    backend_name: str = "",
+) -> CompilationConfig:
+    """Return the configuration with nothing left open.
+
+    Args:
+        preset: the mode where the configuration names none; None: PIECEWISE. Below level 3 a mode
+            has to be named, so the preset does not count there.
+        enforce_eager: level 0 and mode NONE, whatever the configuration says.
+        attention: of which steps the attention backend `backend_name` can be part of a graph.
+
+    Raises:
+        CompilationConfigError: no size is left to capture, or the result contradicts itself.
+    """
+    if enforce_eager:
+        config = _eager(config)
+    around = _Surroundings(
+        limits=limits,
+        preset=preset,
+        attention=attention,
+        backend_name=backend_name,
+        is_captured=_wanted_mode(config, preset) is not CUDAGraphMode.NONE,
+        are_sizes_tokens=config.cudagraph_capture_sizes is not None
+        and (preset is None or config.cudagraph_mode is not None),
+    )
+    for field, step in _STEPS:
+        config = step(config, around)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("compilation.%s: %s", field, config.to_dict()[field])
+    _check_sizes_left(config, limits)
+    return replace(
+        config, cudagraph_capture_sizes=config.graph_bs or config.cudagraph_capture_sizes
+    )
+
+
+def _eager(config: CompilationConfig) -> CompilationConfig:
+    return replace(
+        config,
+        level=int(CompilationLevel.NO_COMPILATION),
+        cudagraph_mode=CUDAGraphMode.NONE,
+        cudagraph_copy_inputs=False,
+    )
+
+
+def _splitting_ops(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    if config.splitting_ops is not None:
+        return config
+    is_split = config.level == CompilationLevel.PIECEWISE
+    return replace(config, splitting_ops=DEFAULT_SPLITTING_OPS if is_split else ())
+
+
+def _capture_sizes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    sizes = capture_sizes(config.cudagraph_capture_sizes, config.cuda_graph_sizes)
+    kept, dropped = within(sizes, around.limits.max_decode_seqs)
+    # Nobody asked for the sizes of the default rule, so nobody misses them.
+    is_asked = (
+        config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_SIZES
+    )
+    if is_asked and around.is_captured:
+        most = f"{around.limits.max_decode_seqs} decoding sequences"
+        _warn_dropped(_sizes_field(config), dropped, most)
+    return replace(config, graph_bs=kept)
+
+
+def _sizes_field(config: CompilationConfig) -> str:
+    is_listed = config.cudagraph_capture_sizes is not None
+    return "cudagraph_capture_sizes" if is_listed else "cuda_graph_sizes"
+
+
+def _mode(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    wanted = _wanted_mode(config, around.preset)
+    mode = _within_attention(wanted, around.attention, can_split=config.can_split)
+    if mode is not wanted:
+        log.warning(
+            "compilation.cudagraph_mode: %s became %s: graphs of the attention backend %s: %s",
+            wanted.name,
+            mode.name,
+            around.backend_name or "in use",
+            around.attention.name,
+        )
+    copies = config.cudagraph_copy_inputs and mode is CUDAGraphMode.PIECEWISE
+    return replace(config, cudagraph_mode=mode, cudagraph_copy_inputs=copies)
+
+
+def _passes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    """Inductor fuses a norm into its neighbours; without it the fused op is the faster one."""
+    if config.passes is not None:
+        return config
+    is_eager = not config.use_inductor or config.compiler == "eager"
+    return replace(config, passes=("fuse_add_rms_norm",) if is_eager else ())
+
+
+def _wanted_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUDAGraphMode:
+    if not config.use_cudagraph:
+        return CUDAGraphMode.NONE
+    if config.cudagraph_mode is not None:
+        return config.cudagraph_mode
+    if config.level != CompilationLevel.PIECEWISE:
+        return CUDAGraphMode.NONE
+    mode = CUDAGraphMode.PIECEWISE if preset is None else preset
+    return mode if config.can_split else _without_pieces(mode)
+
+
+def _without_pieces(mode: CUDAGraphMode) -> CUDAGraphMode:
+    """Return the nearest mode for a graph that is not split."""
+    if not mode.requires_piecewise_compilation():
+        return mode
+    has_full = mode.has_full_cudagraphs()
+    return CUDAGraphMode.FULL_DECODE_ONLY if has_full else CUDAGraphMode.NONE
+
+
+def _within_attention(
+    mode: CUDAGraphMode, attention: AttentionGraphSupport, *, can_split: bool
+) -> CUDAGraphMode:
+    """Return the nearest mode whose whole graphs attention can be part of."""
+    if attention is AttentionGraphSupport.ALWAYS or not mode.has_full_cudagraphs():
+        return mode
+    if attention is AttentionGraphSupport.NEVER:
+        return CUDAGraphMode.PIECEWISE if can_split else CUDAGraphMode.NONE
+    if mode is not CUDAGraphMode.FULL:
+        return mode
+    return CUDAGraphMode.FULL_AND_PIECEWISE if can_split else CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def _compile_sizes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    sizes: list[int] = []
+    for size in config.compile_sizes or ():
+        sizes += _graph_tokens(config, around) if isinstance(size, str) else [size]
+    kept, dropped = within(ascending(sizes), around.limits.max_num_batched_tokens)
+    _warn_dropped("compile_sizes", dropped, f"{around.limits.max_num_batched_tokens} tokens")
+    return replace(config, compile_sizes=kept)
+
+
+def _num_tokens(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    """Batch sizes that were listed are token counts where nothing but pieces is captured."""
+    sizes: tuple[int, ...] = DEFAULT_NUM_TOKENS
+    if config.capture_num_tokens is not None:
+        sizes = ascending(config.capture_num_tokens)
+    elif around.are_sizes_tokens and config.graph_mode is CUDAGraphMode.PIECEWISE:
+        sizes = _graph_tokens(config, around) or sizes
+    kept, dropped = within(sizes, around.limits.max_num_batched_tokens)
+    if config.capture_num_tokens is not None and around.is_captured:
+        most = f"{around.limits.max_num_batched_tokens} tokens"
+        _warn_dropped("capture_num_tokens", dropped, most)
+    # All are kept where none is left: an error where it matters, without effect elsewhere.
+    return replace(config, capture_num_tokens=kept or sizes)
+
+
+def _graph_tokens(config: CompilationConfig, around: _Surroundings) -> tuple[int, ...]:
+    return tuple(bs * around.limits.query_len for bs in config.graph_bs)
+
+
+def _warn_dropped(field: str, dropped: tuple[int, ...], most: str) -> None:
+    sizes = ", ".join(map(str, dropped))
+    if len(dropped) > MAX_NAMED:
+        sizes = f"{dropped[0]} to {dropped[-1]} ({len(dropped)} sizes)"
+    if dropped:
+        log.warning("compilation.%s: dropped %s: a step has at most %s", field, sizes, most)
+
+
+def _check_sizes_left(config: CompilationConfig, limits: StepLimits) -> None:
+    mode = config.graph_mode
+    if mode is not CUDAGraphMode.NONE and not config.graph_bs:
+        field, most = _sizes_field(config), limits.max_decode_seqs
+        wanted = f"a size of at most {most} (decoding sequences of the largest step)"
+        raise CompilationConfigError(field, wanted, list(getattr(config, field)))
+    most = limits.max_num_batched_tokens
+    sizes = config.capture_num_tokens or ()
+    if mode.requires_piecewise_compilation() and not within(sizes, most)[0]:
+        wanted = f"a size of at most {most} (tokens of the largest step)"
+        raise CompilationConfigError("capture_num_tokens", wanted, list(sizes))
+
+
+_Step = Callable[[CompilationConfig, _Surroundings], CompilationConfig]
+_STEPS: tuple[tuple[str, _Step], ...] = (
+    ("splitting_ops", _splitting_ops),
+    ("graph_bs", _capture_sizes),
+    ("cudagraph_mode", _mode),
+    ("compile_sizes", _compile_sizes),
+    ("capture_num_tokens", _num_tokens),
+    ("passes", _passes),
+)

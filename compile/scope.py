@@ -1,0 +1,100 @@
+"""What a module that compiles itself is told while it is built.
+
+Models are built by families that know nothing of compilation. Whoever builds one enters a scope
+around it, and the decorated module inside takes what it needs from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from compile.config import CompilationConfig
+
+if TYPE_CHECKING:
+    from compile.toolchain import Toolchain
+
+
+@dataclass(frozen=True)
+class CompileScope:
+    """How modules built inside are compiled, and for which rank.
+
+    Invariant: `config` is resolved. `key_factors` holds what decides generated code and is known
+    to the caller alone (model configuration, dtype, parallel sizes), never ports, ranks or paths.
+    """
+
+    config: CompilationConfig = field(default_factory=CompilationConfig)
+    tp_rank: int = 0
+    dp_rank: int = 0
+    key_factors: Mapping[str, str] = field(default_factory=dict)
+    toolchain: Toolchain | None = None
+    """Compilers, cache and graphs of the modules built inside; needed from level 2 on."""
+    max_num_tokens: int | None = None
+    """Most tokens of a step; None: the first step is the largest."""
+
+
+class ModelTagError(ValueError):
+    """Two compiled modules of one scope would share a name."""
+
+
+_current: ContextVar[CompileScope | None] = ContextVar("compile_scope", default=None)
+_tag: ContextVar[str] = ContextVar("model_tag", default="backbone")
+_claimed: ContextVar[set[str] | None] = ContextVar("claimed_model_tags", default=None)
+
+
+@contextmanager
+def compile_scope(scope: CompileScope) -> Iterator[CompileScope]:
+    """Make `scope` the current one, also for nested builds, and restore the one before."""
+    token, claimed = _current.set(scope), _claimed.set(set())
+    try:
+        yield scope
+    finally:
+        _current.reset(token)
+        _claimed.reset(claimed)
+
+
+@contextmanager
+def model_tag(tag: str) -> Iterator[None]:
+    """Name the compiled module that is built inside, such as `draft`; otherwise `backbone`."""
+    token = _tag.set(tag)
+    try:
+        yield
+    finally:
+        _tag.reset(token)
+
+
+@dataclass(frozen=True)
+class ModelTag:
+    """The name of a compiled module, which is its directory in the cache.
+
+    Invariant: of the modules of one scope, at most one runs under a name. Others may have been
+    built, as loading a checkpoint builds a model to look at.
+    """
+
+    name: str
+    _claimed: set[str]
+
+    def claim(self) -> None:
+        """Take the name, before the first forward.
+
+        Raises:
+            ModelTagError: another module of the scope took it.
+        """
+        if self.name in self._claimed:
+            wanted = "one compiled module for each tag; enter model_tag(...) around the other"
+            raise ModelTagError(f"model_tag: wanted {wanted}, found {self.name!r} twice")
+        self._claimed.add(self.name)
+
+
+def current_model_tag() -> ModelTag:
+    """Return the name of the module that is being built."""
+    claimed = _claimed.get()
+    return ModelTag(_tag.get(), set() if claimed is None else claimed)
+
+
+def current_scope() -> CompileScope:
+    """Return the innermost scope; outside of all, one that compiles nothing."""
+    return _current.get() or CompileScope()

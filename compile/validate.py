@@ -1,0 +1,286 @@
+"""What a configuration field may hold: one `Kind` per shape of value, in words and as a check.
+
+The one thing to know: a kind makes a value canonical while it checks it. Lists become tuples and
+names become members, so two configurations that mean the same are equal and hash the same,
+whether they came from Python, YAML or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+Plain = bool | int | float | str | None
+"""What survives JSON, a hash and the way to another process."""
+
+OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
+"""`namespace::name` or `namespace.name`, with or without an overload."""
+MAX_SIZE = 1 << 20
+"""Of a batch. Above it is a slip of the hand, and a rule that fills it in would not end."""
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+
+
+class Options(Mapping[str, Any]):
+    """A mapping that cannot be changed, unlike a dict, and can be pickled, unlike a proxy."""
+
+    def __init__(self, content: Mapping[str, Any] | None = None) -> None:
+        self._content = dict(content or {})
+
+    def __getitem__(self, key: str) -> Any:
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._content.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._content)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one field may hold.
+
+    Invariant: `accept` returns the value as it is kept, and returns that one unchanged; it raises
+    ValueError for a value that cannot be used. `wanted` says the same in words.
+    """
+
+    wanted: str
+    accept: Callable[[Any], Any]
+    is_text: bool = False
+    """The value itself is text, so text is not read as JSON."""
+    read: Callable[[Any], Any] = _same
+    """Applied to values inside objects that come as text."""
+
+    def from_text(self, value: Any) -> Any:
+        """Return what text on a command line stands for; other values as they are."""
+        if isinstance(value, str) and not (self.is_text and value != "null"):
+            value = read_json(value)
+        return self.read(value)
+
+
+def read_json(text: str) -> Any:
+    """Return what text says as JSON, in any case for true and false; else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def whole_number(least: int, most: int | None = None, *, wanted: str = "") -> Kind:
+    """An int, and not a bool, within bounds."""
+    limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def accept(value: Any) -> int:
+        if not _is_int(value) or value < least or (most is not None and value > most):
+            raise ValueError(value)
+        return int(value)
+
+    return Kind(wanted or f"a whole number {limit}", accept)
+
+
+def flag() -> Kind:
+    """True or false."""
+
+    def accept(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(value)
+        return value
+
+    return Kind("true or false", accept)
+
+
+def one_of(*names: str) -> Kind:
+    """One of some words."""
+
+    def accept(value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(value)
+        return value
+
+    return Kind(f"one of {', '.join(names)}", accept, is_text=True)
+
+
+def member(kind: type[Enum]) -> Kind:
+    """A member of an enumeration, or its name in any case."""
+
+    def accept(value: Any) -> Enum:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, str) or value.upper() not in kind.__members__:
+            raise ValueError(value)
+        return kind[value.upper()]
+
+    return Kind(f"one of {', '.join(kind.__members__)}", accept, is_text=True)
+
+
+def path() -> Kind:
+    """A path as text; empty means none."""
+
+    def accept(value: Any) -> str:
+        if not isinstance(value, str | os.PathLike):
+            raise ValueError(value)
+        return os.fspath(value)
+
+    return Kind("a path", accept, is_text=True)
+
+
+def optional(kind: Kind) -> Kind:
+    """The same, or None."""
+
+    def accept(value: Any) -> Any:
+        return None if value is None else kind.accept(value)
+
+    return Kind(f"{kind.wanted}, or null", accept, kind.is_text, kind.read)
+
+
+def list_of(
+    item: Callable[[Any], bool],
+    wanted: str,
+    *,
+    is_empty_allowed: bool = False,
+    is_set: bool = False,
+) -> Kind:
+    """A list whose items all pass; kept as a tuple in the given order."""
+
+    def accept(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or not all(map(item, value)):
+            raise ValueError(value)
+        if not (value or is_empty_allowed) or (is_set and len(set(value)) < len(value)):
+            raise ValueError(value)
+        return tuple(value)
+
+    return Kind(wanted, accept)
+
+
+def op_names() -> Kind:
+    """Ops as torch spells them, with a dot too; kept as `namespace::name`. May be empty."""
+    kind = list_of(is_op_name, "a list of ops such as lockstep::name", is_empty_allowed=True)
+
+    def accept(value: Any) -> tuple[str, ...]:
+        return tuple(n if "::" in n else n.replace(".", "::", 1) for n in kind.accept(value))
+
+    return Kind(kind.wanted, accept)
+
+
+def sizes(default: tuple[int, ...] = ()) -> Kind:
+    """Sizes of batches: at least one; an empty list stands for the default if there is one."""
+    wanted = f"a list of whole numbers from 1 to {MAX_SIZE}"
+    kind = list_of(lambda n: is_size(n) and n <= MAX_SIZE, wanted, is_empty_allowed=bool(default))
+    return Kind(kind.wanted, lambda value: kind.accept(value) or default)
+
+
+def ascending() -> Kind:
+    """Sizes in the order that a search relies on; may be empty."""
+    kind = list_of(is_size, "ascending whole numbers of at least 1", is_empty_allowed=True)
+
+    def accept(value: Any) -> tuple[int, ...]:
+        found: tuple[int, ...] = kind.accept(value)
+        if list(found) != sorted(set(found)):
+            raise ValueError(value)
+        return found
+
+    return Kind(kind.wanted, accept)
+
+
+def ranges() -> Kind:
+    """Pairs (first, last) of sizes, none of which share one; kept in ascending order."""
+
+    def accept(value: Any) -> tuple[tuple[int, int], ...]:
+        if not isinstance(value, list | tuple):
+            raise ValueError(value)
+        found = sorted(_range(pair) for pair in value)
+        for (_, last), (first, _) in pairwise(found):
+            if first <= last:
+                raise ValueError(value)
+        return tuple(found)
+
+    return Kind("a list of pairs [first, last] that do not overlap", accept)
+
+
+def options() -> Kind:
+    """Options of a compiler by name; an object inside an object is a dotted name."""
+
+    def accept(value: Any) -> Options:
+        if not isinstance(value, Mapping):
+            raise ValueError(value)
+        pairs = [(key, _plain(inner)) for key, inner in _flatten(value)]
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(value)
+        return Options(found)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            key: read_json(inner) if isinstance(inner, str) else read(inner)
+            for key, inner in value.items()
+        }
+
+    return Kind(
+        "an object of plain values (text, numbers, true, false, null, lists)", accept, read=read
+    )
+
+
+def is_size(value: Any) -> bool:
+    """Tell whether a value is a whole number of at least 1."""
+    return _is_int(value) and value >= 1
+
+
+def is_op_name(value: Any) -> bool:
+    """Tell whether a value is spelled like an op, `lockstep::name`."""
+    return isinstance(value, str) and OP_NAME.fullmatch(value) is not None
+
+
+def is_identifier(value: Any) -> bool:
+    """Tell whether a value is spelled like a name in Python."""
+    return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _range(pair: Any) -> tuple[int, int]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(is_size, pair)):
+        raise ValueError(pair)
+    first, last = pair
+    if first > last:
+        raise ValueError(pair)
+    return first, last
+
+
+def _flatten(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if not isinstance(key, str):
+            raise ValueError(key)
+        if isinstance(inner, Mapping):
+            yield from _flatten(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_plain(inner) for inner in value)
+    if not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(value)
+    return value

@@ -1,0 +1,148 @@
+"""Does this machine's accelerator compute the right thing, and how far from its floor?
+
+    python examples/bench/gpu_check.py [--out FILE] [--quick] [--only PART ...]
+
+One command for a bare machine: torch, triton, transformers and msgspec are enough, Ray is not
+needed. Each part runs in its own process with its own time limit; what fails or hangs is recorded
+and the next part runs. Every kernel is compared with its torch twin in float32 and timed against
+the larger of two floors: the bytes it must move over the copy bandwidth measured in the same run,
+and the operations it must do over the measured rate of a matrix product. On a CPU the same parts
+run with small shapes, through torch.
+
+The exit code is 1 if a part failed or a result was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from gpu_check_rows import Setting
+
+PARTS: dict[str, tuple[str, float]] = {
+    "machine": ("gpu_check_kernels", 120.0),
+    "decode": ("gpu_check_kernels", 240.0),
+    "prefill": ("gpu_check_kernels", 240.0),
+    "rope": ("gpu_check_kernels", 120.0),
+    "elementwise": ("gpu_check_kernels", 120.0),
+    "model": ("gpu_check_models", 240.0),
+    "runner": ("gpu_check_models", 240.0),
+    "step": ("gpu_check_models", 300.0),
+    "graphs": ("gpu_check_graphs", 600.0),
+}
+"""Each part's module and the seconds it may take; a GPU's first calls compile kernels."""
+
+
+def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a part in its own process; return its rows so far, and what went wrong."""
+    command = [sys.executable, __file__, "--part", name, "--device", options.device]
+    command += ["--quick"] if options.quick else []
+    limit_s = min(PARTS[name][1], options.time_limit)
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=printed, stderr=errors)
+        failure = ""
+        try:
+            if process.wait(limit_s):
+                failure = f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            failure = f"no end within {limit_s:g} s"
+        printed.seek(0)
+        errors.seek(0)
+        rows = [json.loads(line) for line in printed if line.startswith("{")]
+        tail = errors.read()[-4000:] if failure else ""
+    seconds = round(time.monotonic() - began, 1)
+    return {"part": name, "failure": failure, "stderr": tail, "seconds": seconds, "rows": rows}
+
+
+def print_rows(name: str, options: argparse.Namespace) -> None:
+    """Run a part in this process and print each row as a line of JSON.
+
+    Its module is imported here, so that one that cannot be imported fails its own parts alone.
+    """
+    part = getattr(importlib.import_module(PARTS[name][0]), f"part_{name}")
+    at = Setting(torch.device(options.device), options.quick)
+    torch.manual_seed(0)
+    if at.device.type == "cpu":
+        torch.set_num_threads(1)
+    with torch.inference_mode():
+        for row in part(at):
+            print(json.dumps({**asdict(row), "is_right": row.is_right}), flush=True)
+
+
+def add_floors(parts: list[dict[str, Any]]) -> None:
+    """Give every timed row its floor and how many times as long it took."""
+    rows = {row["name"]: row for part in parts for row in part["rows"]}
+    copy, matmul = rows.get("copy"), rows.get("matmul")
+    if copy is None or matmul is None:
+        return
+    bytes_per_s = copy["num_bytes"] / copy["seconds"]
+    flops_per_s = matmul["num_flops"] / matmul["seconds"]
+    for row in rows.values():
+        if row["seconds"] is not None:
+            row["floor_s"] = max(row["num_bytes"] / bytes_per_s, row["num_flops"] / flops_per_s)
+            row["times_floor"] = row["seconds"] / row["floor_s"]
+            row["gb_per_s"] = row["num_bytes"] / row["seconds"] / 1e9
+            row["tflop_per_s"] = row["num_flops"] / row["seconds"] / 1e12
+
+
+def print_table(parts: list[dict[str, Any]]) -> None:
+    """Print all rows and what failed."""
+    print(f"{'':46}{'error':>10}{'limit':>10}{'us':>12}{'floor us':>12}{'times':>8}")
+    for part in parts:
+        for row in part["rows"]:
+            cells = [f"{row['name']:46}", _cell(row["error"], 10, ".1e")]
+            cells += [_cell(row["limit"], 10, ".1e")]
+            cells += [_cell(_micros(row.get(name)), 12, ".1f") for name in ("seconds", "floor_s")]
+            cells += [_cell(row.get("times_floor"), 8, ".2f")]
+            print("".join(cells), row["note"], "" if row["is_right"] else "WRONG")
+        if part["failure"]:
+            print(f"FAILED {part['part']}: {part['failure']}\n{part['stderr']}")
+
+
+def _cell(value: float | None, width: int, form: str) -> str:
+    return f"{'' if value is None else format(value, form):>{width}}"
+
+
+def _micros(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6
+
+
+def main() -> None:
+    """Run the parts one after the other and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
+    parser.add_argument("--quick", action="store_true", help="smallest shapes, fewest repetitions")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for any part")
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print_rows(options.part, options)
+        return
+    parts = [run_part(name, options) for name in PARTS if name in {"machine", *options.only}]
+    add_floors(parts)
+    print_table(parts)
+    if options.out:
+        options.out.write_text(json.dumps({"device": options.device, "parts": parts}, indent=1))
+    is_right = all(not p["failure"] and all(row["is_right"] for row in p["rows"]) for p in parts)
+    sys.exit(0 if is_right else 1)
+
+
+if __name__ == "__main__":
+    main()

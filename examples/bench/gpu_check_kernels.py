@@ -1,0 +1,241 @@
+"""The kernel parts of gpu_check.py: every kernel against its torch twin in float32, and timed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gpu_check_rows import Row, Setting, error_of
+
+from model.kernels import dispatch, paged_attention
+from model.kv_cache import KVCacheSpec
+from model.layers.activation import silu_and_mul
+from model.layers.norm import RMSNorm
+from model.layers.rotary import rotate
+
+BLOCK_SIZE = 16
+
+
+def part_machine(at: Setting) -> Iterator[Row]:
+    """Name the device and measure what floors are made of."""
+    note = f"torch {torch.__version__}, {platform.machine()}"
+    if at.device.type == "cuda":
+        import triton
+
+        properties = torch.cuda.get_device_properties(at.device)
+        note = f"{properties.name}, {properties.multi_processor_count} SMs, {note}"
+        note += f", triton {triton.__version__}"
+    yield Row("device", note=note)
+    source = torch.zeros(at.pick(1 << 30, 1 << 26), dtype=torch.uint8, device=at.device)
+    target = torch.empty_like(source)
+    seconds = at.time(lambda: target.copy_(source))
+    yield Row("copy", seconds=seconds, num_bytes=2 * source.numel())
+    n = at.pick(8192, 512)
+    a, b = at.randn(n, n), at.randn(n, n)
+    yield Row("matmul", seconds=at.time(lambda: a @ b), num_flops=2 * n**3)
+
+
+# --- kernels --------------------------------------------------------------------------------
+
+
+@dataclass
+class Cached:
+    """Sequences in a paged cache whose blocks lie in random order, in bfloat16.
+
+    Slots behind a sequence are zero for the torch functions' sake.
+    """
+
+    at: Setting
+    lengths: list[int]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    k_cache: torch.Tensor = field(init=False)
+    v_cache: torch.Tensor = field(init=False)
+    table: torch.Tensor = field(init=False)
+    seq_lens: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        columns = -(-max(self.lengths) // BLOCK_SIZE)
+        num_blocks = columns * len(self.lengths)
+        spec = KVCacheSpec(1, self.num_kv_heads, self.head_dim, BLOCK_SIZE, torch.bfloat16)
+        pool = self.at.randn(num_blocks + 1, *spec.block_shape)
+        pool[0] = 0
+        self.k_cache, self.v_cache = pool[:, 0, 0], pool[:, 0, 1]
+        order = torch.randperm(num_blocks, device=self.at.device) + 1
+        self.table = order.view(len(self.lengths), columns).int()
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.at.device)
+        for row, length in zip(self.table, self.lengths, strict=True):
+            if length % BLOCK_SIZE:
+                pool[int(row[length // BLOCK_SIZE]), ..., length % BLOCK_SIZE :, :, :] = 0
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's key and value."""
+        return 4 * self.num_kv_heads * self.head_dim
+
+    def wide(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the caches in float32."""
+        return self.k_cache.float(), self.v_cache.float()
+
+
+def part_decode(at: Setting) -> Iterator[Row]:
+    """Decode attention: one long sequence, many, and a sliding window."""
+    long, many = at.pick(32768, 600), at.pick(64, 4)
+    half = at.pick(4096, 300)
+    cases: list[tuple[str, list[int], int | None]] = [
+        ("one long", [long], None),
+        ("batch", [half - 7 * i for i in range(many)], None),
+        ("batch, padded", [half, 0, 1, 17] * (many // 4), None),
+        ("window", [half] * many, half // 4),
+    ]
+    for name, lengths, window in cases:
+        cache = Cached(at, lengths)
+        q = at.randn(len(lengths), cache.num_heads, cache.head_dim)
+        found, wanted = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
+        where = (cache.table, cache.seq_lens, cache.scale)
+        paged_attention.paged_decode(q.float(), *cache.wide(), *where, wanted, window)
+        caches = (cache.k_cache, cache.v_cache)
+
+        def call(q: Any = q, rest: Any = (*caches, *where, found, window)) -> None:
+            dispatch.paged_decode(q, *rest)
+
+        call()
+        tokens = sum(min(n, window or n) for n in lengths)
+        yield Row(
+            f"decode, {name}: {len(lengths)} x {max(lengths)}",
+            error=error_of(found, wanted),
+            limit=2e-2,
+            seconds=at.time(call),
+            num_bytes=tokens * cache.token_bytes + 4 * q.numel(),
+            num_flops=4 * tokens * cache.num_heads * cache.head_dim,
+        )
+
+
+def part_prefill(at: Setting) -> Iterator[Row]:
+    """Prefill attention: whole prompts, later chunks, a sliding window."""
+    n = at.pick(4096, 96)
+    cases: list[tuple[str, list[int], list[int], int | None]] = [
+        ("one prompt", [2 * n], [2 * n], None),
+        ("prompts", [n, n // 2, 17, n // 3], [n, n // 2, 17, n // 3], None),
+        ("chunks", [4 * n, n], [n // 2, n // 8], None),
+        ("window", [2 * n], [2 * n], n // 4),
+    ]
+    for name, lengths, queries, window in cases:
+        cache = Cached(at, lengths)
+        num_tokens = sum(queries)
+        bounds = torch.tensor([0, *queries], device=at.device).cumsum(0).int()
+        kv = [own_tokens(cache, i, m) for i, m in enumerate(queries)]
+        k, v = (torch.cat(parts).contiguous() for parts in zip(*kv, strict=True))
+        q = at.randn(num_tokens, cache.num_heads, cache.head_dim)
+        found, wanted = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
+        where = (cache.table, bounds, cache.seq_lens, cache.scale)
+        wide = (q.float(), k.float(), v.float(), *cache.wide())
+        paged_attention.paged_prefill(*wide, *where, wanted, window)
+        args = (q, k, v, cache.k_cache, cache.v_cache, *where, found, window)
+
+        def call(args: Any = args) -> None:
+            dispatch.paged_prefill(*args)
+
+        call()
+        pairs = sum(
+            min(p + 1, window or p + 1)
+            for length, m in zip(lengths, queries, strict=True)
+            for p in range(length - m, length)
+        )
+        yield Row(
+            f"prefill, {name}: {num_tokens} of {sum(lengths)}",
+            error=error_of(found, wanted),
+            limit=2e-2,
+            seconds=at.time(call),
+            num_bytes=sum(lengths) * cache.token_bytes + 4 * q.numel(),
+            num_flops=4 * pairs * cache.num_heads * cache.head_dim,
+        )
+
+
+def own_tokens(cache: Cached, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of a sequence's last tokens."""
+    length = cache.lengths[row]
+    positions = torch.arange(length - count, length, device=cache.at.device)
+    blocks = cache.table[row, positions // BLOCK_SIZE].long()
+    offsets = positions % BLOCK_SIZE
+    return cache.k_cache[blocks, offsets], cache.v_cache[blocks, offsets]
+
+
+def part_rope(at: Setting) -> Iterator[Row]:
+    """Rotary positions with the KV write, and the KV write alone, for decodes and for prompts."""
+    heads, head_dim = (32, 8, 8), 128
+    for name, num_tokens in (("decodes", at.pick(64, 4)), ("prompt", at.pick(4096, 64))):
+        q, k, v = at.randn(num_tokens, sum(heads), head_dim).split(heads, dim=1)
+        angles = at.randn(num_tokens, 1, head_dim // 2, dtype=torch.float32)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        shape = (num_tokens // BLOCK_SIZE + 2, 2, BLOCK_SIZE, heads[1], head_dim)
+        found, wanted = (torch.zeros(shape, device=at.device).bfloat16() for _ in range(2))
+        slots = torch.arange(num_tokens, device=at.device) + BLOCK_SIZE
+        turned = rotate(q.float(), cos.float(), sin.float())
+        turned_k = rotate(k.float(), cos.float(), sin.float()).bfloat16()
+        paged_attention.write_kv(turned_k, v, wanted[:, 0], wanted[:, 1], slots)
+        caches = (found[:, 0], found[:, 1], slots)
+        num_bytes = 4 * (k.numel() + v.numel())
+        if dispatch.uses_triton(q):
+
+            def call(args: Any = (q, k, v, cos, sin, *caches)) -> torch.Tensor:
+                return dispatch.rope_and_write_kv(*args)
+
+            error = max(error_of(call(), turned), error_of(found, wanted))
+            row = Row(f"rope and KV write, {name}: {num_tokens}", error=error, limit=2e-2)
+            row.seconds, row.num_bytes = at.time(call), num_bytes + 4 * q.numel()
+            yield row
+
+        def write(args: Any = (turned_k, v, *caches)) -> None:
+            dispatch.write_kv(*args)
+
+        write()
+        row = Row(f"KV write, {name}: {num_tokens}", error=error_of(found, wanted), limit=0.0)
+        row.seconds, row.num_bytes = at.time(write), num_bytes
+        yield row
+
+
+def part_elementwise(at: Setting) -> Iterator[Row]:
+    """Norms and the gate of the MLP."""
+    n, hidden, inner = at.pick(4096, 64), at.pick(4096, 256), at.pick(14336, 512)
+    norm = RMSNorm(hidden, 1e-5, dtype=torch.bfloat16, device=at.device)
+    norm.weight = torch.nn.Parameter(at.randn(hidden), requires_grad=False)
+    wide = RMSNorm(hidden, 1e-5, dtype=torch.float32, device=torch.device("cpu"))
+    wide.weight = torch.nn.Parameter(norm.weight.float().cpu(), requires_grad=False)
+    x, residual = at.randn(n, hidden), at.randn(n, hidden)
+    wanted = wide(x.float().cpu()).to(at.device)
+    yield Row(
+        f"norm: {n} x {hidden}",
+        error=error_of(norm(x), wanted),
+        limit=2e-2,
+        seconds=at.time(lambda: norm(x)),
+        num_bytes=4 * x.numel(),
+    )
+    wanted, wanted_sum = (
+        t.to(at.device) for t in wide.add(x.float().cpu(), residual.float().cpu())
+    )
+    wanted, wanted_sum = wanted.to(at.device), wanted_sum.to(at.device)
+    normed, summed = norm.add(x, residual.clone())
+    yield Row(
+        f"norm with residual: {n} x {hidden}",
+        error=max(error_of(normed, wanted), error_of(summed, wanted_sum)),
+        limit=2e-2,
+        seconds=at.time(lambda: norm.add(x, residual)),
+        num_bytes=8 * x.numel(),
+    )
+    gate_up = at.randn(n, 2 * inner)
+    yield Row(
+        f"silu and mul: {n} x {inner}",
+        error=error_of(silu_and_mul(gate_up), silu_and_mul(gate_up.float().cpu()).to(at.device)),
+        limit=2e-2,
+        seconds=at.time(lambda: silu_and_mul(gate_up)),
+        num_bytes=3 * gate_up.numel(),
+    )

@@ -1,0 +1,67 @@
+"""What the parts of gpu_check.py share: a row of the table, and the setting it was measured in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Row:
+    """One line of the table. Errors are relative to the largest magnitude that was wanted."""
+
+    name: str
+    error: float | None = None
+    limit: float | None = None
+    seconds: float | None = None
+    num_bytes: int = 0
+    """What must be read and written at least."""
+    num_flops: int = 0
+    note: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the error is within its limit; a NaN is not."""
+        return self.error is None or self.limit is None or self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large."""
+
+    device: torch.device
+    is_quick: bool
+
+    @property
+    def is_small(self) -> bool:
+        return self.is_quick or self.device.type == "cpu"
+
+    def pick(self, large: int, small: int) -> int:
+        """Return the size that this machine can hold and finish."""
+        return small if self.is_small else large
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.device)
+
+    def time(self, function: Callable[[], object]) -> float:
+        """Return the median seconds of a call; on a GPU with a cold L2."""
+        if self.device.type == "cuda":
+            from triton.testing import do_bench
+
+            return float(do_bench(function, return_mode="median")) / 1e3
+        seconds = []
+        for _ in range(2 if self.is_quick else 7):
+            began = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+
+def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest wanted magnitude."""
+    wanted = wanted.float()
+    return float((found.float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))

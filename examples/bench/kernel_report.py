@@ -1,0 +1,243 @@
+"""Registers, shared memory and spills of every Triton kernel, compiled ahead of time.
+
+    python examples/bench/kernel_report.py [--arch 80 90] [--json]
+
+No GPU is needed. Each kernel's own launch function is called with tensors that have shapes but no
+memory; what it would have launched is compiled for each architecture with the same types,
+constants and alignments, so the report cannot drift from what runs. cuobjdump reads the binaries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Triton 3.9 warns where neither is chosen; fusing multiply and add is what older ones do.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from model.kernels import triton_decode, triton_norm, triton_prefill, triton_rope, triton_silu
+
+KERNEL_MODULES = (triton_decode, triton_norm, triton_prefill, triton_rope, triton_silu)
+BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch function asked for: the kernel, its arguments in order, its options."""
+
+    kernel: JITFunction[Any]
+    args: list[Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one program of a compiled kernel takes."""
+
+    kernel: str
+    case: str
+    arch: int
+    num_warps: int
+    registers: int
+    """Per thread."""
+    shared_bytes: int
+    """Static and dynamic."""
+    stack_bytes: int
+    """Per thread: spilled registers and local arrays."""
+    local_bytes: int
+
+
+# --- what to compile ------------------------------------------------------------------------
+
+
+def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield named calls of every launch function in realistic shapes."""
+    for head_dim in (64, 128):
+        for group in (4, 8):
+            yield from attention_cases(f"D{head_dim} G{group}", head_dim, group, None, dtype)
+    yield from attention_cases("D128 G8 W4096", 128, 8, 4096, dtype)
+    x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
+    yield "E4096", lambda: triton_norm.rms_norm(x, weight, 1e-5)
+    yield "E4096 residual", lambda: triton_norm.add_rms_norm(x, x, weight, 1e-5)
+    yield "E4096 fused", lambda: triton_norm.fused_add_rms_norm(x, x, weight, 1e-5)
+    yield "n14336", lambda: triton_silu.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
+
+
+def attention_cases(
+    name: str, head_dim: int, group: int, window: int | None, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield a layer's write, its prefill and its decodes with and without splits."""
+    num_kv_heads = 8
+    heads = (num_kv_heads * group, num_kv_heads, num_kv_heads)
+    pool = empty(NUM_BLOCKS, 2, 2, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype)
+    caches = (pool[:, 1, 0], pool[:, 1, 1])
+    q, k, v = empty(512, sum(heads), head_dim, dtype=dtype).split(heads, dim=1)
+    out, scale = torch.empty_like(q), head_dim**-0.5
+    cos = empty(512, 1, head_dim // 2, dtype=dtype)
+    table, lengths, bounds = (
+        empty(*shape, dtype=torch.int32) for shape in ((256, MAX_BLOCKS), (256,), (257,))
+    )
+    slots = empty(512, dtype=torch.int64)
+
+    def decode(n: int) -> Callable[[], object]:
+        where = (table[:n], lengths[:n])
+        return lambda: triton_decode.paged_decode(q[:n], *caches, *where, scale, out[:n], window)
+
+    yield (
+        name,
+        lambda: triton_prefill.paged_prefill(
+            q, *caches, table, bounds, lengths, scale, out, window
+        ),
+    )
+    yield f"{name} S1", decode(1)
+    yield f"{name} S256", decode(256)
+    if window is None:
+        yield name, lambda: triton_rope.rope_and_write_kv(q, k, v, cos, cos, *caches, slots)
+        yield f"{name} as is", lambda: triton_rope.write_kv(k, v, *caches, slots)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# --- launches to binaries -------------------------------------------------------------------
+
+
+def kernels_of(module: ModuleType) -> list[JITFunction[Any]]:
+    """Return the kernels that a module launches."""
+    return [x for name, x in vars(module).items() if name.endswith("_kernel")]
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches instead of launching."""
+    launches: list[Launch] = []
+    with ExitStack() as stack:
+        for kernel in (kernel for module in KERNEL_MODULES for kernel in kernels_of(module)):
+            original = kernel.run
+            stack.callback(setattr, kernel, "run", original)
+            setattr(kernel, "run", _recorder(kernel, launches))  # noqa: B010
+        yield launches
+
+
+def _recorder(kernel: JITFunction[Any], launches: list[Launch]) -> Callable[..., None]:
+    def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [p.name for p in kernel.params]
+        constants = {n: kwargs.pop(n) for n in names if n in kwargs}
+        launches.append(Launch(kernel, [*args, *constants.values()], kwargs))
+        assert names[len(args) :] == list(constants), "constants in another order than parameters"
+
+    return run
+
+
+def ast_source(launch: Launch) -> ASTSource:
+    """Specialise a launch as the runtime would: types, constants, divisibility by 16."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (parameter, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
+        kind = _type_of(value)
+        integer = None if parameter.do_not_specialize or kind[0] != "i" else value
+        if parameter.is_constexpr or value is None or integer == 1:
+            kind, constants[(i,)] = "constexpr", value
+        elif kind[0] == "*" or (integer is not None and integer % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = kind
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        name = str(value.dtype).removeprefix("torch.")
+        return "*" + names.get(name, name.replace("int", "i"))
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if value is not None and -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_launch(launch: Launch, case: str, arch: int) -> Usage:
+    """Compile for one architecture and read what the binary takes."""
+    compiled = triton.compile(
+        ast_source(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options)
+    )
+    usage = resource_usage(compiled.asm["cubin"])
+    return Usage(
+        kernel=f"{Path(sys.modules[launch.kernel.__module__].__file__ or '').stem}"
+        f".{launch.kernel.__name__}",
+        case=case,
+        arch=arch,
+        num_warps=compiled.metadata.num_warps,
+        registers=usage["REG"],
+        shared_bytes=max(compiled.metadata.shared, usage["SHARED"]),
+        stack_bytes=usage["STACK"],
+        local_bytes=usage["LOCAL"],
+    )
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Return what cuobjdump says about a binary with one function."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"REG:\d+ STACK:\d+ SHARED:\d+ LOCAL:\d+", printed.stdout + printed.stderr)
+    if found is None:
+        raise SystemExit(f"cuobjdump: wanted REG:... in its output, found {printed.stdout!r}")
+    return {name: int(n) for name, n in re.findall(r"(\w+):(\d+)", found.group())}
+
+
+def report(archs: list[int]) -> Iterator[Usage]:
+    """Compile every case for every architecture."""
+    for case, call in cases():
+        with recording() as launches:
+            call()
+        for launch in launches:
+            for arch in archs:
+                yield compile_launch(launch, case, arch)
+
+
+def main() -> None:
+    """Print a table, or JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET"):
+        raise SystemExit("TRITON_INTERPRET: wanted unset, to compile; found it set")
+    if not options.json:
+        print(f"{'kernel':32}{'case':20}{'sm':>4}{'warps':>7}{'regs':>6}{'shared':>9}{'stack':>7}")
+    for usage in report(options.arch):
+        if options.json:
+            print(json.dumps(asdict(usage)), flush=True)
+        else:
+            print(
+                f"{usage.kernel:32}{usage.case:20}{usage.arch:>4}{usage.num_warps:>7}"
+                f"{usage.registers:>6}{usage.shared_bytes:>9}{usage.stack_bytes:>7}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

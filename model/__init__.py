@@ -1,0 +1,1 @@
+"""What is computed: families, layers, paged attention, weights and sampling."""

@@ -1,0 +1,1 @@
+"""Kernels, each beside the torch function that it must equal."""

@@ -1,0 +1,259 @@
+// Paged decode attention that reads each byte of keys and values once, and the write of new ones.
+//
+// One work item is a (sequence, KV head): all query heads of the group are attended together, in
+// tiles of 16 tokens with an online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or
+// behind a sequence's length are never read.
+//
+// Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, B tokens per
+// block. Strides count elements; the last dimension of every tensor is contiguous.
+
+#include <cfloat>
+#include <cmath>
+#include <vector>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int TILE = LANES;
+
+template <class T>
+struct Paged {
+  const T *k, *v;
+  int64_t block_stride, slot_stride, head_stride, block_size;
+
+  int64_t offset(const int32_t* table, int64_t token, int64_t head) const {
+    return table[token / block_size] * block_stride + token % block_size * slot_stride +
+           head * head_stride;
+  }
+};
+
+// exp of x <= 0: 2^n * p(r) with |r| <= ln 2 / 2 (Cephes). Underflows to 0, keeps a NaN.
+inline f32x16 exp_of_negative(f32x16 x) {
+  const f32x16 lowest = f32x16{} - 87.0f;
+  const i32x16 is_tiny = x < lowest;
+  const f32x16 clamped = is_tiny ? lowest : x;
+  const i32x16 n = __builtin_convertvector(clamped * 1.44269504f - 0.5f, i32x16);
+  const f32x16 whole = __builtin_convertvector(n, f32x16);
+  const f32x16 r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const f32x16 power = (f32x16)((n + 127) << 23);
+  const f32x16 value = is_tiny ? f32x16{} : p * power;
+  return x != x ? x : value;
+}
+
+// Sums of the 16 lanes of each of 16 vectors: a tree that folds pairs of vectors into one.
+template <int N>
+inline f32x16 sums(const f32x16* rows) {
+  f32x16 folded[N / 2];
+  const int HALF = N / 2;
+  for (int i = 0; i < HALF; i++) {
+    const f32x16 a = rows[i], b = rows[i + HALF];
+    i32x16 low, high;
+    for (int j = 0; j < LANES; j++) {
+      const int group = j / N * N, within = j % N;
+      const int lane = group + within % HALF;
+      low[j] = lane + (within < HALF ? 0 : LANES);
+      high[j] = lane + HALF + (within < HALF ? 0 : LANES);
+    }
+    folded[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  }
+  return sums<HALF>(folded);
+}
+
+template <>
+inline f32x16 sums<1>(const f32x16* rows) {
+  return rows[0];
+}
+
+inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 plus(f32x16 a, f32x16 b) { return a + b; }
+
+// Folds the lanes of a vector into one value, halving it four times.
+template <f32x16 (*COMBINE)(f32x16, f32x16)>
+inline float fold(f32x16 v) {
+  for (int half = LANES / 2; half; half /= 2) {
+    i32x16 lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i ^ half;
+    v = COMBINE(v, __builtin_shuffle(v, lanes));
+  }
+  return v[0];
+}
+
+// Copies a row of D values into vectors, zeros behind it.
+template <class T, int VECTORS>
+inline void widen(const T* row, int64_t dim, f32x16* out) {
+  for (int i = 0; i < VECTORS; i++, dim -= LANES, row += LANES) {
+    out[i] = f32x16{};
+    if (dim >= LANES) {
+      out[i] = load(row);
+    } else {
+      for (int d = 0; d < dim; d++) out[i][d] = to_float(row[d]);
+    }
+  }
+}
+
+// The running softmax of one query head. Vectors hold a row of D values, zeros behind it.
+template <int VECTORS>
+struct Head {
+  f32x16 q[VECTORS], attended[VECTORS];
+  f32x16 scores;
+  float p[TILE];
+  float top, weight, shrink;
+};
+
+// A tile goes through three loops over the heads: each is a chain of dependent operations, and the
+// processor overlaps the chains of neighbours.
+
+// Scores the first n tokens of a tile.
+template <int VECTORS>
+inline void score(const f32x16 (*keys)[VECTORS], int64_t n, Head<VECTORS>& head) {
+  f32x16 rows[TILE];
+  for (int t = 0; t < TILE; t++) {
+    rows[t] = head.q[0] * keys[t][0];
+    for (int i = 1; i < VECTORS; i++) rows[t] += head.q[i] * keys[t][i];
+  }
+  i32x16 token;
+  for (int t = 0; t < TILE; t++) token[t] = t;
+  head.scores = token < (int32_t)n ? sums<TILE>(rows) : f32x16{} - INFINITY;
+}
+
+// Makes weights of scores, relative to the highest score so far.
+template <int VECTORS>
+inline void weigh(Head<VECTORS>& head) {
+  const float highest = fold<larger>(head.scores);
+  const float top = highest > head.top ? highest : head.top;
+  head.shrink = exp_of_negative(f32x16{} + (head.top - top))[0];
+  const f32x16 p = exp_of_negative(head.scores - top);
+  store(head.p, p);
+  head.top = top;
+  head.weight = head.weight * head.shrink + fold<plus>(p);
+}
+
+// Adds a tile's values by their weights. Rows behind its tokens hold zeros.
+template <int VECTORS>
+inline void add(const f32x16 (*values)[VECTORS], Head<VECTORS>& head) {
+  f32x16 sum[VECTORS];
+  for (int i = 0; i < VECTORS; i++) sum[i] = head.attended[i] * head.shrink;
+  for (int t = 0; t < TILE; t++)
+    for (int i = 0; i < VECTORS; i++) sum[i] += values[t][i] * head.p[t];
+  for (int i = 0; i < VECTORS; i++) head.attended[i] = sum[i];
+}
+
+// All query heads of one KV head of one sequence. q, out: the first of these heads.
+template <class T, int VECTORS>
+void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t length,
+            int64_t kv_head, int64_t dim, float scale, T* out, int64_t q_stride,
+            int64_t out_stride, std::vector<Head<VECTORS>>& heads) {
+  for (size_t g = 0; g < heads.size(); g++) {
+    widen<T, VECTORS>(q + g * q_stride, dim, heads[g].q);
+    for (int i = 0; i < VECTORS; i++) {
+      heads[g].q[i] *= scale;
+      heads[g].attended[i] = f32x16{};
+    }
+    heads[g].top = -FLT_MAX;
+    heads[g].weight = 0;
+  }
+  f32x16 keys[TILE][VECTORS], values[TILE][VECTORS];
+  for (int64_t first = 0; first < length; first += TILE) {
+    const int64_t n = length - first < TILE ? length - first : TILE;
+    for (int64_t t = 0; t < n; t++) {
+      const int64_t at = cache.offset(table, first + t, kv_head);
+      widen<T, VECTORS>(cache.k + at, dim, keys[t]);
+      widen<T, VECTORS>(cache.v + at, dim, values[t]);
+    }
+    memset(keys[n], 0, (TILE - n) * sizeof keys[0]);
+    memset(values[n], 0, (TILE - n) * sizeof values[0]);
+    for (Head<VECTORS>& head : heads) score<VECTORS>(keys, n, head);
+    for (Head<VECTORS>& head : heads) weigh<VECTORS>(head);
+    for (Head<VECTORS>& head : heads) add<VECTORS>(values, head);
+  }
+  for (size_t g = 0; g < heads.size(); g++) {
+    const float rest = length > 0 ? 1 / heads[g].weight : 0;
+    for (int64_t d = 0; d < dim; d++)
+      from_float(heads[g].attended[d / LANES][d % LANES] * rest, out + g * out_stride + d);
+  }
+}
+
+template <class T, int VECTORS>
+void decode(const void* q, const void* k, const void* v, const int32_t* table,
+            const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
+  const int64_t seqs = sizes[0], kv_heads = sizes[2], dim = sizes[3];
+  const int64_t q_seq = sizes[8], q_head = sizes[9], out_seq = sizes[10], out_head = sizes[11];
+  const int64_t table_stride = sizes[12], threads = sizes[13], group = sizes[1] / kv_heads;
+  const Paged<T> cache{(const T*)k, (const T*)v, sizes[4], sizes[5], sizes[6], sizes[7]};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<Head<VECTORS>> heads(group);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < seqs * kv_heads; item++) {
+      const int64_t seq = item / kv_heads, kv_head = item % kv_heads;
+      attend<T, VECTORS>((const T*)q + seq * q_seq + kv_head * group * q_head, cache,
+                         table + seq * table_stride, lengths[seq], kv_head, dim, scale,
+                         (T*)out + seq * out_seq + kv_head * group * out_head, q_head, out_head,
+                         heads);
+    }
+  }
+}
+
+// Head dims are rounded up to a few numbers of vectors: each is a kernel whose sums stay in
+// registers.
+template <class T>
+void dispatch(const void* q, const void* k, const void* v, const int32_t* table,
+              const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
+  const int64_t dim = sizes[3];
+  auto call = [&](auto* f) { f(q, k, v, table, lengths, out, sizes, scale); };
+  if (dim <= 16) return call(decode<T, 1>);
+  if (dim <= 32) return call(decode<T, 2>);
+  if (dim <= 64) return call(decode<T, 4>);
+  if (dim <= 96) return call(decode<T, 6>);
+  if (dim <= 128) return call(decode<T, 8>);
+  return call(decode<T, 16>);
+}
+
+}  // namespace
+
+extern "C" {
+
+// sizes: S, H, Hkv, D (at most 256); strides of the cache by block, slot and head, B; strides of q by sequence
+// and head, of out by both, of the table by sequence; threads.
+void paged_decode_float32(const void* q, const void* k, const void* v, const int32_t* table,
+                          const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
+  dispatch<float>(q, k, v, table, lengths, out, sizes, scale);
+}
+
+void paged_decode_bfloat16(const void* q, const void* k, const void* v, const int32_t* table,
+                           const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
+  dispatch<bf16>(q, k, v, table, lengths, out, sizes, scale);
+}
+
+// Copies tokens into their slots; the first slot of a block clears the block's slots of this
+// layer. Slots of block 0 are padding: nothing is written.
+// sizes, in bytes but for T, Hkv and B: T, Hkv, bytes of a row [D]; strides of k by token and
+// head, of v by both, of the caches by block, slot and head; B.
+void write_kv(const char* k, const char* v, char* k_cache, char* v_cache, const int64_t* slots,
+              const int64_t* sizes) {
+  const int64_t tokens = sizes[0], heads = sizes[1], row = sizes[2];
+  const int64_t block_stride = sizes[7], slot_stride = sizes[8], head_stride = sizes[9];
+  const int64_t block_size = sizes[10];
+  for (int64_t t = 0; t < tokens; t++) {
+    const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
+    if (block == 0) continue;
+    for (int64_t h = 0; h < heads; h++) {
+      const int64_t start = block * block_stride + h * head_stride;
+      for (int64_t i = 0; slot == 0 && i < block_size; i++) {
+        memset(k_cache + start + i * slot_stride, 0, row);
+        memset(v_cache + start + i * slot_stride, 0, row);
+      }
+      const int64_t at = start + slot * slot_stride;
+      memcpy(k_cache + at, k + t * sizes[3] + h * sizes[4], row);
+      memcpy(v_cache + at, v + t * sizes[5] + h * sizes[6], row);
+    }
+  }
+}
+}

@@ -1,0 +1,178 @@
+"""Which kernel computes what: Triton on a GPU, `cpu_attention` and torch functions elsewhere.
+
+The one thing to know: on a GPU nothing here waits for the device. Grids follow from tensor shapes
+and from host integers, never from what a tensor holds. Triton is imported by the first tensor that
+needs it; a machine without a GPU may be without it.
+
+Attention's functions run inside the attention op and are plain. Those of other layers are traced,
+so on a GPU they are opaque ops; elsewhere torch functions are traced, and the ops equal them.
+
+Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, N blocks in the pool,
+B tokens per block, M columns of the block table.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile.custom_op import direct_register_custom_op
+from compile.passes.fuse_add_rms_norm import OP_NAME as FUSED_ADD_RMS_NORM
+from model.kernels import cpu_attention, cpu_norm, elementwise, paged_attention
+
+
+def uses_triton(x: torch.Tensor) -> bool:
+    """Tell whether Triton kernels compute on this tensor's device."""
+    return x.is_cuda
+
+
+# --- attention ------------------------------------------------------------------------------
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write tokens into their slots; see `paged_attention.write_kv`."""
+    if uses_triton(k):
+        from model.kernels import triton_rope
+
+        triton_rope.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        cpu_attention.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def rope_and_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Write turned keys and values into their slots, on a GPU; return the turned queries.
+
+    Elsewhere turning is traced with the layers around it, outside of the attention op.
+
+    Args:
+        q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
+        k_cache, v_cache: [N, B, Hkv, D], any strides but the last
+        slot_mapping: int64 [T], block * B + offset
+    """
+    from model.kernels import triton_rope
+
+    return triton_rope.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int | None = None,
+) -> None:
+    """Attend from one token per sequence; see `paged_attention.paged_decode`."""
+    args = (q, k_cache, v_cache, block_table, seq_lens, scale, out, sliding_window)
+    if uses_triton(q):
+        from model.kernels import triton_decode
+
+        triton_decode.paged_decode(*args)
+    else:
+        cpu_attention.paged_decode(*args)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int | None = None,
+) -> None:
+    """Attend from chunks of prompts; see `paged_attention.paged_prefill`.
+
+    What lies behind the last sequence is padding; its output is zero.
+    """
+    where = (k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
+    if uses_triton(q):
+        from model.kernels import triton_prefill
+
+        triton_prefill.paged_prefill(q, *where, scale, out, sliding_window)
+    else:
+        paged_attention.paged_prefill(q, k, v, *where, scale, out, sliding_window)
+        out[int(cu_seqlens_q[-1]) :].zero_()
+
+
+# --- ops of other layers --------------------------------------------------------------------
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if not uses_triton(x):
+        return elementwise.rms_norm(x, weight, eps).contiguous()
+    from model.kernels import triton_norm
+
+    return triton_norm.rms_norm(x, weight, eps)
+
+
+def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if not uses_triton(x):
+        return elementwise.rms_norm(residual.add_(x), weight, eps).contiguous()
+    from model.kernels import triton_norm
+
+    return triton_norm.add_rms_norm(x, residual, weight, eps)
+
+
+def _add_rms_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    if not uses_triton(gate_up):
+        return elementwise.silu_and_mul(gate_up)
+    from model.kernels import triton_silu
+
+    return triton_silu.silu_and_mul(gate_up)
+
+
+def _silu_and_mul_fake(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+def _fused_add_rms_norm_cuda(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from model.kernels import triton_norm
+
+    return triton_norm.fused_add_rms_norm(x, residual, weight, eps)
+
+
+rms_norm = direct_register_custom_op("rms_norm", _rms_norm, fake_impl=_rms_norm_fake)
+add_rms_norm = direct_register_custom_op(
+    "add_rms_norm", _add_rms_norm, mutates_args=["residual"], fake_impl=_add_rms_norm_fake
+)
+silu_and_mul = direct_register_custom_op(
+    "silu_and_mul", _silu_and_mul, fake_impl=_silu_and_mul_fake
+)
+# The op of a graph pass, which knows torch alone.
+direct_register_custom_op(FUSED_ADD_RMS_NORM, cpu_norm.add_rms_norm, dispatch_key="CPU")
+direct_register_custom_op(FUSED_ADD_RMS_NORM, _fused_add_rms_norm_cuda, dispatch_key="CUDA")

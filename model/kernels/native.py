@@ -1,0 +1,146 @@
+"""Build the C++ kernels of this package once per machine, and load them.
+
+1. The key names everything that decides the machine code: sources, compiler, flags, processor.
+2. The library of that key lies in the cache directory, or is built beside it and renamed: two
+   processes that build at once both succeed, and nobody loads half a file.
+3. Where there is no compiler, or the directory belongs to somebody else, the torch functions do
+   the work; one line in the log says so.
+
+The one thing to know: the kernels use the OpenMP runtime that torch brought. They are compiled
+with OpenMP and linked without it, because a second runtime would start a second pool of threads
+on the same cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from compile.environment import cache_root, cxx
+from compile.machine import processor as _processor
+from compile.private_dir import PrivateDirectoryError, make_private
+
+SOURCES = Path(__file__).parent / "cpp"
+CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
+BUILD_TIMEOUT_S = 120.0
+"""A build takes 2 s alone; on a machine that starts many ranks at once much longer."""
+
+logger = logging.getLogger(__name__)
+
+
+class NativeError(RuntimeError):
+    """The kernels cannot be had. The message is one line: `FIELD: wanted ..., found ...`."""
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """Return the kernels, built if need be; None, and a line in the log, where that fails."""
+    try:
+        # Torch's OpenMP is loaded with torch; the library finds it by name.
+        library = ctypes.CDLL(str(build_library(cache_root() / "native")))
+    except (NativeError, OSError, subprocess.SubprocessError) as error:
+        message = str(error).splitlines()[0]
+        logger.warning("C++ kernels are off, torch functions stand in: %s", message)
+        return None
+    _declare(library)
+    return library
+
+
+def build_library(directory: Path) -> Path:
+    """Return the library in `directory`, which is made if it is missing.
+
+    Raises:
+        NativeError: there is no compiler, it refuses the sources, or the directory is not ours.
+        OSError: the directory cannot be written.
+    """
+    compiler = _compiler()
+    version = _run([compiler, "--version"]).splitlines()[0]
+    _make_private(directory)
+    path = directory / f"kernels-{_key(version)}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            os.replace(_compile(compiler, Path(scratch)), path)
+        logger.info("built C++ kernels: %s", path)
+    return path
+
+
+def _compiler() -> str:
+    found = shutil.which(cxx())
+    if found is None:
+        raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
+    return found
+
+
+def _make_private(directory: Path) -> None:
+    """Refuse a directory in which somebody else could place the code that we load."""
+    try:
+        make_private(directory)
+    except PrivateDirectoryError as error:
+        raise NativeError(str(error)) from error
+
+
+def _key(version: str) -> str:
+    """Return a hash of everything that decides the machine code."""
+    parts = [version, *FLAGS, platform.machine(), _processor()]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, directory: Path) -> Path:
+    objects = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        objects.append(str(directory / f"{source.stem}.o"))
+        _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+    library = directory / "kernels.so"
+    _run([compiler, "-shared", *objects, "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise NativeError(f"{' '.join(command[:2])}: wanted a build, found {reason}")
+    return done.stdout
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the arguments: pointers, and floats that C would otherwise widen."""
+    pointer = ctypes.c_void_p
+    for dtype in ("float32", "bfloat16"):
+        decode = getattr(library, f"paged_decode_{dtype}")
+        decode.argtypes, decode.restype = [*[pointer] * 7, ctypes.c_float], None
+        linear = getattr(library, f"packed_linear_{dtype}")
+        linear.argtypes, linear.restype = [*[pointer] * 5, ctypes.c_int64], None
+        norm = getattr(library, f"add_rms_norm_{dtype}")
+        norm.argtypes, norm.restype = [*[pointer] * 6, ctypes.c_float], None
+    library.write_kv.argtypes, library.write_kv.restype = [pointer] * 6, None
+
+
+@functools.cache
+def native_function(name: str, dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return a kernel for tensors of `dtype`; None where there is none."""
+    library = native_library()
+    if library is None or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    found: Callable[..., None] = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+    return found
+
+
+def int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """Return values as a C array, whose address ctypes passes."""
+    return (ctypes.c_int64 * len(values))(*values)

@@ -1,0 +1,225 @@
+"""Paged attention (Kwon et al., 2023) as torch functions: reference of kernels, and the CPU's way.
+
+Keys and values of a sequence lie in blocks anywhere in the pool; its row of the block table names
+them in order. What a masked position holds is multiplied by zero, which does not silence a NaN.
+So two invariants keep one sequence's values out of another's output, whatever they are: the
+scratch block is zero, and so is every slot behind the last token of a sequence, because writing a
+block's first slot clears the block.
+
+Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in
+the pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.nn.functional as F
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write tokens into their slots. Slots of block 0 take padding and stay zero.
+
+    A sequence's tokens must be written in order, blocks from their first slot on.
+
+    Args:
+        k, v: [T, Hkv, D]
+        k_cache, v_cache: [N, B, Hkv, D], any strides
+        slot_mapping: int64 [T], block * B + offset
+    """
+    block_size = k_cache.shape[1]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    opened = blocks[offsets == 0]
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        if opened.numel():
+            cache.index_fill_(0, opened, 0.0)
+        cache.index_put_((blocks, offsets), new)
+        cache[0].zero_()
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int | None = None,
+) -> None:
+    """Attend from one token per sequence to its last tokens, itself included.
+
+    Reads as many tokens per sequence as the longest one needs. A sequence of length 0 is padding;
+    its output is zero. Blocks outside of the window are not read, whatever the table says.
+
+    Args:
+        q, out: [S, H, D]
+        k_cache, v_cache: [N, B, Hkv, D], any strides
+        block_table: int32 [S, M]
+        seq_lens: int32 [S]
+        sliding_window: token j attends to token i where j - i < sliding_window; None: to all
+    """
+    num_seqs, num_kv_heads, block_size = q.shape[0], k_cache.shape[2], k_cache.shape[1]
+    if sliding_window is None:
+        blocks, mask = _whole_rows(block_table, seq_lens, block_size)
+    else:
+        blocks, mask = _windows(block_table, seq_lens, block_size, sliding_window)
+    length = mask.shape[1]
+    shape = (num_seqs, length, num_kv_heads, -1)
+    k = _gather("k", k_cache, blocks).view(shape).transpose(1, 2)
+    v = _gather("v", v_cache, blocks).view(shape).transpose(1, 2)
+    # The G query heads of a KV head stand where SDPA expects query tokens: nothing is repeated.
+    grouped = q.unflatten(1, (num_kv_heads, -1))
+    attended = F.scaled_dot_product_attention(
+        grouped, k, v, attn_mask=mask[:, None, None], scale=scale
+    )
+    out.copy_(attended.flatten(1, 2))
+
+
+def _whole_rows(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks [S * n] of whole sequences, and which of their tokens count [S, n * B]."""
+    num_columns = max(-(-int(seq_lens.max()) // block_size), 1)
+    length = num_columns * block_size
+    starts = torch.arange(0, length, block_size, device=seq_lens.device)
+    is_behind = starts >= seq_lens.unsqueeze(1)
+    blocks = block_table[:, :num_columns].masked_fill(is_behind, 0).flatten()
+    # A padding sequence sees one slot, of the scratch block: a row without any would be NaN.
+    seen = seq_lens.clamp(min=1).unsqueeze(1)
+    return blocks, torch.arange(length, device=seq_lens.device) < seen
+
+
+def _windows(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int, sliding_window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks [S * n] of the sequences' last tokens, and which count [S, n * B]."""
+    stops = seq_lens.clamp(min=1).unsqueeze(1)
+    starts = (stops - sliding_window).clamp(min=0)
+    first = starts // block_size
+    num_columns = int((-(-stops // block_size) - first).max())
+    columns = first + torch.arange(num_columns, device=seq_lens.device)
+    is_behind = columns * block_size >= seq_lens.unsqueeze(1)
+    columns = columns.clamp(max=block_table.shape[1] - 1)
+    blocks = block_table.gather(1, columns).masked_fill(is_behind, 0).flatten()
+    length = num_columns * block_size
+    positions = first * block_size + torch.arange(length, device=seq_lens.device)
+    return blocks, (positions >= starts) & (positions < stops)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int | None = None,
+) -> None:
+    """Attend from chunks of prompts, each to its sequence's tokens up to itself.
+
+    The queries of a sequence are its last tokens, which the cache already holds. A loop over the
+    sequences; a later chunk materialises its mask of query by KV tokens. Blocks outside of the
+    first query's window are not read, whatever the table says.
+
+    Args:
+        q, out: [T, H, D]
+        k, v: [T, Hkv, D], what this step wrote
+        k_cache, v_cache: [N, B, Hkv, D], any strides
+        block_table: int32 [S, M]
+        cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
+        seq_lens: int32 [S]
+        sliding_window: token j attends to token i where j - i < sliding_window; None: to all
+    """
+    bounds, block_size = cu_seqlens_q.tolist(), k_cache.shape[1]
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(bounds[i], bounds[i + 1])
+        num_queries = rows.stop - rows.start
+        if num_queries == 0:
+            continue
+        if num_queries >= seq_len:
+            keys, values = k[rows], v[rows]
+        else:
+            first = _first_block(seq_len - num_queries, sliding_window, block_size)
+            blocks = block_table[i, first : -(-seq_len // block_size)]
+            num_tokens = seq_len - first * block_size
+            keys = _gather("k", k_cache, blocks)[:num_tokens]
+            values = _gather("v", v_cache, blocks)[:num_tokens]
+        out[rows] = _attend_chunk(q[rows], keys, values, scale, sliding_window)
+
+
+def _first_block(position: int, sliding_window: int | None, block_size: int) -> int:
+    """Return the first block that the token at `position` attends to."""
+    if sliding_window is None:
+        return 0
+    return max(position - sliding_window + 1, 0) // block_size
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Attend from the last tokens of one sequence. q: [Tq, H, D]; k, v: [Tk, Hkv, D]."""
+    num_queries, num_tokens, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
+    grouped = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    shape = (-1, grouped.shape[1], -1, -1)
+    keys = k.transpose(0, 1).unsqueeze(1).expand(shape)
+    values = v.transpose(0, 1).unsqueeze(1).expand(shape)
+    mask = None
+    if num_queries < num_tokens or (sliding_window is not None and sliding_window < num_tokens):
+        every = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=q.device)
+        offset = num_tokens - num_queries
+        mask = every.tril(offset)
+        if sliding_window is not None:
+            mask = mask.triu(offset - sliding_window + 1)
+    attended = F.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return attended.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class _Workspace(threading.local):
+    """Memory that gathered blocks are copied into, kept because fresh pages cost more than copies.
+
+    Invariant: what a name's buffer holds is dead once the op that gathered it returns. A buffer
+    grows to the largest batch seen.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take(self, name: str, like: torch.Tensor, numel: int) -> torch.Tensor:
+        key = (name, like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            # An inference tensor could not be written to outside of inference mode later.
+            with torch.inference_mode(False):
+                buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
+            self._buffers[key] = buffer
+        return buffer[:numel]
+
+
+_workspace = _Workspace()
+
+
+def _gather(name: str, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Copy `blocks` [n] of a cache, one after the other: [n * B, Hkv, D]."""
+    block_shape = cache.shape[1:]
+    buffer = _workspace.take(name, cache, blocks.numel() * block_shape.numel())
+    gathered = buffer.view(-1, *block_shape)
+    torch.index_select(cache, 0, blocks, out=gathered)
+    return gathered.flatten(0, 1)

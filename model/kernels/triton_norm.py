@@ -1,0 +1,110 @@
+"""RMS normalisation on a GPU; the twin of `elementwise.rms_norm`.
+
+One program holds one row. What torch rounds to the model's dtype on the way is rounded here too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    summed: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    inner_rows: tl.tensor,
+    stride_x_outer: tl.tensor,
+    stride_x_inner: tl.tensor,
+    stride_residual: tl.tensor,
+    stride_summed: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    x += row // inner_rows * stride_x_outer + row % inner_rows * stride_x_inner
+    values = tl.load(x + columns, mask=is_column, other=0.0).to(tl.float32)
+    if residual is not None:
+        residual += row * stride_residual + columns
+        values += tl.load(residual, mask=is_column, other=0.0).to(tl.float32)
+        rounded = values.to(summed.dtype.element_ty)
+        tl.store(summed + row * stride_summed + columns, rounded, mask=is_column)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    dtype = out.dtype.element_ty
+    normed = (values * scale).to(dtype).to(tl.float32)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, (weights * normed).to(dtype), mask=is_column)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return rows of unit mean square, scaled by `weight`, contiguous.
+
+    x: [..., n], the last dimension contiguous; weight: [n]
+    """
+    rows = x if x.ndim == 3 else x.reshape(-1, 1, x.shape[-1])
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(rows, None, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add `x` to `residual` in place and return the norm of the sum.
+
+    x, residual: [T, n], the last dimension contiguous; weight: [n]
+    """
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(x.unsqueeze(1), residual, residual, weight, out, eps)
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of the sum, and the sum, both contiguous.
+
+    x, residual: [T, n], the last dimension contiguous; weight: [n]
+    """
+    out, summed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    _launch(x.unsqueeze(1), residual, summed, weight, out, eps)
+    return out, summed
+
+
+def _launch(
+    rows: torch.Tensor,
+    residual: torch.Tensor | None,
+    summed: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+) -> None:
+    """rows: [T, R, n]; residual, and summed for its sum with them: [T, n] with R = 1, or None."""
+    outer, inner, size = rows.shape
+    if not outer * inner:
+        return
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(outer * inner,)](
+        rows,
+        residual,
+        summed,
+        weight,
+        out,
+        eps,
+        inner,
+        *rows.stride()[:2],
+        0 if residual is None else residual.stride(0),
+        0 if summed is None else summed.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        # 16 values per thread.
+        num_warps=min(max(block // 512, 1), 16),
+    )

@@ -1,0 +1,202 @@
+"""Paged prefill attention on a GPU; the twin of `paged_attention.paged_prefill`.
+
+FlashAttention's online softmax (Dao, 2023) over paged keys. The one thing to know: the grid follows
+from tensor shapes alone. Tiles of query tokens are numbered over all sequences, each sequence
+rounded up to whole tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the
+device, as vLLM's unified attention does. Query tokens behind the last sequence count as one more
+sequence of length 0, so that padding is written too, with zeros.
+
+The rows of a tile are (query token, query head of one KV head) pairs: heads of a group share what
+they load.
+
+Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in
+the pool, B tokens per block, M columns of the block table.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from model.kernels.triton_tiles import LOG2_E, prefill_tiles, softmax_step
+
+
+@triton.jit
+def _tile_of_sequence(cu_seqlens_q: tl.tensor, seq: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
+    """Return the number of a sequence's first tile."""
+    return (tl.load(cu_seqlens_q + seq) - tl.load(cu_seqlens_q)) // BLOCK_Q + seq
+
+
+@triton.jit
+def _sequence_of_tile(
+    cu_seqlens_q: tl.tensor, num_seqs: tl.tensor, tile: tl.tensor, BLOCK_Q: tl.constexpr
+) -> tl.tensor:
+    """Return the last sequence whose first tile is not behind `tile`; num_seqs is padding."""
+    low = tile * 0
+    high = low + num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _tile_of_sequence(cu_seqlens_q, middle, BLOCK_Q) <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window"])
+def _prefill_kernel(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    block_table: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    scale_log2: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    window: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_block: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_block: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_table: tl.tensor,
+    stride_out_token: tl.tensor,
+    stride_out_head: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+) -> None:
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = _sequence_of_tile(cu_seqlens_q, num_seqs, tile, BLOCK_Q)
+    is_seq = seq < num_seqs
+    start = tl.load(cu_seqlens_q + seq)
+    stop = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=num_tokens)
+    seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    first = (tile - _tile_of_sequence(cu_seqlens_q, seq, BLOCK_Q)) * BLOCK_Q
+    num_queries = stop - start
+    if first >= num_queries:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    queries, heads = first + rows // GROUP, kv_head * GROUP + rows % GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (queries < num_queries)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    tokens = (start + queries).to(tl.int64)
+    q_at = q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + dims[None, :]
+    is_q = is_row[:, None] & is_dim[None, :]
+    q_tile = tl.load(q_at, mask=is_q, other=0.0)
+
+    # A negative context belongs to a padding sequence, whose loop below is empty.
+    context = seq_len - num_queries
+    positions = context + queries
+    end = tl.minimum(context + first + BLOCK_Q, seq_len)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context + first - window + 1, 0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+    for at in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
+        kv = at + columns
+        # Outside of these bounds may lie another sequence's block: nothing is loaded from there.
+        is_kv = (kv >= begin) & (kv < end)
+        block = tl.load(
+            block_table + seq.to(tl.int64) * stride_table + kv // BLOCK_SIZE, mask=is_kv, other=0
+        ).to(tl.int64)
+        offset = kv % BLOCK_SIZE
+        k_at = block * stride_k_block + offset * stride_k_token + kv_head * stride_k_head
+        v_at = block * stride_v_block + offset * stride_v_token + kv_head * stride_v_head
+        k_tile = tl.load(
+            k_cache + k_at[None, :] + dims[:, None],
+            mask=is_kv[None, :] & is_dim[:, None],
+            other=0.0,
+        )
+        v_tile = tl.load(
+            v_cache + v_at[:, None] + dims[None, :],
+            mask=is_kv[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        seen = is_kv[None, :] & (kv[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            seen = seen & (kv[None, :] > positions[:, None] - window)
+        acc, row_max, row_sum = softmax_step(
+            q_tile, k_tile, v_tile, seen, scale_log2, acc, row_max, row_sum
+        )
+
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
+    tl.store(out_at + dims[None, :], acc.to(out.dtype.element_ty), mask=is_q)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int | None = None,
+) -> None:
+    """Attend from chunks of prompts, each to its sequence's tokens up to itself.
+
+    Writes all rows of `out` from the first sequence's first query on. Padding, which is what lies
+    behind the last sequence or belongs to a sequence of length 0, becomes zero. The cache must
+    already hold this step's tokens. Waits for nothing on the device.
+
+    Args:
+        q, out: [T, H, D], the last dimension contiguous
+        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
+        block_table: int32 [S, M]
+        cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
+        seq_lens: int32 [S]
+        sliding_window: how many tokens a query sees, itself included; None: all before it
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]
+    group = num_heads // num_kv_heads
+    tiles = prefill_tiles(group, head_dim, q.dtype)
+    block_q = tiles.rows // group
+    # Each sequence, and the padding behind the last one, may leave one tile unfilled.
+    grid = (num_tokens // block_q + num_seqs + 1, num_kv_heads)
+    _prefill_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        out,
+        scale * LOG2_E,
+        num_tokens,
+        num_seqs,
+        sliding_window or 0,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        *out.stride()[:2],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
+        BLOCK_D=tiles.dims,
+        HAS_WINDOW=sliding_window is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

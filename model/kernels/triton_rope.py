@@ -1,0 +1,208 @@
+"""Rotary positions and the KV write in one launch; the twin of `layers.rotary.rotate`
+followed by `paged_attention.write_kv`.
+
+A program takes one token and one KV head: it turns the head's query heads, turns the key and
+writes key and value into their slot. Slots of the scratch block are skipped, so that it stays zero
+without a second pass. Whoever writes a block's first slot clears the slots that no later token of
+this step writes: the torch function clears the whole block first, which programs that run at the
+same time could not.
+
+Shapes: T tokens, H query heads, Hkv KV heads, G = H / Hkv, D head dim, P positions, N blocks in
+the pool, B tokens per block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _clear(
+    cache: tl.tensor,
+    is_kept: tl.tensor,
+    stride_token: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Write zeros into a block's slots but the kept ones. `cache` points at one head's first."""
+    offsets, dims = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_D)
+    is_slot = (offsets < BLOCK_SIZE) & (is_kept == 0)
+    at = cache + offsets[:, None] * stride_token + dims[None, :]
+    tl.store(at, 0.0, mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _turn(
+    x: tl.tensor, out: tl.tensor, c: tl.tensor, s: tl.tensor, mask: tl.tensor, HALF: tl.constexpr
+) -> None:
+    """Turn the pairs (x[i], x[i + D / 2]) behind the pointers `x` by cosines and sines."""
+    x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    tl.store(out, (x1 * c - x2 * s).to(dtype), mask=mask)
+    tl.store(out + HALF, (x2 * c + x1 * s).to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rope_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    positions: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    slot_mapping: tl.tensor,
+    q_out: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_kc_block: tl.tensor,
+    stride_kc_token: tl.tensor,
+    stride_kc_head: tl.tensor,
+    stride_vc_block: tl.tensor,
+    stride_vc_token: tl.tensor,
+    stride_vc_head: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+) -> None:
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims, halves = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
+    is_dim, is_half = dims < HEAD_DIM, halves < HALF
+    k += token * stride_k_token + kv_head * stride_k_head
+    v += token * stride_v_token + kv_head * stride_v_head
+
+    if cos is not None:
+        row = token
+        if positions is not None:
+            row = tl.load(positions + token)
+        # A table in float32 is rounded as `RotaryEmbedding` rounds what it returns.
+        dtype = q.dtype.element_ty
+        c = tl.load(cos + row * stride_cos + halves, mask=is_half, other=0.0)
+        s = tl.load(sin + row * stride_cos + halves, mask=is_half, other=0.0)
+        c, s = c.to(dtype).to(tl.float32), s.to(dtype).to(tl.float32)
+        group = tl.arange(0, BLOCK_G)
+        heads = (kv_head * GROUP + group)[:, None]
+        is_q = (group < GROUP)[:, None] & is_half[None, :]
+        q_at = q + token * stride_q_token + heads * stride_q_head + halves[None, :]
+        num_heads = tl.num_programs(1) * GROUP
+        out_at = q_out + (token * num_heads + heads) * HEAD_DIM + halves[None, :]
+        _turn(q_at, out_at, c[None, :], s[None, :], is_q, HALF)
+
+    slot = tl.load(slot_mapping + token)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    k_block = k_cache + block * stride_kc_block + kv_head * stride_kc_head
+    v_block = v_cache + block * stride_vc_block + kv_head * stride_vc_head
+    if block > 0:
+        if offset == 0:
+            ahead = tl.arange(0, BLOCK_B)
+            is_token = token + ahead < num_tokens
+            later = tl.load(slot_mapping + token + ahead, mask=is_token, other=-1)
+            is_kept = later == slot + ahead
+            _clear(k_block, is_kept, stride_kc_token, HEAD_DIM, BLOCK_SIZE, BLOCK_B, BLOCK_D)
+            _clear(v_block, is_kept, stride_vc_token, HEAD_DIM, BLOCK_SIZE, BLOCK_B, BLOCK_D)
+        values = tl.load(v + dims, mask=is_dim, other=0.0)
+        tl.store(v_block + offset * stride_vc_token + dims, values, mask=is_dim)
+        k_slot = k_block + offset * stride_kc_token
+        if cos is not None:
+            _turn(k + halves, k_slot + halves, c, s, is_half, HALF)
+        else:
+            tl.store(k_slot + dims, tl.load(k + dims, mask=is_dim, other=0.0), mask=is_dim)
+
+
+def rope_and_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write turned keys and values into their slots; return the turned queries [T, H, D].
+
+    Args:
+        q: [T, H, D], k, v: [T, Hkv, D], the last dimension contiguous
+        cos, sin: [P, D / 2] or [P, 1, D / 2] of equal strides
+        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
+        slot_mapping: int64 [T], block * B + offset; block 0 takes padding and stays zero
+        positions: int64 [T], each token's row of cos and sin; None: its own number
+    """
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    group = q.shape[1] // k.shape[1]
+    _launch(q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, q_out, group)
+    return q_out
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write tokens into their slots as they are; see `rope_and_write_kv`."""
+    _launch(k, k, v, None, None, None, k_cache, v_cache, slot_mapping, k, 1)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_out: torch.Tensor,
+    group: int,
+) -> None:
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if not num_tokens:
+        return
+    _rope_kernel[(num_tokens, num_kv_heads)](
+        q,
+        k,
+        v,
+        positions,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        q_out,
+        num_tokens,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        0 if cos is None else cos.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_G=triton.next_power_of_2(group),
+        BLOCK_H=triton.next_power_of_2(max(head_dim // 2, 1)),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_B=triton.next_power_of_2(k_cache.shape[1]),
+        num_warps=1 if group * head_dim <= 512 else 4,
+    )

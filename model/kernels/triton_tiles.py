@@ -1,0 +1,83 @@
+"""What the attention kernels share: tile sizes and one step of the online softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+"""exp(x) = exp2(x * LOG2_E): the hardware's exponential has base 2."""
+
+MIN_DOT = 16
+"""Rows that `tl.dot` needs at least."""
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """How much one program holds at a time. All sizes are powers of two."""
+
+    rows: int
+    """Pairs of a query token and a query head."""
+    columns: int
+    """KV tokens per step of the softmax."""
+    dims: int
+    """Head dim, padded."""
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+    """Return tiles for one query token. A third stage loads the block table ahead."""
+    dims = max(triton.next_power_of_2(head_dim), MIN_DOT)
+    return AttentionTiles(
+        rows=max(triton.next_power_of_2(group), MIN_DOT),
+        columns=64 if dims * dtype.itemsize <= 256 else 32,
+        dims=dims,
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+    """Return the largest tiles for many query tokens that spill no register on sm_80 and sm_90."""
+    dims = max(triton.next_power_of_2(head_dim), MIN_DOT)
+    row_bytes = dims * dtype.itemsize
+    rows = 128 if dtype.itemsize <= 2 and row_bytes <= 256 else 32
+    rows = max(rows, triton.next_power_of_2(group))
+    return AttentionTiles(
+        rows=rows,
+        columns=64 if row_bytes <= 128 else 32 if row_bytes <= 512 else 16,
+        dims=dims,
+        num_warps=8 if rows * dims >= 8192 else 4,
+        num_stages=3,
+    )
+
+
+@triton.jit
+def softmax_step(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    seen: tl.tensor,
+    scale_log2: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+) -> tl.tensor:
+    """Take KV tokens into the running sums. q: [R, D]; k: [D, C]; v: [C, D]; seen: [R, C].
+
+    A score that is not seen is -inf, whatever the dot product was. A row that has seen nothing yet
+    keeps the maximum -inf, which must not be subtracted from itself.
+    """
+    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    scores = tl.where(seen, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(row_max - base)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_max, row_sum * decay + tl.sum(weights, 1)

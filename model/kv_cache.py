@@ -1,0 +1,104 @@
+"""`KVCacheSpec`: the size and layout of one rank's KV pool.
+
+The one thing to know: a block holds its tokens' keys and values of all layers in contiguous bytes,
+so that a transfer between processes is one copy per block. A layer's cache is a strided view.
+
+Shapes: N blocks with the scratch block, L layers, B tokens per block, H KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from compile.context import KVCacheTensor
+from model.config import ModelError
+
+SCRATCH_BLOCK = 0
+"""Never given to a sequence: padding tokens write into it, and it stays zero."""
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """What a block of KV is made of.
+
+    Invariant: all sizes are positive; two ranks can exchange blocks if their `layout` is equal.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    """Of this rank's shard."""
+    head_dim: int
+    block_size: int
+    """Tokens per block."""
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "dtype" and value < 1:
+                raise ModelError.of(field.name, "an integer of at least 1", value)
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """[L, 2, B, H, D]; keys, then values."""
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
+        return elements * self.dtype.itemsize
+
+    @property
+    def layout(self) -> str:
+        """Name dtype and shape of a block; equal on both sides of a transfer."""
+        layers, two, block, heads, dim = self.block_shape
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}:layers{layers}:kv{two}:block{block}:heads{heads}:dim{dim}"
+
+    def num_blocks_for(self, memory_bytes: int) -> int:
+        """Return how many blocks fit, the scratch block counted like any other."""
+        return max(memory_bytes, 0) // self.block_bytes
+
+    def allocate(
+        self, num_blocks: int, device: torch.device, storage: memoryview | None = None
+    ) -> torch.Tensor:
+        """Return a pool of zeros for `num_blocks` blocks beside the scratch block 0.
+
+        On a CPU the pool takes physical memory block by block as it is first written: zeros from
+        the operating system cost nothing until then, zeros that are written cost it all at once.
+
+        Args:
+            storage: writable memory of exactly the pool's size to live in, on a CPU, fresh from
+                the operating system and so zero already.
+
+        Returns:
+            [num_blocks + 1, L, 2, B, H, D]
+
+        Raises:
+            ModelError: `storage` has another size, or the device is not a CPU.
+        """
+        shape = (num_blocks + 1, *self.block_shape)
+        size = (num_blocks + 1) * self.block_bytes
+        if torch.device(device).type != "cpu":
+            if storage is not None:
+                raise ModelError.of("kv storage", "none: only a cpu device uses it", str(device))
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        if storage is None:
+            storage = memoryview(mmap.mmap(-1, size))
+        if storage.nbytes != size:
+            raise ModelError.of("kv storage", f"{size} bytes", storage.nbytes)
+        return torch.frombuffer(storage, dtype=self.dtype).view(shape)
+
+    def views(self, pool: torch.Tensor, layer_names: Sequence[str]) -> dict[str, KVCacheTensor]:
+        """Return each layer's view of the pool: [N, B, H, D] for keys and for values."""
+        if len(layer_names) != self.num_layers:
+            raise ModelError.of("layer_names", f"{self.num_layers} names", len(layer_names))
+        return {
+            name: KVCacheTensor(k_cache=pool[:, i, 0], v_cache=pool[:, i, 1])
+            for i, name in enumerate(layer_names)
+        }

@@ -1,0 +1,1 @@
+"""The building blocks of every family, each sharded by a `Shard`."""

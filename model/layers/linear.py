@@ -1,0 +1,229 @@
+"""Linear layers whose weights are split over the ranks of a shard (Megatron-LM; Shoeybi, 2019).
+
+Column-parallel layers split their outputs and need no communication; a row-parallel layer splits
+its inputs and sums the ranks' results. A pair of them costs one all-reduce.
+
+Shapes: T tokens, I inputs, O outputs; weights are [O, I] as in `F.linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from model.config import ModelError
+from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear
+from model.layers.slices import WeightedLayer, WeightSlice, whole
+from model.parallel import Shard
+
+
+class Linear(WeightedLayer):
+    """A product with a weight that is packed once it is read, where packing pays.
+
+    Invariant: once packed, `weight` keeps its shape and dtype alone, and `handle` stands for it.
+    """
+
+    handle: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(dtype, device)
+        self.weight = self.declare(out_features, in_features)
+        self.bias = self.declare(out_features) if bias else None
+        self.register_buffer("handle", None, persistent=False)
+        self._packed: PackedWeight | None = None
+        self._out_features = out_features
+
+    def loaded(self, name: str) -> None:
+        if name == "weight" and can_pack(self.dtype, self.device):
+            self.replace_weight(PackedWeight(self.weight))
+
+    def replace_weight(self, packed: PackedWeight) -> None:
+        """Compute with a packed weight from now on, and free the plain one."""
+        self._packed = packed
+        self.handle = packed.handle
+        self.weight = self.declare(*self.weight.shape)
+
+    def plain_weight(self) -> torch.Tensor:
+        """Return the weight [O, I], a copy if it is packed."""
+        return self.weight if self._packed is None else self._packed.unpack()
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [T, I]. Returns [T, O]."""
+        if self.handle is None:
+            return F.linear(x, self.weight, bias)
+        out: torch.Tensor = packed_linear(x, self.handle, bias, self._out_features)
+        return out
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The outputs [start, start + size) of `total` that this rank takes from one tensor."""
+
+    total: int
+    start: int
+    size: int
+
+
+class _ColumnSplit(Linear):
+    """Outputs of several checkpoint tensors, this rank's part of each, one after the other."""
+
+    def __init__(
+        self,
+        in_features: int,
+        columns: Sequence[_Columns],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features, sum(part.size for part in columns), bias, dtype, device)
+        self._columns = tuple(columns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, I], equal on all ranks. Returns this rank's outputs."""
+        return self.product(x, self.bias)
+
+    def weight_slices(self, *names: str) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensors, one name for each part of the outputs."""
+        row = 0
+        for name, part in zip(names, self._columns, strict=True):
+            rows, stop = slice(row, row + part.size), part.start + part.size
+            shape = (part.total, self.weight.shape[1])
+            yield WeightSlice(f"{name}.weight", shape, self, "weight", rows, 0, part.start, stop)
+            if self.bias is not None:
+                yield WeightSlice(
+                    f"{name}.bias", (part.total,), self, "bias", rows, 0, part.start, stop
+                )
+            row += part.size
+
+
+class ColumnParallelLinear(_ColumnSplit):
+    """One tensor, its outputs split evenly."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = shard.divide("out_features", out_features)
+        columns = _Columns(out_features, shard.rank * size, size)
+        super().__init__(in_features, [columns], bias, dtype, device)
+
+
+class MergedColumnParallelLinear(_ColumnSplit):
+    """Several tensors of equal size in one product, each split evenly."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_parts: int,
+        *,
+        bias: bool,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = shard.divide("intermediate_size", out_features)
+        columns = _Columns(out_features, shard.rank * size, size)
+        super().__init__(in_features, [columns] * num_parts, bias, dtype, device)
+
+
+class QKVParallelLinear(_ColumnSplit):
+    """Queries, keys and values of this rank's heads.
+
+    With fewer KV heads than ranks, each KV head lives on several ranks: those whose query heads
+    attend to it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads = shard.divide("num_attention_heads", num_heads)
+        self.num_kv_heads, first = kv_heads_of(num_kv_heads, shard)
+        self.head_dim = head_dim
+        q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        queries = _Columns(num_heads * head_dim, shard.rank * q_size, q_size)
+        keys = _Columns(num_kv_heads * head_dim, first * head_dim, kv_size)
+        super().__init__(hidden_size, [queries, keys, keys], bias, dtype, device)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return views q [T, H, D] and k, v [T, Hkv, D] of the layer's output."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = heads.split_with_sizes(sizes, dim=1)
+        return q, k, v
+
+
+def kv_heads_of(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
+    """Return how many KV heads a rank holds and the first of them.
+
+    Raises:
+        ModelError: neither the heads nor the ranks are a multiple of the other.
+    """
+    if num_kv_heads % shard.size == 0:
+        count = num_kv_heads // shard.size
+        return count, shard.rank * count
+    if shard.size % num_kv_heads == 0:
+        return 1, shard.rank // (shard.size // num_kv_heads)
+    wanted = f"a multiple or a divisor of tensor_parallel_size={shard.size}"
+    raise ModelError.of("num_key_value_heads", wanted, num_kv_heads)
+
+
+class RowParallelLinear(Linear):
+    """Inputs split evenly; the ranks' results are summed, and the bias is added once."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = shard.divide("in_features", in_features)
+        super().__init__(size, out_features, bias, dtype, device)
+        self._shard = shard
+        self._in_features = in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, I / ranks], this rank's inputs. Returns [T, O], equal on all ranks."""
+        if self._shard.size == 1:
+            return self.product(x, self.bias)
+        out = self._shard.all_reduce(self.product(x, None))
+        return out if self.bias is None else out + self.bias
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensors."""
+        part = self._shard.slice(self._in_features)
+        shape = (self.weight.shape[0], self._in_features)
+        yield WeightSlice(
+            f"{name}.weight", shape, self, "weight", slice(None), 1, part.start, part.stop
+        )
+        if self.bias is not None:
+            yield whole(f"{name}.bias", self, "bias")

@@ -1,0 +1,42 @@
+"""Root mean square normalisation (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from model.kernels import dispatch, elementwise
+from model.layers.slices import WeightedLayer, WeightSlice, whole
+
+
+class RMSNorm(WeightedLayer):
+    """Scale rows to unit mean square in float32, then by a weight in the model's dtype."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(dtype, device)
+        self.eps = eps
+        self.weight = self.declare(hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden_size]"""
+        if dispatch.uses_triton(x):
+            normed: torch.Tensor = dispatch.rms_norm(x, self.weight, self.eps)
+            return normed
+        return elementwise.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of the sum, and the sum, which may take the residual's memory.
+
+        x, residual: [T, hidden_size]
+        """
+        if dispatch.uses_triton(x):
+            return dispatch.add_rms_norm(x, residual, self.weight, self.eps), residual
+        residual = residual + x
+        return self(residual), residual
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensor; every rank holds all of it."""
+        yield whole(f"{name}.weight", self, "weight")

@@ -1,0 +1,100 @@
+"""`WeightSlice`: which part of a checkpoint's tensor fills which part of a parameter.
+
+Layers describe their weights this way and read nothing; `model.weights` reads.
+
+The one thing to know: a parameter has no memory until its first part is read, and the layer is
+told when its last part is in. So a layer may replace what it has read (pack it, say) before the
+next layer takes memory, and a rank never holds two copies of its shard.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+class WeightedLayer(nn.Module):
+    """A layer whose parameters come from a checkpoint.
+
+    Invariant: between construction and `allocate`, a parameter has its shape and dtype alone.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.device = torch.device(device)
+
+    def declare(self, *shape: int) -> nn.Parameter:
+        """Return a parameter without memory, to be assigned to an attribute."""
+        empty = torch.empty(shape, dtype=self.dtype, device="meta")
+        return nn.Parameter(empty, requires_grad=False)
+
+    def allocate(self, name: str) -> torch.Tensor:
+        """Give a parameter memory unless it has some, and return it."""
+        parameter = self.get_parameter(name)
+        if parameter.is_meta:
+            parameter = nn.Parameter(_memory_for(parameter, self.device), requires_grad=False)
+            setattr(self, name, parameter)
+        return parameter
+
+    def loaded(self, name: str) -> None:
+        """Take note that all parts of a parameter have been read."""
+
+
+def _memory_for(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an unset tensor like `parameter`.
+
+    On a CPU it is a mapping of its own. The heap would keep what is freed after packing: a sixth
+    of the weights at the end of loading.
+    """
+    if device.type != "cpu" or not parameter.numel():
+        return torch.empty_like(parameter, device=device)
+    memory = mmap.mmap(-1, parameter.nbytes)
+    return torch.frombuffer(memory, dtype=parameter.dtype).view(parameter.shape)
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """`checkpoint[name][..., start:stop, ...] -> layer.parameter[rows]`, cut along `dim`.
+
+    Invariant: `shape` is the whole tensor's shape in the checkpoint; those rows of the parameter
+    have that shape with `stop - start` in place of `shape[dim]`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: WeightedLayer
+    parameter: str
+    rows: slice
+    dim: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        wanted = list(self.shape)
+        wanted[self.dim] = self.stop - self.start
+        found = list(self.layer.get_parameter(self.parameter)[self.rows].shape)
+        assert found == wanted, (self.name, found, wanted)
+
+    @property
+    def home(self) -> tuple[WeightedLayer, str]:
+        """The parameter that this slice is a part of."""
+        return self.layer, self.parameter
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.layer.get_parameter(self.parameter).nbytes
+
+    def target(self) -> torch.Tensor:
+        """Return where the slice goes; the parameter takes memory if this is its first part."""
+        return self.layer.allocate(self.parameter)[self.rows]
+
+
+def whole(name: str, layer: WeightedLayer, parameter: str) -> WeightSlice:
+    """Return the slice that fills a parameter with all of a tensor."""
+    shape = tuple(layer.get_parameter(parameter).shape)
+    return WeightSlice(name, shape, layer, parameter, slice(None), 0, 0, shape[0])

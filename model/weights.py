@@ -1,0 +1,201 @@
+"""Read a checkpoint's safetensors files into a model, each rank only its slices.
+
+The one thing to know: the model says which tensors it wants and where they go (`WeightSlice`), and
+everything is compared before the first byte of weights is read. What is read is checked to be
+finite: a NaN would otherwise show as nonsense, in one request or in all. A parameter takes memory
+when its first part is read, and its layer is told when the last one is in.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from model.fields import ModelError, check_file, read_json
+from model.layers.slices import WeightSlice
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Others, such as float8, mean nothing without scales that no layer here knows.
+READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+_HALVES = ("F16", "BF16")
+
+
+class Loadable(Protocol):
+    """A model that describes its weights."""
+
+    def weight_slices(self) -> Iterator[WeightSlice]:
+        """Describe every tensor that the checkpoint must hold."""
+
+    def is_ignored(self, tensor_name: str) -> bool:
+        """Tell whether a checkpoint may hold this tensor although no parameter wants it."""
+
+
+@torch.no_grad()
+def load_weights(
+    model: Loadable,
+    checkpoint_dir: Path | str,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill the parameters of `model`, whose weight slices are those of its own shard.
+
+    Args:
+        progress: called with (tensors done, tensors in all), first with none done.
+
+    Raises:
+        ModelError: a file or tensor is missing, unknown, broken, of another shape or not finite;
+            names the file and the tensor. The parameters' values mean nothing then.
+    """
+    wanted = {piece.name: piece for piece in model.weight_slices()}
+    missing = Counter(piece.home for piece in wanted.values())
+    by_file = _plan(wanted, model, Path(checkpoint_dir))
+    report = progress or (lambda _done, _total: None)
+    report(0, len(wanted))
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_opened(path)) for path in by_file}
+        for done, (piece, path) in enumerate(_largest_first(by_file), 1):
+            _read(piece, files[path], path)
+            missing[piece.home] -= 1
+            if not missing[piece.home]:
+                piece.layer.loaded(piece.parameter)
+            report(done, len(wanted))
+
+
+def _plan(
+    wanted: dict[str, WeightSlice], model: Loadable, directory: Path
+) -> dict[Path, list[WeightSlice]]:
+    """Return what to read from which file, after comparing names, shapes and dtypes."""
+    files = _tensor_files(directory)
+    by_file: dict[Path, list[WeightSlice]] = {path: [] for path in files.values()}
+    for name, piece in wanted.items():
+        if name not in files:
+            raise ModelError.saying(f"tensor {name}", "in the checkpoint", "none", directory)
+        by_file[files[name]].append(piece)
+    halves: dict[str, str] = {}
+    for path, pieces in by_file.items():
+        listed = {name for name, file in files.items() if file == path}
+        with _opened(path) as file:
+            present = set(file.keys())
+            for name in sorted(present | listed):
+                if not model.is_ignored(name):
+                    _check_name(name, name in wanted, name in listed, type(model).__name__, path)
+            for piece in pieces:
+                _check(piece, file, present, path)
+                _check_halves(piece.name, file.get_slice(piece.name).get_dtype(), halves, path)
+    return by_file
+
+
+def _check_name(name: str, is_wanted: bool, is_listed: bool, family: str, path: Path) -> None:
+    """Refuse a tensor of a file that nobody wants, or that another file has as well."""
+    field = f"tensor {name}"
+    if not is_wanted:
+        raise ModelError.saying(field, f"only tensors of {family}", "it", path)
+    if not is_listed:
+        raise ModelError.saying(field, "only where the index says", "another", path)
+
+
+def _check_halves(name: str, dtype: str, seen: dict[str, str], path: Path) -> None:
+    """Refuse tensors of both 16-bit types: read as the other one, numbers are wrong but finite."""
+    if dtype in _HALVES:
+        seen.setdefault(dtype, name)
+    if len(seen) > 1:
+        other = next(kind for kind in seen if kind != dtype)
+        raise ModelError.of(f"tensor {name}", f"{other} as tensor {seen[other]}", dtype, path)
+
+
+def _largest_first(by_file: dict[Path, list[WeightSlice]]) -> list[tuple[WeightSlice, Path]]:
+    """Order slices by the size of their parameters.
+
+    While a layer packs a parameter there are two copies of it. The largest should be packed while
+    the fewest others are there; parts of one parameter stay together.
+    """
+    pieces = [(piece, path) for path, pieces in by_file.items() for piece in pieces]
+    return sorted(pieces, key=lambda entry: -entry[0].parameter_bytes)
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor, from the index or the single file."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.exists() or single.is_symlink():
+        with _opened(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
+        raise ModelError.saying("weights", f"{SINGLE_FILE} or {INDEX_FILE}", "neither", directory)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError.of("weight_map", "an object of tensor and file names", weight_map, index)
+    return {name: directory / _file_name(name, value, index) for name, value in weight_map.items()}
+
+
+def _file_name(tensor_name: str, value: object, index: Path) -> str:
+    """Return an index entry if it names a file beside the index, and nothing elsewhere."""
+    is_plain = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", value, re.ASCII)
+    if not is_plain:
+        wanted = "the name of a safetensors file beside the index"
+        raise ModelError.of(f"weight_map[{tensor_name}]", wanted, value, index)
+    return str(value)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; what is wrong with it is an error that names it."""
+    check_file(path)
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise _broken(path, error) from error
+    with file:
+        yield file
+
+
+def _broken(path: Path, error: Exception) -> ModelError:
+    return ModelError.saying(path.name, "a whole safetensors file", str(error), path)
+
+
+def _check(piece: WeightSlice, file: Any, present: set[str], path: Path) -> None:
+    field = f"tensor {piece.name}"
+    if piece.name not in present:
+        raise ModelError.saying(field, "where the index says", "none", path)
+    tensor = file.get_slice(piece.name)
+    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if shape != piece.shape:
+        raise ModelError.of(field, f"shape {piece.shape}", shape, path)
+    if dtype not in READABLE_DTYPES:
+        raise ModelError.of(field, f"one of {', '.join(READABLE_DTYPES)}", dtype, path)
+
+
+def _read(piece: WeightSlice, file: Any, path: Path) -> None:
+    target = piece.target()
+    if piece.start == piece.stop:
+        return
+    part = slice(piece.start, piece.stop)
+    try:
+        tensor = file.get_slice(piece.name)
+        values = tensor[part] if piece.dim == 0 else tensor[:, part]
+    except (OSError, SafetensorError) as error:
+        raise _broken(path, error) from error
+    _check_values(piece, values, path)
+    target.copy_(values)
+
+
+def _check_values(piece: WeightSlice, values: torch.Tensor, path: Path) -> None:
+    """Refuse what is not finite, or would not be after conversion; one pass without copies."""
+    low, high = (float(value) for value in values.aminmax())
+    field = f"tensor {piece.name}"
+    if not (math.isfinite(low) and math.isfinite(high)):
+        found = low if not math.isfinite(low) else high
+        raise ModelError.of(field, "finite numbers", found, path)
+    dtype = piece.layer.dtype
+    largest = torch.finfo(dtype).max
+    if max(-low, high) > largest:
+        wanted = f"numbers that {str(dtype).removeprefix('torch.')} holds"
+        raise ModelError.of(field, wanted, low if -low > largest else high, path)

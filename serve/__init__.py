@@ -1,0 +1,1 @@
+"""How requests get in and tokens get out."""

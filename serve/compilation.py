@@ -1,0 +1,101 @@
+"""The compilation fields among the arguments of `deploy` and `LLM`.
+
+The one thing to know: one set of fields is asked of all pools, and each pool resolves it by
+itself, with the preset that fits its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from cluster.config import ConfigError, SchedulerConfig
+from compile.aliases import fields_of
+from compile.config import FIELDS, CompilationConfig, CompilationConfigError, CompilationLevel
+from compile.resolve import PRESETS, StepLimits, resolve
+from compile.validate import read_json
+
+DEFAULT_LEVEL = int(CompilationLevel.PIECEWISE)
+"""What is compiled where no level is given."""
+
+LOCAL_FIELDS = ("cache_dir", "debug_dump_path")
+"""Where a machine keeps files is its own affair."""
+
+
+def as_object(value: Any) -> Any:
+    """Return what stands for fields as an object of them: a level, a configuration."""
+    if isinstance(value, CompilationConfig):
+        fields = value.to_dict()
+        return {name: fields[name] for name in FIELDS}
+    level = read_json(value) if isinstance(value, str) else value
+    return {"level": level} if isinstance(level, int) else value
+
+
+def given_fields(given: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return the fields that are given, by whichever name, as they are kept.
+
+    Args:
+        given: `compilation.*`.
+        sections: `torch_compile_config` and `cuda_graph_config`, those that are given.
+
+    Raises:
+        ConfigError: a field is unknown, holds what cannot be used, or is given twice.
+    """
+    with _as_argument():
+        return fields_of(given, **sections)
+
+
+def requested(fields: Mapping[str, Any]) -> CompilationConfig:
+    """Return what all pools are asked for.
+
+    Raises:
+        ConfigError: fields contradict each other.
+    """
+    with _as_argument():
+        return CompilationConfig(**{"level": DEFAULT_LEVEL, **fields})
+
+
+def resolved(
+    fields: Mapping[str, Any], scheduler: SchedulerConfig, pool: str, *, enforce_eager: bool
+) -> CompilationConfig:
+    """Return what the engines of a pool run; a rank's attention backend may still lessen it.
+
+    Raises:
+        ConfigError: fields contradict each other, or no size is left to capture.
+    """
+    asked = requested(fields)
+    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    with _as_argument():
+        return resolve(asked, limits, preset=PRESETS[pool], enforce_eager=enforce_eager)
+
+
+def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what processes that work together must have been asked for alike, as JSON has it."""
+    facts = requested(fields).to_dict()
+    return {name: value for name, value in facts.items() if name not in LOCAL_FIELDS}
+
+
+def refuse_speculation(config: Mapping[str, Any]) -> None:
+    """Refuse `speculative_config` by name: a draft model with an engine of its own for good.
+
+    Raises:
+        ConfigError: anything is given.
+    """
+    for name in ("mtp_eagle_one_model", "eagle3_one_model"):
+        value = config.get(name)
+        if (read_json(value) if isinstance(value, str) else value) is False:
+            wanted = "true (two model engines cannot be compiled as one forward)"
+            raise ConfigError(f"speculative_config.{name}", wanted, False)
+    if config:
+        wanted = "nothing (speculation is not built yet)"
+        raise ConfigError("speculative_config", wanted, dict(config))
+
+
+@contextmanager
+def _as_argument() -> Iterator[None]:
+    """Name a field as the argument that it came from."""
+    try:
+        yield
+    except CompilationConfigError as error:
+        raise ConfigError(error.prefix + error.field, error.wanted, error.found) from None

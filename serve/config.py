@@ -1,0 +1,444 @@
+"""The arguments of `deploy` and of `LLM`: strict, and resolved into engine configurations.
+
+Arguments come as text (`serve run serve.app:deploy max_num_seqs=8 prefill.replicas=2`) or typed
+and nested (YAML). The one thing to know: every error is one line, `FIELD: wanted ..., found ...`,
+and is raised before anything is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cluster.config import (
+    DEFAULT_NUM_CPUS,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    ParallelConfig,
+    Role,
+    SchedulerConfig,
+    TransferConfig,
+)
+from cluster.engine.blocks import check_num_blocks
+from cluster.messages import PROTOCOL_VERSION
+from model.config import ModelConfig, ModelError
+from serve.compilation import (
+    as_object,
+    given_fields,
+    refuse_speculation,
+    resolved,
+    shared_facts,
+)
+
+BUNDLED_NAME = "lockstep-tiny"
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all argument structs: an unknown key is an error."""
+
+
+class PoolArgs(_Strict, frozen=True):
+    """`prefill.*`, `decode.*` and `mixed.*`."""
+
+    replicas: int = 1
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    num_cpus: float = DEFAULT_NUM_CPUS
+
+
+class KVArgs(_Strict, frozen=True):
+    """`kv.*`."""
+
+    transport: str = "auto"
+    lease_s: float = 30.0
+
+
+class DeployArgs(_Strict, frozen=True):
+    """Every argument with its default; None means: found out from model or machine."""
+
+    model: str | None = None
+    served_model_name: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_memory: int | str = "1GiB"
+    threads_per_rank: int | None = None
+    enable_prefix_caching: bool = True
+    pools: str = "pd"
+    prefill: PoolArgs = PoolArgs()
+    decode: PoolArgs = PoolArgs()
+    mixed: PoolArgs = PoolArgs()
+    lockstep: str = "on"
+    kv: KVArgs = KVArgs()
+    enforce_eager: bool = False
+    compilation: dict[str, Any] = {}
+    """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given."""
+    torch_compile_config: dict[str, Any] | UnsetType | None = UNSET
+    cuda_graph_config: dict[str, Any] | UnsetType | None = UNSET
+    speculative_config: dict[str, Any] | None = None
+    max_queued_requests: int = 256
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 8 << 20
+    debug: bool = False
+
+
+NOT_BUILT = {
+    "watchdog_s": "the watchdog",
+    "api_keys": "API keys",
+}
+"""Arguments that are named already and refused until what they configure is built."""
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """One pool: how many groups of which engine."""
+
+    name: str
+    """prefill, decode or mixed."""
+    replicas: int
+    num_cpus: float
+    engine: EngineConfig
+
+
+@dataclass(frozen=True)
+class DeployConfig:
+    """Everything that a deployment is built from.
+
+    Invariant: `pools` is (prefill, decode) or (mixed,); `config_hash` is equal in all processes
+    that may talk to each other.
+    """
+
+    served_model_name: str
+    model_path: str
+    pools: tuple[PoolConfig, ...]
+    config_hash: str
+    max_queued_requests: int
+    request_timeout_s: float
+    max_body_bytes: int
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of one request together."""
+        return self.pools[0].engine.max_model_len
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that can decode at once."""
+        pool = self.pools[-1]
+        per_group = pool.engine.scheduler.max_num_seqs * pool.engine.parallel.data_parallel_size
+        return pool.replicas * per_group
+
+
+def bundled_model() -> Path:
+    """Return the tiny checkpoint that ships with Lockstep."""
+    here = Path(__file__).resolve().parent
+    for path in (here / "bundled" / "tiny", here.parent / "examples" / "tiny"):
+        if (path / "config.json").is_file():
+            return path
+    raise ConfigError("model", "the bundled checkpoint in examples/tiny", None)
+
+
+def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
+    """Resolve the arguments of `deploy`.
+
+    Raises:
+        ConfigError: one line that names the argument, what is wanted and what was found.
+    """
+    args = parse_args(raw)
+    if args.pools not in ("pd", "mixed"):
+        raise ConfigError("pools", "pd or mixed", args.pools)
+    names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
+    for other in {"prefill", "decode", "mixed"} - set(names):
+        if getattr(args, other) != PoolArgs():
+            raise ConfigError(other, f"nothing where pools={args.pools}", "arguments")
+    num_ranks = sum(_num_ranks(name, getattr(args, name)) for name in names)
+    roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
+    if args.pools == "pd":
+        _check_equal_ranks(args.prefill, args.decode)
+    pools = tuple(_pool_config(name, args, roles[name], num_ranks=num_ranks) for name in names)
+    model_path = Path(pools[0].engine.model_path)
+    return DeployConfig(
+        served_model_name=args.served_model_name or _served_name(args.model),
+        model_path=str(model_path),
+        pools=pools,
+        config_hash=_config_hash(pools[0].engine, args),
+        max_queued_requests=_at_least("max_queued_requests", args.max_queued_requests, 0),
+        request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
+        max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
+    )
+
+
+def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
+    """Resolve the same arguments for one engine in this process (`LLM`).
+
+    Raises:
+        ConfigError: as `deploy_config`.
+    """
+    args = parse_args({"pools": "mixed", **raw})
+    if args.pools != "mixed":
+        raise ConfigError("pools", "mixed for an engine in process", args.pools)
+    size = args.mixed.tensor_parallel_size
+    if size != 1:
+        raise ConfigError("mixed.tensor_parallel_size", "1 for an engine in process", size)
+    return _pool_config("mixed", args, Role.MIXED, num_ranks=1).engine
+
+
+def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
+    """Turn key=value text or typed nested values into `DeployArgs`.
+
+    A text value that parses as a JSON list, object or null is taken as JSON; all other text is
+    converted to the field's type.
+    """
+    nested = _nest(raw)
+    for key, what in NOT_BUILT.items():
+        found = _lookup(nested, key.split("."))
+        if found is not _MISSING:
+            raise ConfigError(key, f"nothing ({what} is not built yet)", found)
+    try:
+        args = msgspec.convert(nested, DeployArgs, strict=False)
+    except msgspec.ValidationError as error:
+        raise _config_error(str(error), nested) from None
+    names = ("torch_compile_config", "cuda_graph_config")
+    sections = {name: getattr(args, name) for name in names if getattr(args, name) is not UNSET}
+    fields = given_fields(args.compilation, **sections)
+    args = msgspec.structs.replace(args, compilation=fields)
+    refuse_speculation(args.speculative_config or {})
+    if args.lockstep != "on":
+        raise ConfigError("lockstep", "on (turning it off is not built yet)", args.lockstep)
+    if args.debug:
+        raise ConfigError("debug", "false (debug routes are not built yet)", args.debug)
+    return args
+
+
+def parse_bytes(field: str, value: int | str) -> int:
+    """Return a number of bytes from a number or from text such as 512MiB or 2GB."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B|)", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
+    unit = match[2].upper().rstrip("B")
+    base = 1024 if unit.endswith("I") else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
+
+
+_MISSING = object()
+_ALIASES = {
+    "O": ("compilation", "level"),
+    "cc": ("compilation",),
+    "compilation_config": ("compilation",),
+}
+
+
+def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    given: set[tuple[str, ...]] = set()
+    for key, value in raw.items():
+        head, *rest = str(key).split(".")
+        path = (*_ALIASES.get(head, (head,)), *rest)
+        value = _text_value(value)
+        _insert(nested, path, as_object(value) if path == ("compilation",) else value, given)
+    return nested
+
+
+def _insert(
+    nested: dict[str, Any], path: tuple[str, ...], value: Any, given: set[tuple[str, ...]]
+) -> None:
+    """Put a value at its path; a path that is given twice, in whatever spelling, is an error."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _insert(nested, (*path, *str(key).split(".")), inner, given)
+        is_mentioned = any(known[: len(path)] == path for known in given)
+        if value or is_mentioned:
+            return
+    if path in given:
+        raise ConfigError(".".join(path), "one value", "it twice, dotted and nested")
+    given.add(path)
+    for key in path[:-1]:
+        nested = nested.setdefault(key, {})
+        if not isinstance(nested, dict):
+            raise ConfigError(".".join(path), f"{key} to have fields", nested)
+    nested[path[-1]] = value
+
+
+def _text_value(value: Any) -> Any:
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", "null")):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _lookup(nested: Any, path: list[str]) -> Any:
+    for key in path:
+        if not isinstance(nested, dict) or key not in nested:
+            return _MISSING
+        nested = nested[key]
+    return nested
+
+
+def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
+    """Turn msgspec's sentence into ours."""
+    at = re.search(r" - at `\$\.?([^`]*)`", message)
+    field = at[1] if at else ""
+    unknown = re.search(r"unknown field `([^`]+)`", message)
+    if unknown:
+        name = f"{field}.{unknown[1]}" if field else unknown[1]
+        known = _fields_at(field)
+        found = _lookup(nested, name.split("."))
+        return ConfigError(name, f"one of {', '.join(known)}", found)
+    wanted = re.search(r"Expected `([^`]+)`", message)
+    found = _lookup(nested, field.split("."))
+    return ConfigError(field, wanted[1] if wanted else message, found)
+
+
+def _fields_at(field: str) -> tuple[str, ...]:
+    kinds = {"kv": KVArgs, "": DeployArgs}
+    return kinds.get(field, PoolArgs).__struct_fields__
+
+
+def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> PoolConfig:
+    pool: PoolArgs = getattr(args, name)
+    model_path, model = _model(args)
+    try:
+        parallel = ParallelConfig(pool.tensor_parallel_size, pool.data_parallel_size)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error.field}", error.wanted, error.found) from None
+    _check_heads(f"{name}.tensor_parallel_size", pool.tensor_parallel_size, model)
+    scheduler = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens)
+    engine = EngineConfig(
+        model_path=str(model_path),
+        max_model_len=_max_model_len(args, model),
+        dtype=_dtype(args.dtype, model),
+        device=_device(args.device),
+        role=role,
+        parallel=parallel,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            num_kv_blocks=args.num_kv_blocks,
+            kv_memory_bytes=parse_bytes("kv_memory", args.kv_memory),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduler=scheduler,
+        compilation=resolved(args.compilation, scheduler, name, enforce_eager=args.enforce_eager),
+        transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
+    )
+    threads = args.threads_per_rank
+    if threads is None:
+        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    engine = replace(engine, threads=threads)
+    if args.num_kv_blocks is not None:
+        check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
+    num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)
+    return PoolConfig(name, pool.replicas, num_cpus, engine)
+
+
+def _num_ranks(name: str, pool: PoolArgs) -> int:
+    replicas = int(_at_least(f"{name}.replicas", pool.replicas, 1))
+    return replicas * pool.tensor_parallel_size * pool.data_parallel_size
+
+
+def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
+    """Each decode rank reads the slice of one prefill rank."""
+    wanted, found = prefill.tensor_parallel_size, decode.tensor_parallel_size
+    if wanted != found:
+        raise ConfigError(
+            "decode.tensor_parallel_size",
+            f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)",
+            found,
+        )
+
+
+def _check_heads(field: str, size: int, model: ModelConfig) -> None:
+    if size not in (sizes := model.tensor_parallel_sizes()):
+        heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
+        wanted = f"one of {', '.join(map(str, sizes))} for a model with {heads}"
+        raise ConfigError(field, wanted, size)
+
+
+def _model(args: DeployArgs) -> tuple[Path, ModelConfig]:
+    path = Path(args.model).expanduser() if args.model is not None else bundled_model()
+    if not (path / "config.json").is_file():
+        raise ConfigError("model", "a directory with config.json and safetensors", str(path))
+    try:
+        return path.resolve(), ModelConfig.from_dir(path)
+    except ModelError as error:
+        raise ConfigError("model", "a checkpoint that Lockstep can serve", str(error)) from None
+
+
+def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
+    limit = model.longest_context
+    if args.max_model_len is None:
+        return model.max_position_embeddings
+    if not 1 <= args.max_model_len <= limit:
+        raise ConfigError("max_model_len", f"1 to {limit} (the model's)", args.max_model_len)
+    return args.max_model_len
+
+
+def _dtype(dtype: str, model: ModelConfig) -> str:
+    names = ("float32", "bfloat16", "float16")
+    if dtype == "auto":
+        return model.dtype if model.dtype in names else "float32"
+    if dtype not in names:
+        raise ConfigError("dtype", f"auto, {', '.join(names)}", dtype)
+    return dtype
+
+
+def _device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError("device", "auto, cpu or cuda", device)
+    if device != "auto":
+        return device
+    # Asking torch would cost two seconds of import on every machine without a GPU.
+    if not Path("/dev/nvidiactl").exists():
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _at_least(field: str, value: Any, least: float) -> Any:
+    if not (math.isfinite(value) and value >= least):
+        raise ConfigError(field, f"a finite number of at least {least:g}", value)
+    return value
+
+
+def _served_name(model: str | None) -> str:
+    """Return the last component of the path as it was given, also where it is a link."""
+    return BUNDLED_NAME if model is None else Path(model).expanduser().absolute().name
+
+
+def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
+    """Identify what two processes must agree on before they exchange tokens or KV.
+
+    Of compilation it is what was asked of all pools: each resolves that by itself.
+    """
+    content = (Path(engine.model_path) / "config.json").read_bytes()
+    facts = (
+        PROTOCOL_VERSION,
+        engine.dtype,
+        engine.cache.block_size,
+        engine.max_model_len,
+        engine.parallel.tensor_parallel_size,
+        args.enforce_eager,
+        shared_facts(args.compilation),
+    )
+    return hashlib.sha256(content + repr(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,206 @@
+"""`Ingress`: the deployment that takes requests, over HTTP and from handles of other Ray apps.
+
+It is up within seconds, long before the pools are: the tokenizer loads beside it, and a request
+before everything is ready gets 503 with Retry-After. Its event loop only moves frames; long
+prompts are tokenised in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from cluster.actors.placement import PLACEMENT_TIMEOUT_S, free_resources, rank_bundles
+from cluster.actors.status_board import create_board
+from cluster.messages import EngineOutput, GenerateRequest, header_bytes
+from serve.config import DeployConfig
+from serve.openai import direct
+from serve.openai.app import ApiSettings, build_app
+from serve.openai.backend import Overloaded
+from serve.openai.chat import parse_chat_shape
+from serve.openai.completions import parse_completion_shape
+from serve.openai.endpoint import Serving
+from serve.router import Router
+from serve.tokenizer import Tokenizer
+from serve.tokens import TokenSocket
+
+log = logging.getLogger("lockstep.ingress")
+
+POLL_PERIOD_S = 0.1
+RETRY_AFTER_S = 2
+
+
+class _Pools:
+    """Deployment handles as the router wants them."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    def generate(self, request_id: str, frame: bytes) -> Any:
+        return self._handle.generate.remote(request_id, frame)
+
+
+@ray_serve.ingress()
+class Ingress:
+    """The HTTP application, its tokenizer, the token socket and the router."""
+
+    # Ray Serve awaits constructors: sockets need the running loop.
+    async def __init__(  # type: ignore[misc]
+        self, config: DeployConfig, handles: dict[str, DeploymentHandle]
+    ) -> None:
+        self._config = config
+        self._late_at = self._complain_at = time.monotonic() + PLACEMENT_TIMEOUT_S
+        self._board = self._new_board()
+        self._tokens = TokenSocket(ray.util.get_node_ip_address(), header_bytes(config.config_hash))
+        self._router = Router(
+            {name: _Pools(handle) for name, handle in handles.items()}, self._tokens
+        )
+        self._num_live = 0
+        self._tokenizer: Tokenizer | None = None
+        settings = ApiSettings(
+            served_model_name=config.served_model_name,
+            max_model_len=config.max_model_len,
+            max_body_bytes=config.max_body_bytes,
+            request_timeout_s=config.request_timeout_s,
+            retry_after_s=RETRY_AFTER_S,
+        )
+        self._serving = Serving(settings, self, lambda: self._tokenizer)
+        self._status: dict[str, Any] = {"status": "loading", "pools": {}, "loading": []}
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._load_tokenizer()),
+            loop.create_task(self._poll_status()),
+        ]
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the HTTP application; Ray Serve calls this after the constructor."""
+        app: Starlette = build_app(self._serving)
+        return app
+
+    # What other Ray apps call through `serve.get_app_handle(...)`.
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer what would be posted to /v1/chat/completions."""
+        return await direct.answer(self._serving, parse_chat_shape, body)
+
+    async def stream_chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of a chat completion; call with `options(stream=True)`."""
+        async with aclosing(direct.stream(self._serving, parse_chat_shape, body)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer what would be posted to /v1/completions."""
+        return await direct.answer(self._serving, parse_completion_shape, body)
+
+    async def stream_complete(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of a completion; call with `options(stream=True)`."""
+        async with aclosing(direct.stream(self._serving, parse_completion_shape, body)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    # The backend of the HTTP application.
+
+    def is_ready(self) -> bool:
+        """Whether a request can be served now."""
+        return self._tokenizer is not None and self._status["status"] in ("ready", "degraded")
+
+    def healthy(self) -> bool:
+        """Whether this ingress works; pools tell of themselves in `/ready`."""
+        return not any(task.done() and task.exception() for task in self._tasks)
+
+    async def status(self) -> tuple[int, dict[str, Any]]:
+        """Return code and body of `/ready`, from the last poll.
+
+        Not from a call of its own: a client that gives up would cancel it on its way to the board.
+        """
+        return (200 if self._status["status"] == "ready" else 503), self._status
+
+    async def _refresh(self) -> None:
+        body = dict(await self._snapshot())
+        missing = await self._missing_replicas(body["pools"])
+        body["loading"] += missing
+        if missing and body["status"] == "ready":
+            body["status"] = "degraded"
+        if self._tokenizer is None:
+            body["status"] = "loading"
+            body["loading"].append({"what": "tokenizer", "done": 0, "total": 1})
+        self._status = body
+
+    def admit(self, num_sequences: int) -> None:
+        """Reserve room for a request's sequences.
+
+        Raises:
+            Overloaded: with them, more would be alive than run at once plus
+                `max_queued_requests`.
+        """
+        limit = self._config.max_running + self._config.max_queued_requests
+        if self._num_live + num_sequences > limit:
+            message = f"no room for {num_sequences} more beside {self._num_live} of {limit}"
+            raise Overloaded(RETRY_AFTER_S, message)
+        self._num_live += num_sequences
+
+    def leave(self, num_sequences: int) -> None:
+        """Give the room back."""
+        self._num_live -= num_sequences
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Yield a request's outputs; closing the iterator aborts it."""
+        return self._router.generate(request)
+
+    async def check_health(self) -> None:
+        """Fail when a background task has died, so that Serve replaces this replica."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and task.exception():
+                raise RuntimeError("ingress: a background task ended") from task.exception()
+
+    async def _snapshot(self) -> dict[str, Any]:
+        """Return the board's; a board of an ingress that was replaced dies with it."""
+        try:
+            return dict(await self._board.snapshot.remote())
+        except ray.exceptions.RayActorError:
+            self._board = self._new_board()
+            return dict(await self._board.snapshot.remote())
+
+    def _new_board(self) -> Any:
+        app_name = ray_serve.get_replica_context().app_name
+        return create_board(app_name, [pool.name for pool in self._config.pools])
+
+    async def _missing_replicas(self, found: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell of pools with fewer replicas than wanted; after a while also what they wait for."""
+        missing: list[dict[str, Any]] = []
+        for pool in self._config.pools:
+            placed = len(found.get(pool.name, {"replicas": []})["replicas"])
+            if placed == pool.replicas:
+                continue
+            what = f"{pool.name}: replicas"
+            if time.monotonic() > self._late_at:
+                wanted = rank_bundles(pool.engine, pool.num_cpus)
+                free = await asyncio.to_thread(free_resources)
+                what += f" not placed: each wanted {wanted}, found free {free}"
+                if time.monotonic() > self._complain_at:
+                    self._complain_at = time.monotonic() + PLACEMENT_TIMEOUT_S
+                    log.error("%s", what)
+            missing.append({"what": what, "done": placed, "total": pool.replicas})
+        if not missing:
+            self._late_at = time.monotonic() + PLACEMENT_TIMEOUT_S
+        return missing
+
+    async def _load_tokenizer(self) -> None:
+        self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, Path(self._config.model_path))
+
+    async def _poll_status(self) -> None:
+        while True:
+            with suppress(ray.exceptions.RayError):
+                await self._refresh()
+            await asyncio.sleep(POLL_PERIOD_S)

@@ -1,0 +1,235 @@
+"""`LLM(...).generate`: the engine in this process, without Ray.
+
+    from serve.llm import LLM, SamplingParams
+
+    llm = LLM("path/to/checkpoint", max_num_seqs=8)
+    for output in llm.generate(["one prompt", "another"], SamplingParams(temperature=0)):
+        print(output.outputs[0].text)
+
+Arguments are those of `deploy`, checked in the same way; the engine's step is the same too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from cluster.messages import (
+    EngineOutput,
+    GenerateRequest,
+    Submit,
+    TokenLogprobs,
+)
+from cluster.rank.assembly import assemble_engine
+from cluster.rank.runner import ModelRunner
+from compile.config import CompilationConfig
+from serve.config import engine_config
+from serve.sampling import SamplingParams, resolve
+from serve.text import TextStream
+from serve.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+Prompt = str | Sequence[int]
+
+
+class GenerationError(RuntimeError):
+    """The engine refused or lost a request; the message says why."""
+
+
+@dataclass
+class CompletionOutput:
+    """One choice of what was generated for a prompt."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt with what was generated for it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """One per choice."""
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Empty, or one per prompt token: None for the first, nothing stands before it."""
+
+
+class LLM:
+    """An engine with its tokenizer, in this process."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        compilation_config: CompilationConfig | dict[str, Any] | str | int | None = None,
+        **options: Any,
+    ) -> None:
+        """Load a checkpoint; None is the bundled one.
+
+        Args:
+            compilation_config: a configuration, its fields (also as JSON), or a level.
+            options: arguments of `deploy` that concern one engine.
+
+        Raises:
+            ConfigError: names the argument, what is wanted and what was found.
+        """
+        if model is not None:
+            options["model"] = str(model)
+        if compilation_config is not None:
+            options["compilation"] = compilation_config
+        self.config = engine_config(options)
+        self.tokenizer = Tokenizer.from_dir(Path(self.config.model_path))
+        self.runner = ModelRunner(self.config)
+        self.engine = assemble_engine(self.config, self.runner)
+        self._ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, as text or token ids; outputs are in their order.
+
+        Raises:
+            GenerationError: a prompt cannot be served, too long a one for example.
+            ValueError: as many sampling parameters as prompts are wanted, another number found.
+        """
+        many = _prompts(prompts)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(many)
+        if len(sampling_params) != len(many):
+            wanted, found = len(many), len(sampling_params)
+            raise ValueError(f"sampling_params: wanted {wanted}, one per prompt, found {found}")
+        # All are checked before the first is submitted: an error leaves nothing behind.
+        unfinished: dict[str, _Running] = {}
+        requests: list[GenerateRequest] = []
+        outputs = [
+            self._prepare(prompt, params, unfinished, requests)
+            for prompt, params in zip(many, sampling_params, strict=True)
+        ]
+        try:
+            for request in requests:
+                self.engine.submit(Submit(request, None))
+            self._run(unfinished)
+        finally:
+            self.engine.abort(unfinished)
+        return outputs
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Generate the answer to one conversation through the checkpoint's chat template."""
+        prompt = self.tokenizer.apply_chat_template(messages, **template_kwargs)
+        return self.generate(prompt, sampling_params)
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        running: dict[str, _Running],
+        requests: list[GenerateRequest],
+    ) -> RequestOutput:
+        if isinstance(prompt, str):
+            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            text, ids = None, list(prompt)
+        samplings = resolve(
+            params,
+            prompt_len=len(ids),
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.runner.model_config.vocab_size,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+        )
+        output = RequestOutput(f"offline-{next(self._ids)}", text, ids, [])
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs.append(None)
+        for index, sampling in enumerate(samplings):
+            output.outputs.append(CompletionOutput(index))
+            request_id = f"{output.request_id}-{index}"
+            stream = self._text_stream(params)
+            running[request_id] = _Running(output, index, stream, params.stop_token_ids)
+            requests.append(GenerateRequest(request_id, ids, [], sampling, ""))
+        return output
+
+    def _text_stream(self, params: SamplingParams) -> TextStream:
+        return TextStream(
+            self.tokenizer,
+            stop=[params.stop] if isinstance(params.stop, str) else params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def _run(self, running: dict[str, _Running]) -> None:
+        while running:
+            for output in self.engine.step():
+                request = running.get(output.request_id)
+                if request is None:
+                    continue
+                if request.take(output):
+                    del running[output.request_id]
+                    if not output.finish_reason:
+                        self.engine.abort([output.request_id])
+
+
+@dataclass
+class _Running:
+    output: RequestOutput
+    index: int
+    stream: TextStream
+    stop_token_ids: list[int]
+
+    def take(self, output: EngineOutput) -> bool:
+        """Book one step's output; return whether the request has ended."""
+        if output.finish_reason in ("error", "abort"):
+            raise GenerationError(output.error or "the request was aborted")
+        mine = self.output.outputs[self.index]
+        if self.index == 0:
+            self._take_prompt(output)
+        delta = self.stream.push(output.token_ids, stop_token_id=output.stop_token_id)
+        mine.text += delta.text
+        mine.token_ids += output.token_ids[: delta.num_tokens_used]
+        mine.logprobs += output.logprobs[: delta.num_tokens_used]
+        if delta.stopped:
+            mine.finish_reason, mine.stop_reason = "stop", delta.stop_string
+            return True
+        if output.finish_reason:
+            mine.text += self.stream.finish()
+            mine.finish_reason = output.finish_reason
+            is_users = output.stop_token_id in self.stop_token_ids
+            mine.stop_reason = output.stop_token_id if is_users else None
+            if self.stream.stop_string is not None:  # completed by the last characters
+                mine.finish_reason, mine.stop_reason = "stop", self.stream.stop_string
+            return True
+        return False
+
+    def _take_prompt(self, output: EngineOutput) -> None:
+        """Book what concerns the prompt: its first choice is the one to ask."""
+        num_cached = max(self.output.num_cached_tokens, output.num_cached_tokens)
+        self.output.num_cached_tokens = num_cached
+        self.output.prompt_logprobs += output.prompt_logprobs
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

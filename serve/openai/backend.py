@@ -1,0 +1,53 @@
+"""What the HTTP layer needs of whoever generates the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from cluster.messages import EngineOutput, GenerateRequest
+
+
+class Overloaded(Exception):
+    """No room for another request; worth another try after `retry_after_s` seconds."""
+
+    def __init__(
+        self, retry_after_s: float, message: str = "the server has no room for another request"
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Backend(Protocol):
+    """The pools behind the HTTP layer. All methods are called on the ingress's event loop."""
+
+    def is_ready(self) -> bool:
+        """Tell whether requests are taken."""
+        ...
+
+    def healthy(self) -> bool:
+        """Tell whether it works or is on its way to; false means that it needs a restart."""
+        ...
+
+    async def status(self) -> tuple[int, dict[str, Any]]:
+        """Return the HTTP status and the body of /ready."""
+        ...
+
+    def admit(self, num_sequences: int) -> None:
+        """Reserve room for the sequences of one request until `leave`; raises Overloaded."""
+        ...
+
+    def leave(self, num_sequences: int) -> None:
+        """Give the room back: the sequences have ended."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Start one sequence and yield its outputs in order.
+
+        The last one has a finish_reason of stop, length, abort or error. `aclose()`, or
+        cancelling the task that waits for the next output, aborts the sequence. The backend puts
+        its own address into `reply_to`.
+
+        The stream may raise Overloaded, an ApiError or anything else instead of its first output.
+        """
+        ...

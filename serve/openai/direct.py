@@ -1,0 +1,87 @@
+"""The endpoints without HTTP: what another Ray app calls through a handle.
+
+A body is the same dictionary that would be posted as JSON, checked in the same way, and an answer
+is the one that would come back. Errors are `RequestRefused`, which survives the way between
+processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from serve.openai.endpoint import Parse, Serving, Shape, stream_chunks, whole_answer
+from serve.openai.errors import as_api_error
+from serve.tokenizer import Tokenizer
+
+
+class RequestRefused(RuntimeError):
+    """A request failed; `body` is the error that HTTP would have answered with `status`."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(status, body)
+        self.status = status
+        self.body = body
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.body['error']['message']}"
+
+
+async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole answer to a request.
+
+    Raises:
+        RequestRefused: with the status and the body of the error.
+    """
+    try:
+        tokenizer, shape = _read(serving, parse, {**body, "stream": False})
+        async with asyncio.timeout(serving.settings.request_timeout_s):
+            return _builtins(await whole_answer(serving, tokenizer, shape))
+    except Exception as error:
+        raise _refused(error) from error
+
+
+async def stream(
+    serving: Serving, parse: Parse, body: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of a streamed answer; closing the generator aborts its sequences.
+
+    Raises:
+        RequestRefused: with the status and the body of the error.
+    """
+    try:
+        tokenizer, shape = _read(serving, parse, {**body, "stream": True})
+        ends_at = asyncio.get_running_loop().time() + serving.settings.request_timeout_s
+        async with aclosing(stream_chunks(serving, tokenizer, shape)) as chunks:
+            while (chunk := await _next(chunks, ends_at)) is not None:
+                yield _builtins(chunk)
+    except Exception as error:
+        raise _refused(error) from error
+
+
+async def _next(
+    chunks: AsyncGenerator[msgspec.Struct, None], ends_at: float
+) -> msgspec.Struct | None:
+    """Return the next chunk or None; a timeout around a `yield` would hit the consumer."""
+    async with asyncio.timeout_at(ends_at):
+        return await anext(chunks, None)
+
+
+def _read(serving: Serving, parse: Parse, body: dict[str, Any]) -> tuple[Tokenizer, Shape]:
+    tokenizer = serving.require_ready()
+    shape = parse(serving, tokenizer, msgspec.json.encode(body))
+    serving.require_model(shape.request.model)
+    return tokenizer, shape
+
+
+def _builtins(chunk: msgspec.Struct) -> dict[str, Any]:
+    return dict(msgspec.to_builtins(chunk))
+
+
+def _refused(error: Exception) -> RequestRefused:
+    refusal = as_api_error(error)
+    return RequestRefused(refusal.status, msgspec.json.decode(refusal.body()))

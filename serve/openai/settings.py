@@ -1,0 +1,20 @@
+"""The limits and names that the HTTP layer is built with."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed for the life of the app."""
+
+    served_model_name: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    max_body_bytes: int = 8 * 2**20
+    request_timeout_s: float = 600.0
+    """For receiving the request, and again for answering it to the last byte."""
+    retry_after_s: float = 5.0
+    """What a client that comes before the pools are ready is told to wait."""
+    max_prompts: int = 1024
+    """Prompts in one completions request: each is a sequence of its own."""

@@ -1,0 +1,170 @@
+"""`Pool`: the Serve deployment class of prefill, decode and mixed pools.
+
+A replica owns one rank group: it sits in bundle 0 of its placement group, the ranks in the
+bundles after it. It loads in its constructor, so that Serve's state is true. Tokens never pass
+through here; a request's call only stays open until its engine is done with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+import zmq
+import zmq.asyncio
+from ray import serve as ray_serve
+
+from cluster.actors.rank_group import GroupReport, RankDied, RankGroup
+from cluster.actors.status_board import BoardClient, ReplicaReport
+from cluster.messages import (
+    Abort,
+    EndedFrame,
+    EngineOutput,
+    FrameError,
+    Watch,
+    check_header,
+    decode,
+    encode,
+    header_bytes,
+)
+from serve.config import PoolConfig
+from serve.router import PoolUnavailable
+
+log = logging.getLogger("lockstep.pool")
+
+REPORT_PERIOD_S = 0.1
+"""Figures of `/ready` are at most half a second old: a push and a poll fit into that."""
+
+
+class Pool:
+    """One replica of a pool: a rank group, and the accounts of its requests."""
+
+    # Ray Serve awaits constructors: this one returns when the ranks are ready.
+    async def __init__(  # type: ignore[misc]
+        self, pool: PoolConfig, config_hash: str
+    ) -> None:
+        context = ray_serve.get_replica_context()
+        self._pool = pool
+        self._replica_id = context.replica_id.unique_id
+        self._board = BoardClient(context.app_name)
+        self._state, self._error = "loading", ""
+        self._header = header_bytes(config_hash)
+        self._open: dict[str, asyncio.Future[EngineOutput]] = {}
+        self._next_leader = 0
+        self._zmq = zmq.asyncio.Context()
+        self._tasks: list[asyncio.Task[None]] = []
+        placement_group = ray.util.get_current_placement_group()
+        assert placement_group is not None, "pool: wanted a placement group, found none"
+        self._group = RankGroup(
+            pool.engine,
+            placement_group,
+            first_bundle=1,
+            engine_id=f"{pool.name}/{self._replica_id}",
+            config_hash=config_hash,
+        )
+        self._spawn(self._report())
+        try:
+            await self._group.start()
+        except RankDied as error:
+            self._fail(str(error))
+            await asyncio.sleep(2 * REPORT_PERIOD_S)  # the reason reaches `/ready`
+            raise
+        await self._connect()
+        self._spawn(self._receive_ends())
+        self._spawn(self._watch_group())
+        self._state = "ready"
+
+    async def generate(self, request_id: str, frame: bytes) -> str:
+        """Submit a request and return its finish reason when its engine is done with it.
+
+        Cancelling the call aborts the request.
+        """
+        if self._state != "ready":
+            raise PoolUnavailable(
+                f"wanted a ready rank group, found it {self._state}: {self._error}"
+            )
+        leader = self._leaders[self._next_leader % len(self._leaders)]
+        self._next_leader += 1
+        ended = self._open[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await leader.send_multipart([self._header, frame])
+            output: EngineOutput = await ended
+            return output.finish_reason
+        except asyncio.CancelledError:
+            leader.send_multipart([self._header, encode(Abort([request_id]))])
+            raise
+        finally:
+            self._open.pop(request_id, None)
+
+    async def check_health(self) -> None:
+        """Fail when the rank group is gone, so that Serve replaces this replica."""
+        if self._state == "failed":
+            raise RankDied(self._error)
+
+    async def __del__(self) -> None:
+        self._state = "stopping"
+        await self._group.stop()
+        self._board.remove(self._pool.name, self._replica_id)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _connect(self) -> None:
+        """Open the sockets to and from the leaders."""
+        host = ray.util.get_node_ip_address()
+        self._ends = self._zmq.socket(zmq.PULL)
+        self._ends.rcvhwm = 0
+        port = self._ends.bind_to_random_port(f"tcp://{host}")
+        self._leaders = []
+        for inbox in self._group.inboxes:
+            leader = self._zmq.socket(zmq.PUSH)
+            leader.sndhwm = 0
+            leader.connect(inbox)
+            watch = Watch(f"tcp://{host}:{port}")
+            await leader.send_multipart([self._header, encode(watch)])
+            self._leaders.append(leader)
+
+    async def _receive_ends(self) -> None:
+        while True:
+            parts = await self._ends.recv_multipart()
+            try:
+                header, body = parts
+                check_header(header, self._header)
+                frame: EndedFrame = decode(body, EndedFrame)
+            except (FrameError, ValueError) as error:
+                log.error("pool: dropped a frame: %s", error)
+                continue
+            for output in frame.ended:
+                future = self._open.get(output.request_id)
+                if future is not None and not future.done():
+                    future.set_result(output)
+
+    async def _watch_group(self) -> None:
+        reason = await self._group.wait_for_end()
+        if self._state != "stopping":
+            self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        log.error("%s pool: %s", self._pool.name, reason)
+        self._state, self._error = "failed", reason
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(RankDied(reason))
+
+    async def _report(self) -> None:
+        """Push this replica's figures to the board for as long as it lives."""
+        group = GroupReport([], [])
+        while True:
+            state = self._state
+            try:
+                group = await self._group.report()
+            except (TimeoutError, ray.exceptions.RayError):
+                # Loading imports torch, which keeps a rank from answering for seconds.
+                state = "stuck" if state == "ready" else state
+            name, replica_id = self._pool.name, self._replica_id
+            await self._board.push(ReplicaReport(name, replica_id, state, group, self._error))
+            await asyncio.sleep(REPORT_PERIOD_S)
+
+    def _spawn(self, coroutine: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(coroutine))

@@ -1,0 +1,272 @@
+"""What a user may ask of sampling, and its resolution to what the engine takes.
+
+The one thing to know: names and defaults are those of vLLM's `SamplingParams`, but every value is
+checked when the object is built, and a value that cannot be met is refused, never clamped. Only
+the default of `max_tokens`, which nobody asked for, gives way to a long prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cluster.messages import LogitRules, Sampling
+
+# The matcher looks at each stop string, and the engine's step at each stop token, for every token.
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 256
+# More candidates per token than OpenAI and vLLM return by default are more bytes than text.
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+"""OpenAI's bound on `n`; each choice is a sequence of its own."""
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's and vLLM's; less where the prompt leaves less room."""
+MAX_BIAS = 100
+"""OpenAI's bound; it decides against or for a token."""
+MAX_PENALTY = 2
+"""OpenAI's bound on presence and frequency penalty."""
+_SEED_MASK = 2**64 - 1
+
+
+class ParameterError(ValueError):
+    """A parameter cannot be met; `param` names it, the message says wanted and found."""
+
+    def __init__(self, param: str, wanted: str, found: object) -> None:
+        super().__init__(f"{param}: wanted {wanted}, found {found}")
+        self.param = param
+        self.wanted = wanted
+        self.found = found
+
+    def renamed(self, param: str) -> ParameterError:
+        """Return the same error under the name by which the user knows the parameter."""
+        return ParameterError(param, self.wanted, self.found)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to generate from one prompt.
+
+    Raises ParameterError when built with a value out of range or of another type.
+    """
+
+    n: int = 1
+    """Choices for the prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 keep all."""
+    min_p: float = 0.0
+    """Least probability relative to the likeliest token's."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Both count output tokens, and encourage repetition below 0."""
+    repetition_penalty: float = 1.0
+    """Concerns prompt and output tokens; encourages repetition below 1."""
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    """None allows all."""
+    seed: int | None = None
+    """None draws one."""
+    min_tokens: int = 0
+    """Output tokens before a stop token or a stop string may end the text."""
+    max_tokens: int | UnsetType | None = UNSET
+    """None: as many as fit in the model's length. Unset: 16, or as many as fit if fewer do."""
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """0: of each drawn token; n: of the n likeliest as well."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, "a finite number from 0 up", 0, math.inf)
+        _check_number("top_p", self.top_p, "a number above 0 and at most 1", 0, 1)
+        _require(self.top_p > 0, "top_p", "a number above 0 and at most 1", self.top_p)
+        _check_int("top_k", self.top_k, "-1, 0 (both keep all) or a count", -1, 2**31 - 1)
+        _check_number("min_p", self.min_p, "a number from 0 to 1", 0, 1)
+        _check_int("n", self.n, f"an integer from 1 to {MAX_CHOICES}", 1, MAX_CHOICES)
+        if self.seed is not None:
+            _check_int("seed", self.seed, "an integer of 64 bits", -(2**63), _SEED_MASK)
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is UNSET else self.max_tokens
+        if max_tokens is not None:
+            _check_int("max_tokens", max_tokens, "an integer from 1 up", 1, 2**31 - 1)
+        _check_min_tokens(self.min_tokens, max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                wanted = f"an integer from 0 to {MAX_LOGPROBS}"
+                _check_int(name, value, wanted, 0, MAX_LOGPROBS)
+        _check_penalties(self)
+        _check_logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            _check_allowed_token_ids(self.allowed_token_ids)
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, "true or false", repr(value))
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def resolve(
+    params: SamplingParams,
+    *,
+    prompt_len: int,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: Iterable[int],
+) -> list[Sampling]:
+    """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
+
+    Choices differ in their seeds; the first one alone asks for the prompt's log-probabilities.
+
+    Raises:
+        ParameterError: the prompt is empty or too long, max_tokens or min_tokens do not fit behind
+            it, or a token id lies outside of the vocabulary.
+    """
+    _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
+    _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    eos = () if params.ignore_eos else tuple(eos_token_ids)
+    first = Sampling(
+        temperature=float(params.temperature),
+        top_k=max(params.top_k, 0),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        seed=secrets.randbits(64) if params.seed is None else params.seed & _SEED_MASK,
+        max_tokens=_resolve_max_tokens(params, prompt_len, max_model_len),
+        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        rules=_rules(params),
+    )
+    return [first, *(_another_choice(first, index) for index in range(1, params.n))]
+
+
+def _another_choice(first: Sampling, index: int) -> Sampling:
+    # Not seed + index: the second choice of one seed would be the first of the next.
+    text = f"{first.seed} {index}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return msgspec.structs.replace(first, seed=seed, num_prompt_logprobs=-1)
+
+
+def _rules(params: SamplingParams) -> LogitRules | None:
+    """Return the rules, or None where they would change nothing."""
+    rules = LogitRules(
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        bias_token_ids=tuple(params.logit_bias),
+        biases=tuple(float(bias) for bias in params.logit_bias.values()),
+        allowed_token_ids=tuple(dict.fromkeys(params.allowed_token_ids or ())),
+        min_tokens=params.min_tokens,
+    )
+    return None if rules == _NO_RULES else rules
+
+
+_NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), (), 0)
+
+
+def _resolve_max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:
+    _require(prompt_len > 0, "prompt", "at least one token", "none")
+    room = max_model_len - prompt_len
+    if room < 1:
+        raise ParameterError(
+            "prompt",
+            f"at most {max_model_len - 1} tokens (the model's length is {max_model_len} and one "
+            "is for output)",
+            f"{prompt_len} tokens",
+        )
+    wanted = (
+        f"at most {room} (the model's length is {max_model_len} and the prompt has "
+        f"{prompt_len} tokens)"
+    )
+    _require(params.min_tokens <= room, "min_tokens", wanted, params.min_tokens)
+    if params.max_tokens is None:
+        return room
+    if params.max_tokens is UNSET:
+        return min(DEFAULT_MAX_TOKENS, room)
+    _require(params.max_tokens <= room, "max_tokens", wanted, params.max_tokens)
+    return params.max_tokens
+
+
+def _require(is_met: bool, param: str, wanted: str, found: object) -> None:
+    if not is_met:
+        raise ParameterError(param, wanted, found)
+
+
+def _check_number(param: str, value: object, wanted: str, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_met = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
+    _require(is_met, param, wanted, repr(value))
+
+
+def _check_int(param: str, value: object, wanted: str, low: int, high: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int and low <= value <= high, param, wanted, repr(value))  # type: ignore[operator]
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    _check_int("min_tokens", min_tokens, "an integer from 0 up", 0, 2**31 - 1)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise ParameterError("min_tokens", f"at most max_tokens={max_tokens}", min_tokens)
+
+
+def _check_penalties(params: SamplingParams) -> None:
+    wanted = f"a number from -{MAX_PENALTY} to {MAX_PENALTY}"
+    for name in ("presence_penalty", "frequency_penalty"):
+        _check_number(name, getattr(params, name), wanted, -MAX_PENALTY, MAX_PENALTY)
+    name, wanted, value = "repetition_penalty", "a number above 0", params.repetition_penalty
+    _check_number(name, value, wanted, 0, math.inf)
+    _require(value > 0, name, wanted, value)
+
+
+def _check_logit_bias(logit_bias: object) -> None:
+    if not isinstance(logit_bias, dict):
+        raise ParameterError("logit_bias", "token ids with a bias each", repr(logit_bias))
+    wanted = f"biases from -{MAX_BIAS} to {MAX_BIAS}"
+    for token_id, bias in logit_bias.items():
+        _check_int("logit_bias", token_id, "token ids from 0 up", 0, 2**31 - 1)
+        _check_number("logit_bias", bias, wanted, -MAX_BIAS, MAX_BIAS)
+
+
+def _check_allowed_token_ids(token_ids: object) -> None:
+    if not isinstance(token_ids, list) or not token_ids:
+        raise ParameterError("allowed_token_ids", "a list of token ids", repr(token_ids))
+    for token_id in token_ids:
+        _check_int("allowed_token_ids", token_id, "token ids from 0 up", 0, 2**31 - 1)
+
+
+def _check_vocabulary(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        wanted = f"token ids from 0 to {vocab_size - 1}"
+        _require(token_id < vocab_size, param, wanted, token_id)
+
+
+def _check_stop(stop: object) -> None:
+    wanted = "a text or a list of texts"
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list):
+        raise ParameterError("stop", wanted, repr(stop))
+    _require(len(strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS}", len(strings))
+    for string in strings:
+        _require(isinstance(string, str), "stop", wanted, repr(string))
+        _require(string != "", "stop", "texts of at least one character", "an empty one")
+
+
+def _check_stop_token_ids(token_ids: object) -> None:
+    if not isinstance(token_ids, list):
+        raise ParameterError("stop_token_ids", "a list of token ids", repr(token_ids))
+    wanted = f"at most {MAX_STOP_TOKEN_IDS}"
+    _require(len(token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", wanted, len(token_ids))
+    for token_id in token_ids:
+        _check_int("stop_token_ids", token_id, "token ids from 0 up", 0, 2**31 - 1)

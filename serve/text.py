@@ -1,0 +1,209 @@
+"""Token ids to text while they arrive, up to a stop string.
+
+The one thing to know: whatever the sizes of the pieces in which tokens arrive, the deltas joined
+are the text of all tokens decoded at once, cut at the first stop string to be complete. Text that
+may still change, or may be the start of a stop string, is held back.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from serve.tokenizer import Tokenizer
+
+
+class TextDelta(NamedTuple):
+    """What some tokens added to the text."""
+
+    text: str
+    stopped: bool
+    """A stop string is complete: the text has ended."""
+    stop_string: str | None
+    num_tokens_used: int
+    """Tokens up to the one that completed the stop string; all where none did."""
+
+
+class TextStream:
+    """The text of one sequence.
+
+    With `include_stop` the text ends with the stop string, or with the text of the token that
+    ended the sequence; otherwise it ends before. A stop string that is complete within the first
+    `min_tokens` tokens is text like any other.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: list[str],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        min_tokens: int = 0,
+    ) -> None:
+        self._num_unstoppable = min_tokens
+        self._detokenizer = detokenizer(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stop, include_stop)
+        self._include_stop = include_stop
+        self._is_finished = False
+        self.stop_string: str | None = None
+        """The stop string that ended the text, once one is complete."""
+
+    def push(self, token_ids: Sequence[int], *, stop_token_id: int = -1) -> TextDelta:
+        """Add tokens and return the text that is now certain.
+
+        `stop_token_id` is the token that ended the sequence, if one did; it comes last.
+        """
+        parts: list[str] = []
+        if self._is_finished:
+            return TextDelta("", False, None, 0)
+        for used, token_id in enumerate(token_ids, start=1):
+            is_end = token_id == stop_token_id and used == len(token_ids)
+            if is_end and not self._include_stop:
+                continue
+            may_stop = self._num_unstoppable == 0
+            self._num_unstoppable -= not may_stop
+            text, stop_string = self._matcher.push(self._detokenizer.step(token_id), may_stop)
+            parts.append(text)
+            if stop_string is not None:
+                self._is_finished, self.stop_string = True, stop_string
+                return TextDelta("".join(parts), True, stop_string, used)
+        return TextDelta("".join(parts), False, None, len(token_ids))
+
+    def finish(self) -> str:
+        """Return the text held back so far: no token follows. Empty after a stop string.
+
+        The text held back may itself complete a stop string; `stop_string` tells.
+        """
+        if self._is_finished:
+            return ""
+        self._is_finished = True
+        text, self.stop_string = self._matcher.push(self._detokenizer.flush())
+        return text + self._matcher.held
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first; of those ending together, the longest.
+
+    Invariant: `held` is the longest end of the text so far that a stop string starts with. So the
+    outcome does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stop: list[str], include_stop: bool) -> None:
+        self.held = ""
+        self._stop = stop
+        self._include_stop = include_stop
+        self._max_held = max((len(string) for string in stop), default=1) - 1
+
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Add text; return what is certain of it, and the stop string if this completes one.
+
+        Where it may not stop, a stop string that is complete now is not seen later either.
+        """
+        if not self._stop:
+            return text, None
+        num_old = len(self.held)
+        text = self.held + text
+        if may_stop and (found := self._find(text, num_old)) is not None:
+            end, stop_string = found
+            self.held = ""
+            return text[: end if self._include_stop else end - len(stop_string)], stop_string
+        certain = len(text) - self._num_held(text)
+        self.held = text[certain:]
+        return text[:certain], None
+
+    def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """Return where the first stop string that ends in the new text ends, and the string."""
+        starts = [(text.find(s, max(0, num_old + 1 - len(s))), s) for s in self._stop]
+        ends = [(start + len(s), -len(s), s) for start, s in starts if start >= 0]
+        if not ends:
+            return None
+        end, _, stop_string = min(ends)
+        return end, stop_string
+
+    def _num_held(self, text: str) -> int:
+        for size in range(min(self._max_held, len(text)), 0, -1):
+            tail = text[-size:]
+            if any(string.startswith(tail) for string in self._stop):
+                return size
+        return 0
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's tokens into text that later tokens do not change."""
+
+    def step(self, token_id: int) -> str: ...
+
+    def flush(self) -> str:
+        """Return what is left when no token follows."""
+        ...
+
+
+def detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool) -> Detokenizer:
+    """Return the detokenizer that fits the tokenizer.
+
+    Not tokenizers' DecodeStream: it decodes all bytes again for as long as they make no character,
+    raises where a byte-fallback run turns out to be invalid, and has no flush.
+    """
+    if tokenizer.is_byte_level:
+        return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
+    return WindowDetokenizer(tokenizer, skip_special_tokens)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies, where text is the tokens' bytes joined: constant per token."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other vocabularies: decodes the last tokens with and without the new ones.
+
+    The tokens of the previous delta stay as context, since a token that opens a text may lose its
+    leading space. A run of byte-fallback tokens waits for its end: one invalid byte turns the
+    whole run, characters included, into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._token_ids: list[int] = []
+        self._num_context = 0
+        self._context = ""
+
+    def step(self, token_id: int) -> str:
+        # Tokens without text would let the window grow, and each step decodes all of it.
+        if token_id in self._skipped or self._tokenizer.token(token_id) is None:
+            return ""
+        self._token_ids.append(token_id)
+        if self._tokenizer.is_byte_fallback(token_id):
+            return ""
+        text = self._decode()
+        if len(text) <= len(self._context) or not text.startswith(self._context):
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode())
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=False)
+
+    def _advance(self, text: str) -> str:
+        delta = text[len(self._context) :]
+        self._token_ids = self._token_ids[self._num_context :]
+        self._num_context = len(self._token_ids)
+        self._context = self._decode()
+        return delta

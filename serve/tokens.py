@@ -1,0 +1,130 @@
+"""The ingress's token socket: where engines send what they produced.
+
+Engines connect and push one frame per step; the socket sorts the outputs into one mailbox per
+request. A mailbox also knows which engines have spoken for its request, so that an abort reaches
+them directly, in one frame for all requests that are aborted together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+
+import zmq
+import zmq.asyncio
+
+from cluster.messages import (
+    Abort,
+    EngineOutput,
+    FrameError,
+    OutputFrame,
+    check_header,
+    decode,
+    encode,
+)
+
+log = logging.getLogger("lockstep.tokens")
+
+
+HEARD_LATELY_S = 5.0
+"""An engine that has been silent for longer runs nothing of this ingress."""
+
+
+class Mailbox:
+    """One request's outputs that nobody has taken yet, in order."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.inboxes: list[str] = []
+        self.num_ends = 0
+        """Stages whose last output has come."""
+        self._waiting: deque[EngineOutput] = deque()
+        self._event = asyncio.Event()
+
+    def put(self, output: EngineOutput, inbox: str = "") -> None:
+        """Add an output; `inbox` is the engine's address."""
+        if inbox and inbox not in self.inboxes:
+            self.inboxes.append(inbox)
+        self.num_ends += bool(output.finish_reason)
+        self._waiting.append(output)
+        self._event.set()
+
+    async def get(self) -> EngineOutput:
+        """Return the next output, waiting for it."""
+        while not self._waiting:
+            self._event.clear()
+            await self._event.wait()
+        return self._waiting.popleft()
+
+
+class TokenSocket:
+    """Receives frames of all engines and hands their outputs to mailboxes.
+
+    Must be created inside the event loop that uses it.
+    """
+
+    def __init__(self, host: str, header: bytes) -> None:
+        self._context = zmq.asyncio.Context()
+        self._header = header
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.rcvhwm = 0
+        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._aborts: defaultdict[str, list[str]] = defaultdict(list)
+        self._engines: dict[str, zmq.asyncio.Socket] = {}
+        self._heard_at: dict[str, float] = {}
+        self._task = asyncio.get_running_loop().create_task(self._receive())
+
+    def open(self, request_id: str) -> Mailbox:
+        """Return a new mailbox for a request."""
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id)
+        return mailbox
+
+    def close(self, mailbox: Mailbox) -> None:
+        """Drop the mailbox; what still arrives for it is dropped too."""
+        self._mailboxes.pop(mailbox.request_id, None)
+
+    def abort(self, mailbox: Mailbox) -> None:
+        """Tell every engine that may have the request to drop it.
+
+        Those that have spoken for it, and those that have spoken lately for any: it may be on its
+        way to one of them, which then remembers the abort.
+        """
+        now = asyncio.get_running_loop().time()
+        lately = [inbox for inbox, at in self._heard_at.items() if now - at < HEARD_LATELY_S]
+        for inbox in dict.fromkeys([*mailbox.inboxes, *lately]):
+            if not self._aborts:
+                asyncio.get_running_loop().call_soon(self._send_aborts)
+            self._aborts[inbox].append(mailbox.request_id)
+
+    def shutdown(self) -> None:
+        """Stop receiving and close all sockets."""
+        self._task.cancel()
+        self._context.destroy(linger=100)
+
+    def _send_aborts(self) -> None:
+        aborts, self._aborts = self._aborts, defaultdict(list)
+        for inbox, request_ids in aborts.items():
+            socket = self._engines.get(inbox)
+            if socket is None:
+                socket = self._engines[inbox] = self._context.socket(zmq.PUSH)
+                socket.connect(inbox)
+            socket.send_multipart([self._header, encode(Abort(request_ids))])
+
+    async def _receive(self) -> None:
+        while True:
+            parts = await self._socket.recv_multipart()
+            try:
+                header, body = parts
+                check_header(header, self._header)
+                self._deliver(decode(body, OutputFrame))
+            except (FrameError, ValueError) as error:
+                log.error("tokens: dropped a frame: %s", error)
+
+    def _deliver(self, frame: OutputFrame) -> None:
+        self._heard_at[frame.inbox] = asyncio.get_running_loop().time()
+        for output in frame.outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output, frame.inbox)

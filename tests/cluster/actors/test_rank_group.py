@@ -1,0 +1,119 @@
+"""Rank groups as real actors: placement, census, and who is named when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+
+pytestmark = pytest.mark.ray
+
+
+def config(oracle: Any) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=64,
+        role=Role.MIXED,
+        cache=CacheConfig(block_size=4, num_kv_blocks=100),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+
+
+@pytest.mark.feature("P19")
+def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
+    ray_cluster: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    import ray
+
+    from cluster.actors.placement import create_placement_group
+    from cluster.actors.rank_group import RankGroup
+
+    engine = config(make_oracle("tied"))
+    placement = create_placement_group(engine)
+    group = RankGroup(
+        engine, placement, first_bundle=0, engine_id="test", config_hash="test", epoch=3
+    )
+
+    async def scenario() -> None:
+        await group.start()
+        report = await group.report()
+        # Census: as many actors as places, each with a process, a place and a bundle of its own.
+        places = [(r.dp_rank, r.tp_rank, r.epoch) for r in report.ranks]
+        assert places == [(0, 0, 3)]
+        assert len({r.pid for r in report.ranks}) == len(places) == placement.bundle_count
+        assert os.getpid() not in {r.pid for r in report.ranks}
+        assert [r.state for r in report.ranks] == ["ready"]
+        assert report.ranks[0].num_blocks == report.ranks[0].num_free_blocks == 100
+        assert len(group.inboxes) == engine.parallel.data_parallel_size
+
+        # The sentinel tells who died, at once.
+        pid = report.ranks[0].pid
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        async with asyncio.timeout(5):
+            ended = await group.wait_for_end()
+        assert ended.startswith("rank dp=0 tp=0 epoch=3 ended:")
+        group.kill()
+
+    asyncio.run(scenario())
+    ray.util.remove_placement_group(placement)
+
+
+def test_a_group_that_is_stopped_ends_its_ranks(
+    ray_cluster: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    import ray
+
+    from cluster.actors.placement import create_placement_group
+    from cluster.actors.rank_group import RankGroup
+
+    engine = config(make_oracle("tied"))
+    placement = create_placement_group(engine)
+    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", config_hash="test")
+
+    async def scenario() -> None:
+        await group.start()
+        ended = asyncio.create_task(group.wait_for_end())
+        await group.stop()
+        assert await ended == "rank dp=0 tp=0 epoch=0 ended: stopped"
+
+    asyncio.run(scenario())
+    ray.util.remove_placement_group(placement)
+
+
+def test_a_rank_that_cannot_load_is_named_with_the_reason(
+    ray_cluster: Any, make_oracle: Callable[[str], Any], tmp_path: Any
+) -> None:
+    import shutil
+
+    import ray
+
+    from cluster.actors.placement import create_placement_group
+    from cluster.actors.rank_group import RankDied, RankGroup
+
+    shutil.copytree(make_oracle("tied").path, tmp_path / "broken")
+    with open(tmp_path / "broken" / "model.safetensors", "r+b") as weights:
+        weights.truncate(1000)
+    oracle = type("Broken", (), {"path": tmp_path / "broken"})
+    engine = config(oracle)
+    placement = create_placement_group(engine)
+    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", config_hash="test")
+    with pytest.raises(RankDied, match=r"rank dp=0 tp=0 epoch=0 .*model\.safetensors"):
+        asyncio.run(group.start())
+    ray.util.remove_placement_group(placement)
+
+
+def test_a_placement_that_cannot_be_had_tells_what_is_free(
+    ray_cluster: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    from cluster.actors.placement import PlacementError, create_placement_group
+
+    engine = config(make_oracle("tied"))
+    with pytest.raises(PlacementError, match=r"wanted \[\{'CPU': 1000\}\] within 1 s, found free"):
+        create_placement_group(engine, num_cpus=1000, timeout_s=1)

@@ -1,0 +1,212 @@
+"""Tensor-parallel groups of real actors: they generate what one rank does, and name who dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.messages import (
+    GenerateRequest,
+    OutputFrame,
+    Sampling,
+    Submit,
+    decode,
+    encode,
+    header_bytes,
+)
+
+pytestmark = pytest.mark.ray
+
+HASH = "test"
+NUM_TOKENS = 32
+
+
+def config(oracle: Any, tensor_parallel_size: int) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=128,
+        # Three long sequences fill the pool: some are pre-empted. Prompts come in chunks.
+        cache=CacheConfig(block_size=4, num_kv_blocks=80),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32),
+        parallel=ParallelConfig(tensor_parallel_size),
+    )
+
+
+@asynccontextmanager
+async def running_group(engine: EngineConfig) -> AsyncIterator[Any]:
+    import ray
+
+    from cluster.actors.placement import create_placement_group
+    from cluster.actors.rank_group import RankGroup
+
+    placement = create_placement_group(engine)
+    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", config_hash=HASH)
+    try:
+        await group.start()
+        yield group
+    finally:
+        group.kill()
+        ray.util.remove_placement_group(placement)
+
+
+async def generate(inbox: str, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Submit all prompts at once; return their greedy tokens, and how many were cached."""
+    context = zmq.asyncio.Context()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    try:
+        replies = context.socket(zmq.PULL)
+        port = replies.bind_to_random_port("tcp://127.0.0.1")
+        leader = context.socket(zmq.PUSH)
+        leader.connect(inbox)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
+        for i, prompt in enumerate(prompts):
+            request = GenerateRequest(str(i), prompt, [], sampling, f"tcp://127.0.0.1:{port}")
+            await leader.send_multipart([header_bytes(HASH), encode(Submit(request, None))])
+        num_left, num_cached = len(prompts), 0
+        async with asyncio.timeout(60):
+            while num_left:
+                _, body = await replies.recv_multipart()
+                frame: OutputFrame = decode(body, OutputFrame)
+                for output in frame.outputs:
+                    assert not output.error, output
+                    tokens[int(output.request_id)] += output.token_ids
+                    if output.finish_reason:
+                        num_left -= 1
+                        num_cached += output.num_cached_tokens
+    finally:
+        context.destroy(linger=0)
+    return tokens, num_cached
+
+
+def prompts_for(oracle: Any) -> list[list[int]]:
+    rng = random.Random(21)
+    vocab = oracle.model.config.vocab_size
+    head = [rng.randrange(vocab) for _ in range(20)]
+    tails = [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(8)]
+    return [head + tail if i % 2 else tail for i, tail in enumerate(tails)]
+
+
+@pytest.mark.feature("P01", "P19")
+@pytest.mark.parametrize(("shape", "size"), [("odd vocabulary", 2), ("one kv head", 4)])
+def test_ranks_of_a_group_generate_what_transformers_does(
+    ray_cluster: Any, make_oracle: Callable[[str], Any], shape: str, size: int
+) -> None:
+    oracle = make_oracle(shape)
+    prompts = prompts_for(oracle)
+
+    async def scenario() -> None:
+        async with running_group(config(oracle, size)) as group:
+            first, _ = await generate(group.inboxes[0], prompts)
+            again, num_cached = await generate(group.inboxes[0], prompts[:3])
+            for prompt, tokens in zip(prompts + prompts[:3], first + again, strict=True):
+                assert len(tokens) == NUM_TOKENS
+                oracle.check_greedy(prompt, tokens)
+            oracle.report_ties()
+
+            report = await group.report()
+            assert [(r.dp_rank, r.tp_rank, r.state) for r in report.ranks] == [
+                (0, rank, "ready") for rank in range(size)
+            ]
+            assert len({r.pid for r in report.ranks}) == size
+            # Followers are where their leader is; it counts steps without work too.
+            leader, *followers = (r.step for r in report.ranks)
+            assert len(set(followers)) == 1
+            assert 0 < followers[0] <= leader
+            assert report.ranks[0].num_free_blocks == report.ranks[0].num_blocks == 80
+            assert num_cached > 0
+
+            ended = asyncio.create_task(group.wait_for_end())
+            await group.stop()
+            assert (await ended).endswith("ended: stopped")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_follower_that_is_killed_is_named_within_a_second(
+    ray_cluster: Any, make_oracle: Callable[[str], Any], busy: bool
+) -> None:
+    """Also while its leader, pulled out of a collective, ends with an error of its own."""
+    oracle = make_oracle("tied")
+
+    async def scenario() -> None:
+        async with running_group(config(oracle, 2)) as group:
+            report = await group.report()
+            ended = asyncio.create_task(group.wait_for_end())
+            load: asyncio.Task[Any] | None = None
+            if busy:
+                load = asyncio.create_task(generate(group.inboxes[0], prompts_for(oracle)))
+                await asyncio.sleep(0.15)
+            killed_at = time.monotonic()
+            os.kill(report.ranks[1].pid, signal.SIGKILL)
+            name = await ended
+            took = time.monotonic() - killed_at
+            print(f"{name!r} after {took:.3f} s")
+            assert name.startswith("rank dp=0 tp=1 epoch=0 ended:")
+            assert took < 1.0
+            if load is not None:
+                load.cancel()
+            # The leader is of no use any more: it was killed too.
+            async with asyncio.timeout(5):
+                while os.path.exists(f"/proc/{report.ranks[0].pid}"):
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_that_cannot_load_is_named_with_the_reason(
+    ray_cluster: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    """Three ranks cannot share four heads; nobody waits for the others' collectives."""
+    from cluster.actors.rank_group import RankDied
+
+    async def scenario() -> None:
+        async with running_group(config(make_oracle("tied"), 3)):
+            pass
+
+    began = time.monotonic()
+    with pytest.raises(RankDied, match=r"rank dp=0 tp=\d epoch=0 ended while loading: .*heads"):
+        asyncio.run(scenario())
+    assert time.monotonic() - began < 30
+
+
+def test_who_dies_is_to_blame_for_what_its_peers_say_before() -> None:
+    """A collective fails within milliseconds of a death, before Ray tells of the death."""
+    from ray.exceptions import RayActorError
+
+    from cluster.actors.rank_group import _End, _first_to_blame
+
+    async def end(after_s: float, error: BaseException | None) -> _End:
+        await asyncio.sleep(after_s)
+        return _End(None, error)
+
+    async def first(*ends: tuple[float, BaseException | None], load: bool = False) -> int | None:
+        tasks = [asyncio.ensure_future(end(*e)) for e in ends]
+        try:
+            return await _first_to_blame(tasks, lambda e: bool(e.cause) if load else True)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def scenario() -> None:
+        broken, dead, never = RuntimeError("connection closed"), RayActorError(), 60.0
+        assert await first((0.0, broken), (0.05, dead), (never, None)) == 1
+        assert await first((0.0, broken), (0.01, broken), (0.05, dead)) == 2
+        assert await first((0.05, broken), (0.0, dead)) == 1
+        assert await first((never, None), (0.0, broken)) == 1
+        assert await first((never, None), (0.0, None)) == 1
+        assert await first((0.0, None), (0.05, broken), load=True) == 1
+        assert await first((0.0, None), (0.05, None), load=True) is None
+
+    asyncio.run(scenario())

@@ -1,0 +1,543 @@
+"""Fakes around the scheduler: a rank whose cache holds tokens, a reader, a router with weather.
+
+The one thing to know: the fake model draws each token from what it reads back out of its paged
+cache, and every cell names its whole context. A block that is shared wrongly, freed too early or
+believed too soon therefore shows as an assertion or as another text than `continuation` gives.
+With a sliding window it reads only what is inside, and an entry of the block table that it reads
+or writes is never scratch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import strategies as st
+
+from cluster.config import Role, SchedulerConfig
+from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.handoff import HandoffTerms, KVHolder, KVReadResult
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import Sequence
+from cluster.messages import (
+    EngineOutput,
+    GenerateRequest,
+    KVHandoff,
+    KVSource,
+    SampledTokens,
+    Sampling,
+    StepPlan,
+    Submit,
+)
+
+VOCAB = 11
+STOP = 0
+MAX_MODEL_LEN = 40
+
+Cell = tuple[int, int]
+"""A token and the hash of its whole context: what a KV entry depends on."""
+
+
+def extend(context: int, token: int) -> int:
+    """Return the hash of a context with one more token."""
+    return hash((context, token))
+
+
+def draw(seed: int, output_index: int, context: int) -> int:
+    """Return the token that the fake model draws."""
+    return hash((seed, output_index, context)) % VOCAB
+
+
+def continuation(request: GenerateRequest, max_model_len: int = MAX_MODEL_LEN) -> list[int]:
+    """Return all output tokens of a request, without any cache."""
+    tokens, output = list(request.prompt_token_ids), list[int]()
+    context = 0
+    for token in tokens:
+        context = extend(context, token)
+    while len(output) < request.sampling.max_tokens and len(tokens) < max_model_len:
+        token = draw(request.sampling.seed, len(output), context)
+        tokens.append(token)
+        output.append(token)
+        context = extend(context, token)
+        if token in request.sampling.stop_token_ids:
+            break
+    return output
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 8,
+    output: list[int] | None = None,
+    seed: int = 0,
+    stop: tuple[int, ...] = (),
+    reply_to: str = "",
+) -> GenerateRequest:
+    """Return a request whose unimportant fields are filled in."""
+    sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None)
+    return GenerateRequest(request_id, list(prompt), list(output or []), sampling, reply_to)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The limits of one engine."""
+
+    num_blocks: int = 16
+    block_size: int = 4
+    max_num_seqs: int = 4
+    budget: int = 16
+    caching: bool = True
+    window: int | None = None
+    """Above 1: the fake model reads its context from the token before."""
+
+
+class Rank:
+    """A rank's row state and paged cache, and a model that reads its context out of it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.block_size = shape.block_size
+        self.window = shape.window
+        self.tables: list[list[int]] = [[] for _ in range(shape.max_num_seqs)]
+        self.seeds = [0] * shape.max_num_seqs
+        blocks = range(shape.num_blocks + 1)
+        self.cache: list[list[Cell | None]] = [[None] * shape.block_size for _ in blocks]
+
+    def execute(self, plan: StepPlan) -> SampledTokens:
+        """Run a plan: all contexts are read before anything is written."""
+        for admission in plan.admitted:
+            self.seeds[admission.row] = admission.seed
+        for new in plan.new_blocks:
+            table = self.tables[new.row]
+            assert new.start in (0, len(table)), "a block table grows at its end or starts anew"
+            table[new.start :] = new.block_ids
+        pairs = zip(plan.rows, plan.num_computed, strict=True)
+        contexts = [self.context(row, computed) for row, computed in pairs]
+        tokens, drawn = iter(plan.token_ids), []
+        for i, row in enumerate(plan.rows):
+            context = contexts[i]
+            for position in range(plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]):
+                token = next(tokens)
+                context = extend(context, token)
+                block = self.tables[row][position // self.block_size]
+                assert block != SCRATCH, "a token's KV was written to the scratch block"
+                self.cache[block][position % self.block_size] = (token, context)
+            if plan.output_index[i] >= 0:
+                drawn.append(draw(self.seeds[row], plan.output_index[i], context))
+        return SampledTokens(drawn, [], [])
+
+    def context(self, row: int, num_computed: int) -> int:
+        """Return the hash of a row's computed tokens, as read back out of the cache."""
+        context: int | None = 0
+        start = 0 if self.window is None else max(0, num_computed - self.window + 1)
+        for position in range(start, num_computed):
+            block = self.tables[row][position // self.block_size]
+            assert block != SCRATCH, "a token inside the window was read from the scratch block"
+            cell = self.cache[block][position % self.block_size]
+            assert cell is not None, f"block {block} was read before it was written"
+            # What lies before the window is known from its first cell alone; a wrong one shows
+            # as another text than the oracle's.
+            context = cell[1] if position == start > 0 else extend(context, cell[0])
+            assert context == cell[1], f"block {block} holds another context's KV"
+        return context
+
+
+class FakeEngine:
+    """A scheduler and its rank, checked at every step."""
+
+    def __init__(self, shape: Shape, role: Role = Role.MIXED, **seams: object) -> None:
+        self.shape = shape
+        self.role = role
+        self.rank = Rank(shape)
+        self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
+        arguments: dict[str, object] = {"holder": None, "terms": None, "reader": None, **seams}
+        self.scheduler = Scheduler(
+            SchedulerConfig(shape.max_num_seqs, shape.budget),
+            max_model_len=MAX_MODEL_LEN,
+            role=role,
+            blocks=self.blocks,
+            epoch=1,
+            **arguments,  # type: ignore[arg-type]
+        )
+        self.num_steps = 0
+        self.prompt_tokens_computed = 0
+        self.submitted: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.plans: list[StepPlan] = []
+
+    def submit(self, request: GenerateRequest, handoff: KVHandoff | None = None) -> None:
+        """Add a request."""
+        self.submitted[request.request_id] += 1
+        self.scheduler.add(Submit(request, handoff))
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step; fail where an invariant does not hold."""
+        num_preemptions = self.scheduler.stats().num_preemptions
+        plan = self.scheduler.schedule()
+        self.num_steps += 1
+        if self.role is not Role.DECODE and plan.admitted:
+            assert self.scheduler.stats().num_preemptions == num_preemptions
+        self.plans.append(plan)
+        self.scheduler.check()
+        if plan.rows or self.num_steps % 2:
+            sampled = self.rank.execute(plan)
+            self._check_plan(plan)
+            outputs = self.scheduler.update(plan, sampled)
+        else:  # nobody has work: the plan reaches no rank
+            outputs = self.scheduler.take_outputs()
+        self.scheduler.check()
+        self._check_outputs(outputs)
+        assert self.scheduler.stats().prompt_tokens_computed == self.prompt_tokens_computed
+        return outputs
+
+    def run(self, max_steps: int = 200) -> dict[str, list[EngineOutput]]:
+        """Step until nothing is left; return each request's outputs."""
+        outputs: dict[str, list[EngineOutput]] = {}
+        while self.scheduler.has_unfinished:
+            assert self.num_steps < max_steps, f"unfinished after {max_steps} steps"
+            for output in self.step():
+                outputs.setdefault(output.request_id, []).append(output)
+        return outputs
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.step == self.num_steps
+        assert len(set(plan.rows)) == len(plan.rows) <= self.shape.max_num_seqs
+        assert {admission.row for admission in plan.admitted} <= set(plan.rows)
+        assert {new.row for new in plan.new_blocks} <= set(plan.rows)
+        assert min(plan.num_new, default=1) >= 1, "logits come from a computed token"
+        assert sum(plan.num_new) == len(plan.token_ids) <= self.shape.budget
+        singles = [num_new == 1 for num_new in plan.num_new]
+        assert singles == sorted(singles, reverse=True)
+        assert sum(singles) == plan.num_decodes
+        by_row = {seq.row: seq for seq in self.scheduler.running}
+        assert len(by_row) == len(self.scheduler.running)
+        start = 0
+        for i, row in enumerate(plan.rows):
+            end = start + plan.num_new[i]
+            self._check_row(by_row[row], plan, i, plan.token_ids[start:end])
+            start = end
+
+    def _check_row(self, seq: Sequence, plan: StepPlan, i: int, tokens: list[int]) -> None:
+        computed, end = plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]
+        assert computed == seq.num_computed_tokens
+        assert tokens == seq.token_ids[computed:end], "the plan's tokens are not the sequence's"
+        table = self.rank.tables[plan.rows[i]]
+        assert len(table) == len(seq.block_table) == -(-end // self.shape.block_size)
+        # Ranks are not told of blocks that a window has passed: they read none of them.
+        pairs = zip(table, seq.block_table, strict=True)
+        assert all(theirs == ours for theirs, ours in pairs if ours), "a rank's row went astray"
+        is_complete = end == seq.num_tokens
+        assert plan.output_index[i] == (seq.num_output_tokens if is_complete else -1)
+        self.prompt_tokens_computed += max(0, min(end, seq.num_prompt_tokens) - computed)
+
+    def _check_outputs(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            assert (output.handoff is not None) == (output.finish_reason == "handoff")
+            if output.finish_reason:
+                self.finished[output.request_id] += 1
+                assert self.finished[output.request_id] <= self.submitted[output.request_id]
+
+
+@dataclass
+class Weather:
+    """How badly the world treats KV transfer; it clears up at tick `until`."""
+
+    rng: random.Random
+    until: int = 0
+    p_fail: float = 0.0
+    p_no_renew: float = 0.0
+    max_delay: int = 0
+
+    def happens(self, probability: float, now: float) -> bool:
+        return now < self.until and self.rng.random() < probability
+
+    def delay(self) -> int:
+        return self.rng.randint(0, self.max_delay)
+
+
+@dataclass
+class _Read:
+    handoff: KVHandoff
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    wait: int = 0
+    num_read: int = 0
+    is_started: bool = False
+    is_cancelled: bool = False
+
+
+class FakeReader:
+    """A KVReader that copies a block per tick at most, out of one rank's cache into another's.
+
+    A cancelled read goes on to write garbage until it reports: whoever reuses its blocks earlier
+    will read that garbage.
+    """
+
+    def __init__(self, holder: KVHolder, weather: Weather) -> None:
+        self.holder = holder
+        self.weather = weather
+        self.reads: dict[str, _Read] = {}
+        self.results: list[KVReadResult] = []
+        self.num_cancelled = 0
+
+    def connect(self, source: FakeEngine, target: FakeEngine) -> None:
+        """Say between whose caches to copy."""
+        self.source, self.target = source, target
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        assert request_id not in self.reads
+        self.reads[request_id] = _Read(handoff)
+
+    def start(
+        self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
+    ) -> None:
+        read = self.reads[request_id]
+        assert read.handoff is handoff and not read.is_started
+        read.is_started = True
+        read.copies = list(zip(source_indices, dst_blocks, strict=True))
+        read.wait = self.weather.delay()
+
+    def cancel(self, request_id: str) -> None:
+        read = self.reads.get(request_id)
+        self.num_cancelled += 1
+        if read is None:
+            assert any(result.request_id == request_id for result in self.results)
+        elif read.is_started:
+            read.is_cancelled = True
+            read.wait += self.weather.delay()
+        else:
+            self.holder.release(read.handoff.ticket, 0)
+            del self.reads[request_id]
+
+    def take_finished(self) -> list[KVReadResult]:
+        results, self.results = self.results, []
+        return results
+
+    def tick(self, now: float) -> None:
+        """Let a tick's worth of renewals, copies and releases happen."""
+        for request_id, read in list(self.reads.items()):
+            if not self.weather.happens(self.weather.p_no_renew, now):
+                self.holder.renew(read.handoff.ticket)
+            if not read.is_started:
+                continue
+            if read.wait > 0:
+                read.wait -= 1
+                self._write_garbage(read)
+            elif read.copies and not read.is_cancelled:
+                self._copy(read)
+            else:
+                self._release(request_id, read, now)
+
+    def _copy(self, read: _Read) -> None:
+        index, dst = read.copies.pop(0)
+        block, handoff = read.handoff.block_ids[index], read.handoff
+        assert block != SCRATCH, "a block outside of the window was read"
+        if self.holder.is_alive(handoff.ticket):
+            found = self.source.blocks.generations[block]
+            assert found == handoff.generations[index], "a held block was handed out again"
+            assert self.holder.covers(handoff.ticket, [block], [found])
+        self.target.rank.cache[dst] = list(self.source.rank.cache[block])
+        read.num_read += 1
+
+    def _write_garbage(self, read: _Read) -> None:
+        for _, dst in read.copies:
+            self.target.rank.cache[dst] = [(-1, -1)] * self.target.shape.block_size
+
+    def _release(self, request_id: str, read: _Read, now: float) -> None:
+        failed = read.is_cancelled or self.weather.happens(self.weather.p_fail, now)
+        alive = self.holder.release(read.handoff.ticket, 0 if failed else read.num_read)
+        del self.reads[request_id]
+        ok = alive and not failed
+        self.results.append(KVReadResult(request_id, ok, "" if ok else "ticket: lost"))
+
+
+@dataclass
+class Arrival:
+    """A request of a trace: when it comes, and when its client goes away."""
+
+    request: GenerateRequest
+    at: int
+    abort_at: int | None
+
+
+class Pair:
+    """A prefill and a decode engine with a holder and a reader between them, on one clock."""
+
+    def __init__(self, prefill: Shape, decode: Shape, weather: Weather, lease_s: float) -> None:
+        self.now = 0.0
+        self.weather = weather
+        self.holder = KVHolder(lease_s, lambda: self.now)
+        self.reader = FakeReader(self.holder, weather)
+        block_bytes = 64
+        terms = HandoffTerms([KVSource(0, "boot", 1, -1, "tcp://p")], block_bytes, "kv", lease_s)
+        self.prefill = FakeEngine(prefill, Role.PREFILL, holder=self.holder, terms=terms)
+        self.decode = FakeEngine(decode, Role.DECODE, reader=self.reader, terms=terms)
+        self.reader.connect(self.prefill, self.decode)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.prefill.scheduler.has_unfinished or self.decode.scheduler.has_unfinished
+
+    def run(self, max_ticks: int = 300) -> list[EngineOutput]:
+        """Let time pass until nothing is left; return all outputs."""
+        outputs: list[EngineOutput] = []
+        for _ in range(max_ticks):
+            if not self.has_unfinished:
+                return outputs
+            outputs += self.tick()
+        raise AssertionError(f"unfinished after {max_ticks} ticks")
+
+    def tick(self) -> list[EngineOutput]:
+        """Let a second pass everywhere; return what the engines said."""
+        outputs = self.prefill.step() + self.decode.step()
+        self.reader.tick(self.now)
+        self.now += 1
+        self.holder.tick()
+        return outputs
+
+
+class Router:
+    """Takes each request through a pair of engines, and again where its KV was lost."""
+
+    def __init__(self, pair: Pair, arrivals: list[Arrival]) -> None:
+        self.pair = pair
+        self.arrivals = arrivals
+        self.requests = {a.request.request_id: a.request for a in arrivals}
+        self.texts = {a.request.request_id: list(a.request.output_token_ids) for a in arrivals}
+        self.ends: dict[str, str] = {}
+        self.num_lost = 0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        for arrival in arrivals:
+            request = arrival.request
+            self._later(arrival.at, self._submitting(pair.prefill, request, None))
+            if arrival.abort_at is not None:
+                for engine in (pair.prefill, pair.decode):
+                    self._later(arrival.abort_at, self._aborting(engine, request.request_id))
+
+    def run(self, max_ticks: int) -> None:
+        """Let time pass until all is done; fail after `max_ticks`."""
+        while self._due or self.pair.has_unfinished:
+            assert self.pair.now < max_ticks, f"unfinished after {max_ticks} ticks"
+            now, due = self.pair.now, self._due
+            self._due = [item for item in due if item[0] > now]
+            for at, action in due:
+                if at <= now:
+                    action()
+            for output in self.pair.tick():
+                self._on_output(output)
+
+    def _later(self, at: float, action: Callable[[], None]) -> None:
+        self._due.append((at + self.pair.weather.delay(), action))
+
+    def _submitting(
+        self, engine: FakeEngine, request: GenerateRequest, handoff: KVHandoff | None
+    ) -> Callable[[], None]:
+        return lambda: engine.submit(request, handoff)
+
+    def _aborting(self, engine: FakeEngine, request_id: str) -> Callable[[], None]:
+        return lambda: engine.scheduler.abort([request_id])
+
+    def _on_output(self, output: EngineOutput) -> None:
+        request_id, reason = output.request_id, output.finish_reason
+        self.texts[request_id] += output.token_ids
+        request = self.requests[request_id]
+        resumed = GenerateRequest(
+            request_id, request.prompt_token_ids, list(self.texts[request_id]), request.sampling, ""
+        )
+        if reason == "handoff":
+            self._later(self.pair.now, self._submitting(self.pair.decode, resumed, output.handoff))
+        elif reason == "kv_lost":
+            self.num_lost += 1
+            self._later(self.pair.now, self._submitting(self.pair.prefill, resumed, None))
+        elif reason:
+            assert request_id not in self.ends
+            self.ends[request_id] = reason
+
+
+# --- random traces ------------------------------------------------------------------------------
+
+STREAMS = [[hash((family, i)) % VOCAB for i in range(MAX_MODEL_LEN)] for family in range(3)]
+"""Prompts begin with one of these, so that traces share prefixes of every length."""
+
+
+@st.composite
+def arrivals(draw_: st.DrawFn, aborts: bool = True) -> list[Arrival]:
+    """Draw up to eight requests with their times."""
+    trace = []
+    for i in range(draw_(st.integers(1, 8))):
+        stream = STREAMS[draw_(st.integers(0, 2))]
+        prompt = stream[: draw_(st.integers(0, 20))]
+        prompt = prompt + draw_(st.lists(st.integers(0, VOCAB - 1), max_size=4))
+        request = make_request(
+            f"r{i}",
+            prompt or [1],
+            max_tokens=draw_(st.sampled_from([1, 2, 5, 12, 30])),
+            stop=draw_(st.sampled_from([(), (STOP,)])),
+            seed=draw_(st.integers(0, 3)),
+        )
+        num_delivered = draw_(st.sampled_from([0, 0, 0, 1, 3]))
+        whole = continuation(request)
+        if num_delivered < len(whole):
+            request.output_token_ids.extend(whole[:num_delivered])
+        abort_at = draw_(st.none() | st.integers(0, 40)) if aborts else None
+        trace.append(Arrival(request, draw_(st.integers(0, 15)), abort_at))
+    return trace
+
+
+@st.composite
+def shapes(draw_: st.DrawFn, trace: list[Arrival], window: int | None = None) -> Shape:
+    """Draw an engine that is just, or easily, large enough for each request of the trace."""
+    block_size = draw_(st.integers(1, 4))
+    longest = max(longest_len(arrival.request) for arrival in trace)
+    max_num_seqs = draw_(st.integers(1, 4))
+    needed = -(-longest // block_size)
+    if window is not None:
+        # The blocks that `window` tokens can lie in: longer sequences go through a smaller pool.
+        needed = min(needed, 1 + -(-(window - 1) // block_size))
+    return Shape(
+        num_blocks=needed + draw_(st.sampled_from([0, 0, 1, 2, 5, 20])),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        budget=max_num_seqs + draw_(st.integers(0, 12)),
+        caching=draw_(st.sampled_from([True, True, True, False])),
+        window=window,
+    )
+
+
+WINDOWS = [None, None, 2, 3, 4, 5, 8, 13, 39]
+
+
+def longest_len(request: GenerateRequest) -> int:
+    """Return a bound on the tokens of a request."""
+    return min(MAX_MODEL_LEN, len(request.prompt_token_ids) + request.sampling.max_tokens)
+
+
+class Sim(SimpleNamespace):
+    """The fakes, by name: test modules cannot import each other."""
+
+    def __repr__(self) -> str:
+        return "sim"
+
+
+@pytest.fixture(scope="session")
+def sim() -> Sim:
+    """The fakes of this folder."""
+    return Sim(
+        Arrival=Arrival,
+        FakeEngine=FakeEngine,
+        FakeReader=FakeReader,
+        Pair=Pair,
+        Router=Router,
+        Shape=Shape,
+        Weather=Weather,
+        WINDOWS=WINDOWS,
+        arrivals=arrivals,
+        continuation=continuation,
+        longest_len=longest_len,
+        make_request=make_request,
+        shapes=shapes,
+        max_model_len=MAX_MODEL_LEN,
+    )

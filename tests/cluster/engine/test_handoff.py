@@ -1,0 +1,349 @@
+"""Tickets and leases, and what two engines make of them."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.engine.handoff import KVHolder
+from cluster.engine.sequence import Sequence
+from cluster.messages import KVHandoff
+
+
+class Clock:
+    """A clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def holder(clock: Clock) -> KVHolder:
+    return KVHolder(10.0, clock)
+
+
+def test_tickets_are_never_reused(holder: KVHolder) -> None:
+    tickets = []
+    for _ in range(3):
+        tickets.append(holder.hold("same", [1], [1]))
+        holder.drop(tickets[-1])
+    assert tickets == [1, 2, 3]
+
+
+def test_a_release_in_time_counts_the_blocks(holder: KVHolder) -> None:
+    ticket = holder.hold("r", [3, 4], [1, 1])
+    assert holder.release(ticket, 2)
+    assert holder.num_blocks_sent == 2
+    assert holder.take_ended() == [ticket]
+    assert holder.take_ended() == []
+    assert not holder.release(ticket, 2), "a ticket ends once"
+
+
+def test_a_lease_that_ran_out_is_dead_before_anyone_looks(holder: KVHolder, clock: Clock) -> None:
+    ticket = holder.hold("r", [3], [1])
+    clock.now = 10.0
+    assert not holder.is_alive(ticket)
+    assert not holder.renew(ticket)
+    assert not holder.release(ticket, 1)
+    assert holder.num_blocks_sent == 0
+    assert holder.take_ended() == [], "its blocks are freed by the tick alone"
+    assert holder.tick() == [ticket]
+    assert holder.take_ended() == [ticket]
+
+
+def test_the_next_deadline_is_that_of_the_least_recently_renewed(
+    holder: KVHolder, clock: Clock
+) -> None:
+    assert holder.next_deadline() is None
+    first, second = holder.hold("a", [1], [1]), holder.hold("b", [2], [1])
+    clock.now = 4.0
+    assert holder.renew(first)
+    assert holder.next_deadline() == 10.0
+    clock.now = 11.0
+    assert holder.tick() == [second]
+    assert holder.next_deadline() == 14.0
+
+
+def test_a_ticket_covers_its_blocks_in_their_generations_only(holder: KVHolder) -> None:
+    ticket = holder.hold("r", [3, 4], [7, 8])
+    assert holder.covers(ticket, [4], [8])
+    assert not holder.covers(ticket, [4], [9])
+    assert not holder.covers(ticket, [5], [1])
+    assert not holder.covers(ticket, [3, 4], [7])
+    holder.drop(ticket)
+    assert not holder.covers(ticket, [4], [8])
+
+
+@settings(max_examples=300, deadline=None, print_blob=True, database=None)
+@given(data=st.data())
+def test_a_lease_that_ended_never_lives_again(data: st.DataObject) -> None:
+    clock = Clock()
+    holder = KVHolder(5.0, clock)
+    deadlines = [0.0]  # by ticket; there is no ticket 0
+    ended: list[int] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        clock.now += data.draw(st.sampled_from([0, 0, 1, 3]))
+        action = data.draw(st.sampled_from(["hold", "renew", "release", "drop", "tick", "take"]))
+        ticket = data.draw(st.integers(0, len(deadlines) - 1))
+        alive = clock.now < deadlines[ticket]
+        match action:
+            case "hold":
+                assert holder.hold("r", [1], [1]) == len(deadlines)
+                deadlines.append(clock.now + 5)
+            case "renew":
+                assert holder.renew(ticket) == alive
+                deadlines[ticket] = clock.now + 5 if alive else 0
+            case "release":
+                assert holder.release(ticket, 1) == alive
+                deadlines[ticket] = 0
+            case "drop":
+                holder.drop(ticket)
+                deadlines[ticket] = 0
+            case "tick":
+                holder.tick()
+                assert holder.num_held == sum(clock.now < deadline for deadline in deadlines)
+            case "take":
+                ended += holder.take_ended()
+        for known, deadline in enumerate(deadlines):
+            assert holder.is_alive(known) == (clock.now < deadline)
+    clock.now += 5
+    holder.tick()
+    ended += holder.take_ended()
+    assert sorted(ended) == list(range(1, len(deadlines)))
+
+
+# --- two engines ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(sim: SimpleNamespace) -> SimpleNamespace:
+    return sim.Pair(sim.Shape(), sim.Shape(), sim.Weather(Random(0)), lease_s=20)
+
+
+def prefill(pair: SimpleNamespace, request: object) -> KVHandoff:
+    """Run a request through the prefill engine; return its ticket."""
+    pair.prefill.submit(request)
+    (output,) = pair.prefill.step()
+    assert output.finish_reason == "handoff"
+    return output.handoff
+
+
+def take_over(sim: SimpleNamespace, pair: SimpleNamespace, name: str, n: int) -> tuple:
+    """Prefill a prompt of `n` tokens; return the request as decode gets it, and its ticket."""
+    request = sim.make_request(name, [ord(name[0]) % 7, *range(1, n)])
+    handoff = prefill(pair, request)
+    first = sim.continuation(request)[:1]
+    return sim.make_request(name, request.prompt_token_ids, output=first), handoff
+
+
+def test_a_ticket_covers_exactly_the_computed_tokens(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    handoff = prefill(pair, sim.make_request("r", list(range(9))))
+    assert handoff.num_tokens == 9
+    assert len(handoff.block_ids) == len(handoff.generations) == 3
+    assert pair.prefill.scheduler.running == [] and pair.prefill.scheduler.stats().held_tickets == 1
+    assert pair.prefill.blocks.num_free_blocks == 13
+
+
+def test_a_sequence_that_ends_with_its_first_token_holds_no_ticket(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    pair.prefill.submit(sim.make_request("r", [1, 2, 3], max_tokens=1))
+    (output,) = pair.prefill.step()
+    assert (output.finish_reason, output.handoff) == ("length", None)
+    assert pair.holder.num_held == 0 and not pair.prefill.scheduler.has_unfinished
+
+
+def test_blocks_found_on_the_decode_side_are_not_read_again(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    for num_read in (3, 5):  # the second sequence shares two of its five blocks
+        pair.now += 1
+        name = f"a{num_read}"
+        request, handoff = take_over(sim, pair, name, num_read * 4 - 1)
+        pair.decode.submit(request, handoff)
+        outputs = pair.run()
+        assert [t for o in outputs for t in o.token_ids] == sim.continuation(request)[1:]
+    assert pair.holder.num_blocks_sent == 3 + 3
+    assert pair.decode.scheduler.stats().prompt_tokens_computed == 0
+
+
+def test_a_read_that_needs_no_block_still_releases_its_ticket(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    for i in range(2):
+        request, handoff = take_over(sim, pair, f"a{i}", 8)
+        pair.decode.submit(request, handoff)
+        pair.run()
+    assert pair.holder.num_blocks_sent == 2
+    assert pair.holder.num_held == 0
+
+
+def test_a_lost_read_discards_its_blocks_and_says_so(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    pair.decode.submit(request, handoff)
+    pair.decode.step()
+    pair.now += 100
+    outputs = [output for _ in range(6) for output in pair.tick()]
+    assert [(o.finish_reason, o.error) for o in outputs] == [("kv_lost", "ticket: lost")]
+    assert pair.decode.blocks.match(Sequence(request, max_model_len=40)) == []
+    assert pair.decode.blocks.num_free_blocks == 16
+
+
+def test_an_aborted_read_keeps_its_blocks_until_it_writes_no_more(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    pair.decode.submit(request, handoff)
+    pair.decode.step()
+    pair.decode.scheduler.abort(["a"])
+    (output,) = pair.decode.step()
+    assert output.finish_reason == "abort"
+    assert pair.decode.blocks.num_free_blocks == 13
+    pair.reader.tick(pair.now)
+    pair.decode.step()
+    assert pair.decode.blocks.num_free_blocks == 16
+    assert not pair.decode.scheduler.has_unfinished and pair.holder.num_held == 0
+
+
+def test_a_new_request_may_take_the_id_of_an_aborted_read(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    pair.decode.submit(request, handoff)
+    pair.decode.step()
+    pair.decode.scheduler.abort(["a"])
+    pair.decode.submit(request, handoff)  # the reader could not tell its reads apart
+    pair.decode.submit(request)
+    pair.decode.scheduler.abort(["a"])
+    outputs = pair.decode.step()
+    assert [o.finish_reason for o in outputs] == ["abort", "error", "abort"]
+    pair.run()
+
+
+def test_an_abort_before_the_read_releases_the_ticket(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    pair.decode.submit(request, handoff)
+    pair.decode.scheduler.abort(["a"])
+    assert pair.holder.num_held == 0
+    assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
+
+
+def test_an_abort_that_overtakes_a_handoff_releases_the_ticket(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    pair.decode.scheduler.abort(["a"])
+    pair.decode.submit(request, handoff)
+    assert pair.holder.num_held == 0
+    assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
+
+
+def test_an_aborted_ticket_frees_its_blocks(sim: SimpleNamespace, pair: SimpleNamespace) -> None:
+    prefill(pair, sim.make_request("a", list(range(9))))
+    pair.prefill.scheduler.abort(["a"])
+    assert pair.prefill.step() == [], "its last output was the handoff"
+    assert pair.prefill.blocks.num_free_blocks == 16
+    assert not pair.prefill.scheduler.has_unfinished
+
+
+def test_a_request_may_come_again_while_its_old_ticket_is_held(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request = sim.make_request("a", list(range(9)))
+    first, second = prefill(pair, request), prefill(pair, request)
+    assert first.ticket != second.ticket
+    assert pair.holder.num_held == 2
+
+
+def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there(
+    sim: SimpleNamespace,
+) -> None:
+    shape = sim.Shape(num_blocks=5, max_num_seqs=2, caching=False)
+    pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)
+    texts = {}
+    for name in "ab":
+        request, handoff = take_over(sim, pair, name, 7)
+        texts[name] = list(request.output_token_ids)
+        pair.decode.submit(request, handoff)
+    wanted = {
+        name: sim.continuation(sim.make_request(name, [ord(name) % 7, *range(1, 7)]))
+        for name in texts
+    }
+    for output in pair.run():
+        texts[output.request_id] += output.token_ids
+    assert texts == wanted
+    assert pair.decode.scheduler.stats().num_preemptions > 0
+    assert pair.decode.scheduler.stats().prompt_tokens_computed > 0
+
+
+def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into(
+    sim: SimpleNamespace,
+) -> None:
+    shape = sim.Shape(num_blocks=6, caching=False)
+    pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)
+    for name, n in (("a", 7), ("b", 15)):
+        request, handoff = take_over(sim, pair, name, n)
+        pair.decode.submit(request, handoff)
+        pair.tick()
+    pair.run()
+    assert pair.decode.scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"layout": "other"}, "handoff.layout: wanted 'kv', found 'other'"),
+        ({"block_bytes": 65}, "handoff.block_bytes: wanted 64, found 65"),
+        ({"num_tokens": 8}, "handoff.num_tokens: wanted 9, found 8"),
+        ({"block_ids": [1]}, "handoff.block_ids: wanted 3, found 1"),
+        ({"generations": [1]}, "handoff.generations: wanted 3, found 1"),
+    ],
+)
+def test_a_ticket_that_does_not_fit_is_refused_by_name(
+    sim: SimpleNamespace, pair: SimpleNamespace, change: dict[str, object], error: str
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    fields = {name: getattr(handoff, name) for name in handoff.__struct_fields__}
+    pair.decode.submit(request, KVHandoff(**{**fields, **change}))
+    assert [(o.finish_reason, o.error) for o in pair.decode.step()] == [("error", error)]
+
+
+def test_a_ticket_on_an_engine_without_reader_is_refused(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    request, handoff = take_over(sim, pair, "a", 9)
+    engine = sim.FakeEngine(sim.Shape())
+    engine.submit(request, handoff)
+    (output,) = engine.step()
+    assert output.error.startswith("handoff: wanted none")
+
+
+def test_reads_wait_their_turn_behind_an_older_large_one(
+    sim: SimpleNamespace, pair: SimpleNamespace
+) -> None:
+    small, large = sim.Shape(num_blocks=6, max_num_seqs=4), sim.Shape(num_blocks=40)
+    pair = sim.Pair(large, small, sim.Weather(Random(0)), lease_s=500)
+    names = ["p", "big", *(f"s{i}" for i in range(20))]
+    for name in names:
+        request, handoff = take_over(sim, pair, name, 17 if name == "big" else 5)
+        pair.decode.submit(request, handoff)
+    ends = [output.request_id for output in pair.run() if output.finish_reason]
+    assert ends[:2] == ["p", "big"], "small ones did not slip past the large one"

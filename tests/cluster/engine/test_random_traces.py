@@ -1,0 +1,121 @@
+"""Random traces against an oracle without cache, batches or pools; every step is checked.
+
+The one thing to know: `FakeEngine.step` asserts the invariants of a step, so a trace only has to
+run to its end. A failure prints the trace and a blob that replays it.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+traces = settings(
+    max_examples=1000,
+    deadline=None,
+    print_blob=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def run_mixed(sim: SimpleNamespace, trace: list, shape: object) -> SimpleNamespace:
+    """Run a trace on one engine; return the engine, texts and last outputs."""
+    engine = sim.FakeEngine(shape)
+    texts = {a.request.request_id: list(a.request.output_token_ids) for a in trace}
+    ends: dict[str, object] = {}
+    # The first running sequence is never pre-empted and gains a token in every step.
+    max_steps = 2 + max(a.at for a in trace) + sum(sim.longest_len(a.request) for a in trace)
+    now = 0
+    while engine.scheduler.has_unfinished or now <= 41:
+        engine.scheduler.abort([a.request.request_id for a in trace if a.abort_at == now])
+        for arrival in trace:
+            if arrival.at == now:
+                engine.submit(arrival.request)
+        for output in engine.step():
+            texts[output.request_id] += output.token_ids
+            if output.finish_reason:
+                ends[output.request_id] = output
+        now += 1
+        assert now <= max(max_steps, 42), f"unfinished after {max_steps} steps"
+    return SimpleNamespace(engine=engine, texts=texts, ends=ends)
+
+
+def check_end(sim: SimpleNamespace, request: object, text: list[int], reason: str) -> None:
+    """Compare a finished text with the oracle's."""
+    whole = sim.continuation(request)
+    if reason == "abort":
+        assert text == whole[: len(text)]
+        return
+    assert text == whole
+    is_stop = whole[-1] in request.sampling.stop_token_ids  # type: ignore[attr-defined]
+    assert reason == ("stop" if is_stop else "length")
+
+
+@traces
+@given(data=st.data())
+def test_every_text_is_the_oracles_whatever_the_pool(
+    sim: SimpleNamespace, data: st.DataObject
+) -> None:
+    trace = data.draw(sim.arrivals())
+    shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
+    result = run_mixed(sim, trace, shape)
+    for arrival in trace:
+        request_id = arrival.request.request_id
+        end = result.ends[request_id]
+        check_end(sim, arrival.request, result.texts[request_id], end.finish_reason)
+        assert 0 <= end.num_cached_tokens <= len(arrival.request.prompt_token_ids)
+    assert result.engine.finished == result.engine.submitted
+    assert result.engine.blocks.num_free_blocks == shape.num_blocks
+
+
+@traces
+@given(data=st.data())
+def test_every_text_survives_prefill_handoff_and_loss(
+    sim: SimpleNamespace, data: st.DataObject
+) -> None:
+    trace = data.draw(sim.arrivals())
+    window = data.draw(st.sampled_from(sim.WINDOWS))
+    prefill, decode = (data.draw(sim.shapes(trace, window)) for _ in range(2))
+    decode = sim.Shape(
+        decode.num_blocks * decode.block_size // prefill.block_size + 2,
+        prefill.block_size,
+        decode.max_num_seqs,
+        decode.budget,
+        decode.caching,
+        window,
+    )
+    weather = sim.Weather(
+        rng=random.Random(data.draw(st.integers(0, 1 << 32))),
+        until=data.draw(st.sampled_from([0, 30, 80])),
+        p_fail=data.draw(st.sampled_from([0.0, 0.3, 0.9])),
+        p_no_renew=data.draw(st.sampled_from([0.0, 0.5, 0.9])),
+        max_delay=data.draw(st.integers(0, 6)),
+    )
+    pair = sim.Pair(prefill, decode, weather, lease_s=data.draw(st.integers(2, 12)))
+    router = sim.Router(pair, trace)
+    # Every token, and every block that is read, may have to wait for one tick of anything else.
+    per_request = 2 * sim.max_model_len + 12 + 6 * weather.max_delay
+    router.run(max_ticks=weather.until + 60 + 2 * per_request * len(trace))
+    note(f"{router.num_lost} reads lost, {pair.reader.num_cancelled} cancelled")
+    for arrival in trace:
+        request_id = arrival.request.request_id
+        if request_id in router.ends:
+            check_end(sim, arrival.request, router.texts[request_id], router.ends[request_id])
+        else:
+            assert arrival.abort_at is not None, f"{request_id} never ended"
+    for engine in (pair.prefill, pair.decode):
+        assert engine.finished == engine.submitted
+        assert engine.blocks.num_free_blocks == engine.shape.num_blocks
+    assert pair.holder.num_held == 0 and not pair.reader.reads
+
+
+@settings(traces, max_examples=200)
+@given(data=st.data())
+def test_equal_traces_give_equal_plans(sim: SimpleNamespace, data: st.DataObject) -> None:
+    trace = data.draw(sim.arrivals())
+    shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
+    first, second = run_mixed(sim, trace, shape), run_mixed(sim, trace, shape)
+    assert first.engine.plans == second.engine.plans

@@ -1,0 +1,296 @@
+"""The scheduler's choices: chunked prefill (T02), pre-emption (T03), limits, aborts and errors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.config import Role, SchedulerConfig
+from cluster.engine.blocks import BlockManager
+from cluster.engine.early_aborts import MAX_EARLY_ABORTS
+from cluster.engine.scheduler import Scheduler
+from cluster.messages import SampledTokens, TokenLogprobs
+
+
+def texts(outputs: dict) -> dict[str, list[int]]:
+    """Return the tokens of each request."""
+    return {name: [t for o in each for t in o.token_ids] for name, each in outputs.items()}
+
+
+# --- T01: the prefix cache --------------------------------------------------------------------
+
+
+def test_a_shared_prompt_is_computed_once(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    prompt = list(range(10))
+    engine.submit(sim.make_request("a", prompt))
+    engine.run()
+    engine.submit(sim.make_request("b", [*prompt[:9], 5], max_tokens=2))
+    first = engine.step()[0]
+    assert first.num_cached_tokens == 8
+    assert engine.plans[-1].num_computed == [8] and engine.plans[-1].num_new == [2]
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
+    assert stats.prompt_tokens_computed == 12
+
+
+def test_a_prompt_is_not_shared_within_the_step_that_computes_it(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(budget=32))
+    for name in "ab":
+        engine.submit(sim.make_request(name, list(range(9))))
+    engine.step()
+    assert engine.plans[0].num_new == [9, 9]
+
+
+# --- T02: chunked prefill -----------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(budget=8))
+    short, long = (
+        sim.make_request("s", [1, 2], max_tokens=9),
+        sim.make_request("l", list(range(20))),
+    )
+    engine.submit(short)
+    engine.step()
+    engine.submit(long)
+    for _ in range(3):
+        engine.step()
+    assert [plan.num_new for plan in engine.plans] == [[2], [1, 7], [1, 7], [1, 6]]
+    assert [plan.output_index for plan in engine.plans] == [[0], [1, -1], [2, -1], [3, 0]]
+    assert [plan.num_decodes for plan in engine.plans] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+def test_chunks_do_not_change_the_text(sim: SimpleNamespace, budget: int) -> None:
+    engine = sim.FakeEngine(sim.Shape(budget=budget, max_num_seqs=1))
+    request = sim.make_request("a", list(range(20)))
+    engine.submit(request)
+    assert texts(engine.run()) == {"a": sim.continuation(request)}
+    assert max(len(plan.token_ids) for plan in engine.plans) == min(budget, 20)
+
+
+def test_single_tokens_come_first_in_stable_order(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(budget=32))
+    for name, n in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
+        engine.submit(sim.make_request(name, [5] * n))
+    engine.step()
+    plan = engine.plans[0]
+    assert plan.rows == [1, 3, 0, 2]
+    assert plan.num_new == [1, 1, 3, 2] and plan.num_decodes == 2
+
+
+# --- T03: pre-emption ---------------------------------------------------------------------------
+
+
+def test_the_last_come_is_pre_empted_and_recomputed(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=5, max_num_seqs=3, caching=False))
+    requests = [sim.make_request(name, [i] * 4, max_tokens=10) for i, name in enumerate("ab")]
+    for request in requests:
+        engine.submit(request)
+    outputs = engine.run()
+    assert texts(outputs) == {r.request_id: sim.continuation(r) for r in requests}
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions == 1
+    assert stats.prompt_tokens_computed == 12, "the second prompt was computed twice"
+    assert len(outputs["a"]) == 10
+
+
+def test_the_first_running_sequence_is_never_pre_empted(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=8, block_size=1, max_num_seqs=4))
+    for name in "abcd":
+        engine.submit(sim.make_request(name, [ord(name), 1], max_tokens=7))
+    outputs = engine.run()
+    finished = [name for name in outputs if outputs[name][-1].finish_reason == "length"]
+    assert finished == list("abcd")
+    assert len(engine.plans[:7]) == 7 and all(0 in plan.rows for plan in engine.plans[:7])
+
+
+def test_nobody_is_admitted_in_a_step_that_pre_empts(sim: SimpleNamespace) -> None:
+    shape = sim.Shape(num_blocks=6, block_size=2, max_num_seqs=2, budget=3, caching=False)
+    engine = sim.FakeEngine(shape)
+    engine.submit(sim.make_request("a", [1, 2, 3, 4], max_tokens=5))
+    engine.submit(sim.make_request("b", list(range(9)), max_tokens=2))
+    for _ in range(5):
+        engine.step()
+    assert engine.scheduler.stats().num_preemptions == 1
+    assert engine.scheduler.stats().num_free_blocks == 2, "room for the first chunk of b"
+    assert len(engine.plans[-1].rows) == 1
+    engine.run()
+
+
+def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted(
+    sim: SimpleNamespace,
+) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=6, block_size=2, max_num_seqs=2, budget=4))
+    engine.submit(sim.make_request("a", list(range(9)), max_tokens=2))
+    engine.step()
+    engine.submit(sim.make_request("b", [90, 91, 92], max_tokens=1))
+    engine.step()
+    assert engine.scheduler.stats().num_preemptions == 0
+    engine.run()
+
+
+# --- rows, limits and ends ----------------------------------------------------------------------
+
+
+def test_the_smallest_free_row_is_reused(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(max_num_seqs=3))
+    for name, max_tokens in (("a", 9), ("b", 1), ("c", 9)):
+        engine.submit(sim.make_request(name, [ord(name)], max_tokens=max_tokens))
+    engine.step()
+    engine.submit(sim.make_request("d", [7], seed=3))
+    engine.step()
+    (admission,) = engine.plans[1].admitted
+    assert (admission.row, admission.seed) == (1, 3)
+    assert engine.plans[1].new_blocks[0].start == 0
+
+
+def test_a_stop_token_ends_a_sequence_and_is_named(sim: SimpleNamespace) -> None:
+    request = sim.make_request("a", [1, 2, 3])
+    stop = sim.continuation(request)[3]
+    engine = sim.FakeEngine(sim.Shape())
+    engine.submit(sim.make_request("a", [1, 2, 3], stop=(99, stop)))
+    last = engine.run()["a"][-1]
+    assert (last.finish_reason, last.stop_token_id, last.token_ids) == ("stop", stop, [stop])
+
+
+def test_max_model_len_ends_a_sequence(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    engine.submit(sim.make_request("a", [1] * (sim.max_model_len - 2), max_tokens=50))
+    outputs = engine.run()["a"]
+    assert [o.finish_reason for o in outputs] == ["", "length"]
+
+
+def test_delivered_tokens_count_as_output_but_are_computed_like_a_prompt(
+    sim: SimpleNamespace,
+) -> None:
+    whole = sim.continuation(sim.make_request("a", [1, 2, 3]))
+    engine = sim.FakeEngine(sim.Shape())
+    engine.submit(sim.make_request("a", [1, 2, 3], output=whole[:5]))
+    assert texts(engine.run())["a"] == whole[5:]
+    assert engine.plans[0].num_new == [8] and engine.plans[0].output_index == [5]
+    assert engine.scheduler.stats().prompt_tokens_computed == 3
+
+
+def test_a_request_resumed_at_its_limit_ends_at_once(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    engine.submit(sim.make_request("a", [1], output=[1, 2], max_tokens=2))
+    (output,) = engine.step()
+    assert (output.finish_reason, output.token_ids) == ("length", [])
+
+
+def test_log_probabilities_stay_with_their_tokens(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(budget=8, max_num_seqs=3))
+    for name, n in (("a", 2), ("b", 3), ("c", 9)):
+        engine.submit(sim.make_request(name, [3] * n))
+    plan = engine.scheduler.schedule()
+    assert plan.output_index == [0, 0, -1]
+    logprobs = [None, TokenLogprobs(-2.0, 1, [], [])]
+    outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, []))
+    assert [(o.request_id, o.logprobs) for o in outputs] == [("a", []), ("b", logprobs[1:])]
+
+
+def test_the_step_counts_every_schedule(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    assert [engine.scheduler.schedule().step for _ in range(3)] == [1, 2, 3]
+
+
+# --- aborts -------------------------------------------------------------------------------------
+
+
+def test_an_abort_works_waiting_and_running(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(max_num_seqs=1))
+    for name in "ab":
+        engine.submit(sim.make_request(name, [1, 2]))
+    engine.step()
+    engine.scheduler.abort(["b", "a", "a"])
+    outputs = engine.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("b", "abort"), ("a", "abort")]
+    assert not engine.scheduler.has_unfinished
+    assert engine.blocks.num_free_blocks == 16
+
+
+def test_an_abort_that_overtakes_its_request_wins_once(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    engine.scheduler.abort(["a"])
+    for _ in range(2):
+        engine.submit(sim.make_request("a", [1, 2], max_tokens=1))
+    assert [o.finish_reason for o in engine.step()] == ["abort", "length"]
+
+
+def test_early_aborts_are_remembered_up_to_a_bound(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    engine.scheduler.abort([f"r{i}" for i in range(MAX_EARLY_ABORTS + 1)])
+    for name in ("r0", "r1"):
+        engine.submit(sim.make_request(name, [1], max_tokens=1))
+    ends = {o.request_id: o.finish_reason for o in engine.step()}
+    assert ends == {"r0": "length", "r1": "abort"}
+
+
+def test_an_abort_while_the_step_runs_drops_its_token(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    for name in "ab":
+        engine.submit(sim.make_request(name, [1, 2]))
+    plan = engine.scheduler.schedule()
+    engine.scheduler.abort(["a"])
+    logprobs = [TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 1, [], [])]
+    outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, []))
+    assert [(o.request_id, o.token_ids) for o in outputs] == [("a", []), ("b", [8])]
+    assert outputs[1].logprobs == logprobs[1:]
+    engine.scheduler.check()
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error"),
+    [
+        ([], 1, "prompt_token_ids: wanted at least 1 token, found none"),
+        (
+            [1] * 40,
+            1,
+            "prompt_token_ids: wanted at most 39 tokens (max_model_len less one to generate), "
+            "found 40",
+        ),
+        ([1] * 10, 4, "num_kv_blocks: wanted at least 4 for 13 tokens, found 3"),
+        ([5, -1], 1, "prompt_token_ids: wanted ids from 0 up, found -1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_ends_with_what_was_wanted(
+    sim: SimpleNamespace, prompt: list[int], max_tokens: int, error: str
+) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=3))
+    engine.submit(sim.make_request("a", prompt, max_tokens=max_tokens))
+    (output,) = engine.step()
+    assert (output.finish_reason, output.error) == ("error", error)
+    assert not engine.scheduler.has_unfinished
+
+
+def test_the_largest_request_that_fits_the_pool_is_served(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=3))
+    engine.submit(sim.make_request("a", [1] * 10, max_tokens=3))
+    assert len(engine.run()["a"]) == 3
+
+
+def test_an_unfinished_id_is_refused(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    for _ in range(2):
+        engine.submit(sim.make_request("a", [1]))
+    assert engine.step()[0].error == "request_id: wanted a new one, found 'a' unfinished"
+
+
+def test_a_prefill_engine_needs_a_holder() -> None:
+    with pytest.raises(ValueError, match="holder and terms: wanted both"):
+        Scheduler(
+            SchedulerConfig(),
+            max_model_len=8,
+            role=Role.PREFILL,
+            blocks=BlockManager(4, 4, True),
+            epoch=1,
+            holder=None,
+            terms=None,
+            reader=None,
+        )

@@ -1,0 +1,169 @@
+"""The step channel: order, wake-ups and who is let in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+
+from cluster.channel_messages import (
+    DropKV,
+    EndOfSteps,
+    FollowerHello,
+    ReadEnded,
+    StepFrame,
+    TicketsEnded,
+)
+from cluster.messages import PROTOCOL_VERSION, FrameError, KVSource, StepPlan
+from cluster.rank.channel import ChannelAddress, StepReceiver, StepSender
+from cluster.rank.doorbell import Doorbell
+from cluster.rank.lockstep import Lockstep
+
+PLAN = StepPlan(1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def sender(context: Any) -> Iterator[StepSender]:
+    made = StepSender(context, 2, host="127.0.0.1", config_hash="abc", epoch=1)
+    yield made
+    for socket in made.sockets:
+        socket.close(linger=0)
+
+
+def hello(tp_rank: int, **fields: Any) -> FollowerHello:
+    given = {"protocol": PROTOCOL_VERSION, "config_hash": "abc", "epoch": 1, **fields}
+    source = KVSource(tp_rank, "", 0, -1, "")
+    return FollowerHello(tp_rank=tp_rank, num_blocks=9, layout="kv", source=source, **given)
+
+
+class End:
+    """A follower's end, opened on a thread: it waits for the leader's answer."""
+
+    def __init__(self, context: Any, address: ChannelAddress, hello: FollowerHello) -> None:
+        self.doorbell = Doorbell()
+        self.receiver = StepReceiver(context, address, self.doorbell)
+        self.error = ""
+        self._thread = threading.Thread(target=self._open, args=(hello,), daemon=True)
+        self._thread.start()
+
+    def wait_until_open(self) -> StepReceiver:
+        self._thread.join(timeout=5)
+        assert not self._thread.is_alive()
+        return self.receiver
+
+    def _open(self, hello: FollowerHello) -> None:
+        try:
+            self.receiver.open(hello)
+        except FrameError as error:
+            self.error = str(error)
+
+
+Connect = Callable[[ChannelAddress, FollowerHello], End]
+
+
+@pytest.fixture
+def connect(context: Any) -> Iterator[Connect]:
+    ends: list[End] = []
+
+    def make(address: ChannelAddress, hello: FollowerHello) -> End:
+        ends.append(End(context, address, hello))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.wait_until_open().close()
+
+
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+def test_every_follower_gets_everything_in_order(
+    connect: Connect, sender: StepSender, way: str
+) -> None:
+    addresses = [
+        address if way == "ipc" else replace(address, node="another", ipc="")
+        for address in sender.addresses
+    ]
+    opening = [connect(address, hello(i + 1)) for i, address in enumerate(addresses)]
+    assert [h.tp_rank for h in sender.accept()] == [1, 2]
+    ends = [end.wait_until_open() for end in opening]
+    agreed = Lockstep.alone().agree(PLAN.vote())
+    for ticket in range(100):
+        sender.send(PLAN, agreed)
+        sender.tell(DropKV(ticket))
+    for end in ends:
+        for ticket in range(100):
+            frame = end.receive()
+            assert isinstance(frame, StepFrame)
+            assert (frame.plan, frame.agreed) == (PLAN, agreed)
+            assert end.receive() == DropKV(ticket)
+    ends[1].report(TicketsEnded([3]))
+    ends[0].report(ReadEnded("r", ""))
+    deadline = time.monotonic() + 2
+    reports: list[Any] = []
+    while len(reports) < 2 and time.monotonic() < deadline:
+        reports += sender.take_reports()
+    assert sorted(reports, key=lambda r: r[0]) == [(1, ReadEnded("r", "")), (2, TicketsEnded([3]))]
+    sender.close()
+    for end in ends:
+        assert end.receive() == EndOfSteps()
+
+
+def test_a_ring_ends_a_wait_for_a_frame(connect: Connect, sender: StepSender) -> None:
+    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    sender.accept()
+    receiver = ends[0].wait_until_open()
+    threading.Timer(0.05, ends[0].doorbell.ring).start()
+    began = time.monotonic()
+    assert receiver.receive() is None
+    assert time.monotonic() - began < 1
+    sender.tell(DropKV(1))
+    assert receiver.receive() == DropKV(1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"protocol": 99}, f"protocol: wanted {PROTOCOL_VERSION}, found 99"),
+        ({"config_hash": "xyz"}, "config_hash: wanted abc, found xyz"),
+        ({"epoch": 0}, "epoch: wanted 1, found 0"),
+    ],
+)
+def test_a_stranger_is_refused_on_both_sides(
+    connect: Connect, sender: StepSender, fields: dict[str, Any], message: str
+) -> None:
+    end = connect(sender.addresses[0], hello(1, **fields))
+    with pytest.raises(FrameError, match=message):
+        sender.accept()
+    end.wait_until_open()
+    [field] = fields
+    assert end.error.startswith(f"{field}: wanted {fields[field]}, found ")
+
+
+def test_a_rank_at_the_wrong_place_is_refused(connect: Connect, sender: StepSender) -> None:
+    connect(sender.addresses[0], hello(2))
+    with pytest.raises(FrameError, match="tp_rank: wanted 1, found 2"):
+        sender.accept()
+
+
+def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
+    connect: Connect, sender: StepSender
+) -> None:
+    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    sender.accept()
+    ends[1].wait_until_open().close()
+    deadline = time.monotonic() + 5
+    with pytest.raises(ConnectionError, match="follower tp=2: wanted an open channel"):
+        while time.monotonic() < deadline:
+            sender.tell(DropKV(1))
+            time.sleep(0.01)

@@ -1,0 +1,100 @@
+"""What a rank compiles with follows from its configuration and from the machine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.config import EngineConfig, Role, SchedulerConfig
+from cluster.rank.compiling import graph_pools, rank_scope
+from cluster.rank.groups import TensorParallelGroup
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.scope import CompileScope
+from model.parallel import Shard
+
+
+def scope_of(
+    path: Path, role: Role, group: TensorParallelGroup | None = None, **compilation: object
+) -> CompileScope:
+    config = EngineConfig(
+        model_path=str(path),
+        max_model_len=64,
+        role=role,
+        scheduler=SchedulerConfig(4, 64),
+        compilation=CompilationConfig(**compilation),  # type: ignore[arg-type]
+    )
+    pools = graph_pools(config.compilation, torch.device("cpu"))
+    return rank_scope(config, 0, group or TensorParallelGroup(None, Shard()), pools)
+
+
+@pytest.mark.feature("Q02")
+@pytest.mark.parametrize(
+    ("role", "mode"),
+    [
+        (Role.PREFILL, CUDAGraphMode.PIECEWISE),
+        (Role.DECODE, CUDAGraphMode.FULL_DECODE_ONLY),
+        (Role.MIXED, CUDAGraphMode.FULL_AND_PIECEWISE),
+    ],
+)
+def test_a_rank_captures_what_its_role_replays(
+    tiny_checkpoint: Path, role: Role, mode: CUDAGraphMode
+) -> None:
+    assert scope_of(tiny_checkpoint, role, level=3).config.cudagraph_mode is mode
+
+
+@pytest.mark.feature("B08")
+def test_attention_that_cannot_be_in_every_graph_lessens_the_mode_with_one_warning(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = scope_of(tiny_checkpoint, Role.MIXED, level=3, cudagraph_mode="FULL")
+    assert found.config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "paged attention on cpu" in warning and "UNIFORM_DECODE" in warning
+
+
+@pytest.mark.feature("B09")
+def test_without_graphs_compilation_stays(tiny_checkpoint: Path) -> None:
+    found = scope_of(tiny_checkpoint, Role.DECODE, level=3, use_cudagraph=False).config
+    assert (found.level, found.graph_mode) == (3, CUDAGraphMode.NONE)
+
+
+def test_a_cpu_without_a_compiler_serves_eagerly_and_says_so_in_one_line(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = scope_of(tiny_checkpoint, Role.DECODE, level=3).config
+    assert (found.level, found.cudagraph_mode) == (0, CUDAGraphMode.NONE)
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "level 0" in warning and "no-such-compiler" in warning
+    eager_pieces = scope_of(tiny_checkpoint, Role.DECODE, level=3, use_inductor=False).config
+    assert eager_pieces.level == 3
+
+
+class PeersWithoutCompiler(TensorParallelGroup):
+    """A group in which another rank found no compiler."""
+
+    def minimum(self, name: str, value: int) -> int:
+        assert name == "has_compiler"
+        return 0
+
+
+def test_a_group_runs_eagerly_as_a_whole_where_one_rank_cannot_compile(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "true")
+    group = PeersWithoutCompiler(None, Shard())
+    assert scope_of(tiny_checkpoint, Role.DECODE, group, level=3).config.level == 0
+    assert "is found on another rank" in caplog.text
+    alone = scope_of(tiny_checkpoint, Role.DECODE, level=3)
+    assert alone.config.level == 3
+
+
+@pytest.mark.feature("G02")
+def test_neither_role_nor_rank_nor_sizes_of_graphs_are_in_the_key(tiny_checkpoint: Path) -> None:
+    decode = scope_of(tiny_checkpoint, Role.DECODE, level=3, cudagraph_capture_sizes=(1, 2))
+    prefill = scope_of(tiny_checkpoint, Role.PREFILL, level=3, capture_num_tokens=(64,))
+    assert decode.key_factors == prefill.key_factors
+    assert str(tiny_checkpoint) not in str(decode.key_factors)

@@ -1,0 +1,86 @@
+"""Ranks join through a store, agree on numbers, and wait for nobody without a bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import EngineConfig, ParallelConfig
+from cluster.rank import groups
+from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.meeting import Meeting
+
+HOST = "127.0.0.1"
+
+
+def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+    """Join `size` ranks on threads, do the work on each and leave; return the results."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(size))
+    meeting = Meeting(config, host=HOST, config_hash="test", epoch=0)
+
+    def run(rank: int) -> Any:
+        if rank == 0:
+            group = TensorParallelGroup.lead(meeting, size, "cpu")
+        else:
+            assert meeting.rendezvous is not None
+            group = TensorParallelGroup.follow(meeting.rendezvous, rank, "cpu", HOST)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            return list(threads.map(run, range(size)))
+    finally:
+        for socket in meeting.channel.sockets:
+            socket.close(linger=0)
+        meeting.context.term()
+
+
+def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
+    def work(group: TensorParallelGroup) -> tuple[int, list[float], int]:
+        rank = group.shard.rank
+        total = group.shard.all_reduce(torch.full((2,), rank + 1.0))
+        return rank, total.tolist(), group.minimum("num_blocks", 100 - rank)
+
+    assert run_ranks(3, work) == [(rank, [6.0, 6.0], 98) for rank in range(3)]
+
+
+def test_one_rank_is_a_group_that_waits_for_nobody() -> None:
+    assert run_ranks(1, lambda group: (group.shard.size, group.minimum("n", 7))) == [(1, 7)]
+
+
+def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 0.5)
+
+    def work(group: TensorParallelGroup) -> float:
+        began = time.monotonic()
+        if group.shard.rank == 0:
+            with pytest.raises(RuntimeError):
+                group.shard.all_reduce(torch.ones(1))
+        else:
+            time.sleep(2.0)
+        return time.monotonic() - began
+
+    waited, _ = run_ranks(2, work)
+    assert 0.3 < waited < 1.5
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups, "END_TIMEOUT_S", 0.2)
+
+    def work(group: TensorParallelGroup) -> None:
+        if group.shard.rank == 1:
+            time.sleep(1.0)
+
+    began = time.monotonic()
+    run_ranks(2, work)
+    assert time.monotonic() - began < 3

@@ -1,0 +1,248 @@
+"""KV moves between two pools through real sockets and real shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import zmq
+
+from cluster.engine import kv_reads
+from cluster.engine.handoff import KVHolder, KVReadResult
+from cluster.messages import KVHandoff, KVSource, header_bytes
+from cluster.rank.doorbell import Doorbell
+from cluster.rank.kv_transfer.puller import KVPuller
+from cluster.rank.kv_transfer.server import KVServer
+from cluster.rank.kv_transfer.store import KVThreadDied
+from cluster.rank.memory import SharedMemory, node_id
+from model.kv_cache import KVCacheSpec
+
+NUM_BLOCKS = 40
+SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
+
+
+@dataclass
+class Pair:
+    """A holder's and a reader's pool with what lies between them."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    server: KVServer
+    puller: KVPuller
+    handoff: Callable[[list[int]], KVHandoff]
+
+    def finished(self, timeout_s: float = 3.0) -> KVReadResult:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            results = self.puller.take_finished()
+            if results:
+                [result] = results
+                return result
+            time.sleep(0.002)
+        raise AssertionError("no read finished")
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    parts: list[KVServer | KVPuller] = []
+
+    def make(transport: str, lease_s: float = 30.0, reader_header: str = "same") -> Pair:
+        memory = SharedMemory((NUM_BLOCKS + 1) * SPEC.block_bytes)
+        source = SPEC.allocate(NUM_BLOCKS, torch.device("cpu"), storage=memory.view)
+        source.copy_(torch.randn(source.shape))
+        target = SPEC.allocate(NUM_BLOCKS, torch.device("cpu"))
+        server = KVServer(
+            KVHolder(lease_s, time.monotonic),
+            source,
+            context=context,
+            host="127.0.0.1",
+            header=header_bytes("same"),
+            doorbell=Doorbell(),
+        )
+        puller = KVPuller(
+            target,
+            tp_rank=0,
+            transport=transport,
+            context=context,
+            header=header_bytes(reader_header),
+            doorbell=Doorbell(),
+        )
+        parts.extend((server, puller))
+
+        def handoff(blocks: list[int]) -> KVHandoff:
+            ticket = server.hold("r", blocks, [7] * len(blocks))
+            where = KVSource(0, node_id(), memory.pid, memory.fd, server.address)
+            return KVHandoff(
+                ticket=ticket,
+                request_id="r",
+                sources=[where],
+                block_ids=blocks,
+                generations=[7] * len(blocks),
+                num_tokens=len(blocks) * 4,
+                block_bytes=SPEC.block_bytes,
+                layout=SPEC.layout,
+                lease_s=lease_s,
+            )
+
+        return Pair(source, target, server, puller, handoff)
+
+    yield make
+    for part in parts:
+        part.close()
+    context.term()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_blocks_arrive_where_they_should_and_nowhere_else(
+    make_pair: Callable[..., Pair], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_reads, "CHUNK_BYTES", 3 * SPEC.block_bytes)  # several chunks
+    pair = make_pair(transport)
+    source_blocks = [5, 1, 40, 17, 18, 3, 9, 2]
+    handoff = pair.handoff(source_blocks)
+    pair.puller.expect("r", handoff)
+    pair.puller.start("r", handoff, [0, 2, 3, 5, 6, 7], [10, 40, 1, 2, 30, 31])
+    assert pair.finished() == KVReadResult("r", ok=True, error="")
+    wanted = torch.zeros_like(pair.target)
+    wanted[[10, 40, 1, 2, 30, 31]] = pair.source[[5, 40, 17, 3, 9, 2]]
+    assert torch.equal(pair.target, wanted)
+    assert pair.puller.bytes_received == pair.server.bytes_sent == 6 * SPEC.block_bytes
+    assert pair.server.take_ended() == [handoff.ticket]
+    assert pair.server.num_held == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_read_under_an_expired_lease_is_not_believed(
+    make_pair: Callable[..., Pair], transport: str
+) -> None:
+    pair = make_pair(transport, lease_s=0.05)
+    handoff = pair.handoff([1, 2, 3])
+    time.sleep(0.1)
+    pair.puller.expect("r", handoff)
+    pair.puller.start("r", handoff, [0, 1, 2], [1, 2, 3])
+    result = pair.finished()
+    assert not result.ok
+    assert "lease" in result.error
+    assert pair.puller.bytes_received == pair.server.bytes_sent == 0
+    assert pair.server.take_ended() == [handoff.ticket]
+
+
+def test_an_expected_ticket_outlives_its_lease_by_renewal(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("shm", lease_s=0.3)
+    handoff = pair.handoff([4])
+    pair.puller.expect("r", handoff)
+    time.sleep(0.9)
+    pair.puller.start("r", handoff, [0], [4])
+    assert pair.finished().ok
+
+
+def test_an_idle_holder_frees_an_abandoned_ticket(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("shm", lease_s=0.1)
+    handoff = pair.handoff([4])
+    time.sleep(0.3)
+    assert pair.server.take_ended() == [handoff.ticket]
+
+
+def test_a_cancelled_expectation_releases_its_ticket(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("shm")
+    handoff = pair.handoff([4])
+    pair.puller.expect("r", handoff)
+    pair.puller.cancel("r")
+    deadline = time.monotonic() + 2
+    while pair.server.num_held and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert pair.server.take_ended() == [handoff.ticket]
+    assert pair.puller.take_finished() == []
+    assert pair.server.bytes_sent == 0
+
+
+def test_a_read_of_nothing_releases_the_ticket(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("tcp")
+    handoff = pair.handoff([4])
+    pair.puller.expect("r", handoff)
+    pair.puller.start("r", handoff, [], [])
+    assert pair.finished().ok
+    assert pair.server.take_ended() == [handoff.ticket]
+
+
+def test_a_block_with_another_generation_is_not_served(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("tcp")
+    handoff = pair.handoff([4, 5])
+    stale = KVHandoff(
+        **{
+            name: getattr(handoff, name)
+            for name in handoff.__struct_fields__
+            if name != "generations"
+        },
+        generations=[7, 6],
+    )
+    pair.puller.expect("r", stale)
+    pair.puller.start("r", stale, [0, 1], [1, 2])
+    assert not pair.finished().ok
+    assert not pair.target.any()
+
+
+def test_a_silent_holder_ends_in_an_error_that_names_it(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", 0.2)
+    pair = make_pair("shm", reader_header="another deployment")  # its frames are dropped
+    handoff = pair.handoff([1])
+    pair.puller.expect("r", handoff)
+    pair.puller.start("r", handoff, [0], [1])
+    result = pair.finished()
+    assert not result.ok
+    assert pair.server.address in result.error
+
+
+def test_a_thread_that_dies_is_heard_of_by_the_step(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("shm")
+    reads = pair.puller._reads
+
+    def broken() -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(reads, "on_tick", broken)
+    pair.puller.expect("r", pair.handoff([1]))
+    pair.puller._thread.join(timeout=3)
+    with pytest.raises(KVThreadDied, match="kv puller thread ended: ZeroDivisionError: planted"):
+        pair.puller.take_finished()
+
+
+def test_a_holder_with_the_identity_of_a_dead_one_is_mapped_anew(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """Process ids and descriptors come again; addresses of live holders do not."""
+    first, second = make_pair("shm"), make_pair("shm")
+    for pair in (first, second):
+        handoff = pair.handoff([4])
+        first.puller.expect("r", handoff)
+        first.puller.start("r", handoff, [0], [4])
+        assert first.finished().ok
+        assert torch.equal(first.target[4], pair.source[4])
+
+
+def test_a_call_that_overtakes_the_order_to_hold_waits_for_it(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """A follower may hear of a ticket from its reader first."""
+    pair = make_pair("tcp")
+    pair.handoff([9])  # ticket 1
+    early = pair.handoff([4])
+    ahead = KVHandoff(
+        **{name: getattr(early, name) for name in early.__struct_fields__ if name != "ticket"},
+        ticket=early.ticket + 1,
+    )
+    pair.puller.expect("r", ahead)
+    pair.puller.start("r", ahead, [0], [11])
+    time.sleep(0.2)
+    assert pair.puller.take_finished() == []
+    assert pair.handoff([4]).ticket == ahead.ticket
+    assert pair.finished().ok
+    assert torch.equal(pair.target[11], pair.source[4])

@@ -1,0 +1,233 @@
+"""Compiled and replayed steps generate what transformers generates, at every captured size.
+
+The one thing to know: all engines of a module share one compile cache, so a family is compiled
+once, whatever the mode. Graphs are captured on poisoned memory and the seal is strict: a step that
+compiles, captures or reads what a graph let go of fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.engine.engine import Engine
+from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
+from cluster.rank.assembly import assemble_engine
+from cluster.rank.runner import ModelRunner
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.context import BatchDescriptor
+from compile.counters import counter
+
+MAX_NUM_SEQS = 12
+GRAPH_BS = (1, 2, 4, 8, 12)
+GRAPH_TOKENS = (4, 16, 32, 64)
+SHAPES = (
+    "six heads",
+    "mistral window 13 wide heads",
+    "qwen2 tied",
+    "qwen3 window in every other layer",
+)
+"""One of each family."""
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compile-cache")
+
+
+def make_engine(
+    oracle: Any, cache_dir: Path, level: int, mode: CUDAGraphMode, **compilation: Any
+) -> tuple[Engine, ModelRunner]:
+    graphs = {} if mode is NONE else {"cudagraph_capture_sizes": GRAPH_BS}
+    pieces = {"capture_num_tokens": GRAPH_TOKENS} if mode in (PIECEWISE, BOTH) else {}
+    config = EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=160,
+        cache=CacheConfig(block_size=4, num_kv_blocks=500),
+        scheduler=SchedulerConfig(MAX_NUM_SEQS, 64),
+        compilation=CompilationConfig(
+            level=level,
+            cudagraph_mode=mode,
+            cache_dir=str(cache_dir),
+            poison_graph_pool=True,
+            sealed="strict",
+            **graphs,
+            **pieces,
+            **compilation,
+        ),
+    )
+    runner = ModelRunner(config)
+    return assemble_engine(config, runner), runner
+
+
+def greedy(max_tokens: int) -> Sampling:
+    return Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, -1, None)
+
+
+def run_down(engine: Engine, oracle: Any) -> None:
+    """Run a full batch whose sequences end one after the other, so every size is decoded."""
+    rng = random.Random(oracle.name)
+    vocab = oracle.model.config.vocab_size
+    outputs: dict[str, list[int]] = {}
+    prompts: dict[str, list[int]] = {}
+    for i in range(MAX_NUM_SEQS):
+        name = str(i)
+        prompts[name] = [rng.randrange(vocab) for _ in range(rng.randint(1, 30))]
+        outputs[name] = []
+        request = GenerateRequest(name, prompts[name], [], greedy(4 + 3 * i), "")
+        engine.submit(Submit(request, None))
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.finish_reason in ("", "length"), output
+            outputs[output.request_id] += output.token_ids
+    for i in range(MAX_NUM_SEQS):
+        assert len(outputs[str(i)]) == 4 + 3 * i
+        oracle.check_greedy(prompts[str(i)], outputs[str(i)])
+    oracle.report_ties()
+
+
+# What is not split is compiled for one family: that takes four times as long as pieces do.
+MODES = [
+    pytest.param(0, FULL, marks=pytest.mark.feature("B03")),
+    pytest.param(1, NONE, marks=pytest.mark.feature("A02")),
+    pytest.param(2, NONE, marks=pytest.mark.feature("A03")),
+    pytest.param(2, DECODE_ONLY),
+    pytest.param(3, NONE, marks=pytest.mark.feature("A04")),
+    pytest.param(3, PIECEWISE, marks=[pytest.mark.feature("B02"), pytest.mark.feature("N02")]),
+    pytest.param(3, DECODE_ONLY, marks=pytest.mark.feature("B04")),
+    pytest.param(3, BOTH, marks=pytest.mark.feature("B05")),
+]
+
+
+CASES = [
+    pytest.param(*case.values, shape, marks=case.marks)
+    for case in MODES
+    for shape in (SHAPES if case.values[0] in (0, 3) else SHAPES[:1])
+]
+
+
+@pytest.mark.feature("D01")
+@pytest.mark.feature("D02")
+@pytest.mark.feature("D03")
+@pytest.mark.parametrize(("level", "mode", "shape"), CASES)
+def test_every_captured_size_generates_what_transformers_does(
+    make_oracle: Callable[[str], Any],
+    cache_dir: Path,
+    level: int,
+    mode: CUDAGraphMode,
+    shape: str,
+) -> None:
+    oracle = make_oracle(shape)
+    engine, runner = make_engine(oracle, cache_dir, level, mode)
+    ready = {"num_backend_compilations": 0, "num_graphs_seen": 0, "num_cpp_builds": 0}
+    with counter.expect(**ready, num_cudagraph_captured=0, num_late_captures=0):
+        run_down(engine, oracle)
+    if runner.forward.config.graph_mode.decode_mode() is FULL:
+        replayed = {key for key, times in runner.forward.num_replays.items() if times}
+        assert replayed == {BatchDescriptor(bs, bs, True) for bs in GRAPH_BS}
+    else:
+        assert not runner.forward.num_replays
+
+
+@pytest.mark.feature("B05")
+@pytest.mark.feature("B07")
+def test_both_graph_sets_exist_and_each_kind_of_step_takes_its_own(
+    make_oracle: Callable[[str], Any], cache_dir: Path
+) -> None:
+    oracle = make_oracle("six heads")
+    engine, runner = make_engine(oracle, cache_dir, 3, BOTH)
+    assert runner.forward.captured.graph_bs == GRAPH_BS
+    assert runner.forward.captured.num_tokens == GRAPH_TOKENS
+    modes = []
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5, 6, 7])):
+        engine.submit(Submit(GenerateRequest(name, prompt, [], greedy(3), ""), None))
+    while engine.has_unfinished:
+        engine.step()
+        assert engine.agreed is not None
+        mode = runner.forward.mode_of(engine.agreed)
+        modes.append((mode.mode, mode.descriptor))
+    assert modes[0] == (PIECEWISE, BatchDescriptor(16))
+    assert set(modes[1:]) == {(FULL, BatchDescriptor(2, 2, True))}
+
+
+@pytest.mark.feature("A01")
+@pytest.mark.feature("A09")
+@pytest.mark.feature("B01")
+def test_eager_engines_trace_compile_and_capture_nothing(
+    make_oracle: Callable[[str], Any], cache_dir: Path
+) -> None:
+    nothing = {"num_graphs_seen": 0, "num_backend_compilations": 0, "num_cudagraph_captured": 0}
+    with counter.expect(**nothing, num_cudagraph_replayed=0):
+        engine, _ = make_engine(make_oracle("six heads"), cache_dir, 0, NONE)
+        run_down(engine, make_oracle("six heads"))
+
+
+@pytest.mark.feature("E05")
+def test_a_model_of_l_layers_is_2l_plus_1_pieces_and_3_compilations(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    layers = make_oracle("six heads").model.config.num_hidden_layers
+    with counter.expect(
+        num_piecewise_graphs_seen=2 * layers + 1,
+        num_piecewise_capturable_graphs_seen=layers + 1,
+        num_backend_compilations=3,
+    ):
+        make_engine(make_oracle("six heads"), tmp_path, 3, NONE, use_inductor=False)
+
+
+@pytest.mark.feature("G05")
+def test_a_warm_engine_traces_compiles_and_builds_nothing(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    make_engine(make_oracle("six heads"), tmp_path, 3, NONE)
+    with counter.expect(
+        num_graphs_seen=0,
+        num_backend_compilations=0,
+        num_inductor_compiles=0,
+        num_cpp_builds=0,
+        num_compiled_artifacts_loaded=3,
+    ):
+        engine, _ = make_engine(make_oracle("six heads"), tmp_path, 3, DECODE_ONLY)
+    run_down(engine, make_oracle("six heads"))
+
+
+@pytest.mark.feature("J04")
+@pytest.mark.feature("X01")
+def test_a_thousand_random_batches_compile_and_capture_nothing(
+    make_oracle: Callable[[str], Any], cache_dir: Path
+) -> None:
+    oracle = make_oracle("qwen2 tied")
+    engine, _ = make_engine(oracle, cache_dir, 3, BOTH)
+    rng, vocab = random.Random(11), oracle.model.config.vocab_size
+    sizes: set[int] = set()
+    finished: list[EngineOutput] = []
+    num_submitted = num_steps = 0
+    with counter.expect(
+        num_graphs_seen=0,
+        num_backend_compilations=0,
+        num_cpp_builds=0,
+        num_cudagraph_captured=0,
+        num_late_compilations=0,
+        num_late_captures=0,
+    ):
+        while num_steps < 1000 or engine.has_unfinished:
+            if num_steps < 1000 and (rng.random() < 0.15 or not engine.has_unfinished):
+                prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 100))]
+                sampling = greedy(rng.randint(1, 40))
+                request = GenerateRequest(str(num_submitted), prompt, [], sampling, "")
+                engine.submit(Submit(request, None))
+                num_submitted += 1
+            finished += [output for output in engine.step() if output.finish_reason]
+            num_steps += 1
+            assert engine.agreed is not None
+            sizes.add(engine.agreed.max_tokens)
+    assert len(finished) == num_submitted
+    assert {1, 2, 64} <= sizes and len(sizes) > 40, sorted(sizes)

@@ -1,0 +1,313 @@
+"""Whatever a sequence is sampled with, interrupting it changes none of its tokens.
+
+Interrupted means: among others in one batch, pre-empted, resumed on another engine with its
+output so far, or handed from a prefill to a decode engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from msgspec.structs import replace as changed
+
+from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.engine.engine import Engine
+from cluster.messages import (
+    EngineOutput,
+    GenerateRequest,
+    LogitRules,
+    Sampling,
+    Submit,
+    header_bytes,
+)
+from cluster.rank.assembly import assemble_engine
+from cluster.rank.leader import Leader
+from cluster.rank.runner import ModelRunner
+from serve.router import Router
+from serve.tokens import TokenSocket
+
+VOCAB = 256
+NUM_TOKENS = 48
+HASH = "test"
+STOPS, OTHER_STOPS = tuple(range(0, VOCAB, 7)), tuple(range(3, VOCAB, 9))
+
+NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), (), 0)
+PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
+
+
+def drawn(**fields: Any) -> Sampling:
+    return changed(PLAIN, temperature=1.3, seed=77, **fields)
+
+
+def ruled(base: Sampling = PLAIN, **fields: Any) -> Sampling:
+    return changed(base, rules=changed(NO_RULES, **fields))
+
+
+# Makes greedy output repeat two tokens, so that a frequency penalty has something to count.
+BIAS: dict[str, Any] = {"bias_token_ids": (3, 4, 5), "biases": (9.0, 10.0, -100.0)}
+
+CASES: dict[str, Sampling] = {
+    "greedy": PLAIN,
+    "temperature": drawn(),
+    "seed": changed(drawn(), seed=2**64 - 1),
+    "top_k": drawn(top_k=5),
+    "top_p": drawn(top_p=0.6),
+    "min_p": drawn(min_p=0.2),
+    "presence_penalty": ruled(presence_penalty=2.0),
+    "frequency_penalty": ruled(frequency_penalty=1.5, **BIAS),
+    "repetition_penalty": ruled(repetition_penalty=1.5),
+    "logit_bias": ruled(**BIAS),
+    "allowed_token_ids": ruled(drawn(), allowed_token_ids=tuple(range(40, 60))),
+    "min_tokens": changed(ruled(drawn(), min_tokens=30), stop_token_ids=STOPS),
+    "logprobs": drawn(num_logprobs=3),
+    "all": changed(
+        drawn(top_k=60, top_p=0.95, min_p=0.01, num_logprobs=2, stop_token_ids=OTHER_STOPS),
+        rules=LogitRules(0.4, 0.3, 1.2, (9, 10), (4.0, 3.0), tuple(range(200)), 12),
+    ),
+}
+
+
+def config_for(oracle: Any, **fields: Any) -> EngineConfig:
+    config = EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=256,
+        cache=CacheConfig(block_size=4, num_kv_blocks=900),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64),
+    )
+    return replace(config, **fields)
+
+
+def make_engine(oracle: Any, **fields: Any) -> Engine:
+    config = config_for(oracle, **fields)
+    return assemble_engine(config, ModelRunner(config))
+
+
+def run(engine: Engine, requests: list[GenerateRequest]) -> list[list[EngineOutput]]:
+    """Generate for all requests at once."""
+    outputs: dict[str, list[EngineOutput]] = {r.request_id: [] for r in requests}
+    for request in requests:
+        engine.submit(Submit(request, None))
+    num_steps = 0
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.finish_reason in ("", "length", "stop"), output
+            outputs[output.request_id].append(output)
+        num_steps += 1
+        assert num_steps < 5_000
+    return list(outputs.values())
+
+
+def request_for(name: str, prompt: list[int], output: list[int] | None = None) -> GenerateRequest:
+    return GenerateRequest(name, prompt, output or [], CASES[name], "")
+
+
+def tokens(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def prompts_for(seed: int) -> dict[str, list[int]]:
+    """Prompts repeat a few tokens, so that penalties on them matter."""
+    rng = random.Random(seed)
+    few = [rng.randrange(VOCAB) for _ in range(25)]
+    return {name: [rng.choice(few) for _ in range(rng.randint(20, 90))] for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def oracle(make_oracle: Callable[[str], Any]) -> Any:
+    return make_oracle("tied")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[str, list[int]]:
+    return prompts_for(31)
+
+
+@pytest.fixture(scope="module")
+def wanted(oracle: Any, prompts: dict[str, list[int]]) -> dict[str, list[EngineOutput]]:
+    """Each case alone and from the beginning to the end."""
+    engine = make_engine(oracle)
+    return {name: run(engine, [request_for(name, prompts[name])])[0] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_parameter_has_an_effect(
+    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
+) -> None:
+    """Otherwise the tests below would show nothing."""
+    bases = {"greedy": "temperature", "temperature": "greedy", "frequency_penalty": "logit_bias"}
+    base = bases.get(name)
+    sampling = CASES[base] if base else drawn()
+    if CASES[name].temperature == 0 and not base:
+        sampling = PLAIN
+    sampling = changed(sampling, stop_token_ids=CASES[name].stop_token_ids)
+    [plain] = run(make_engine(oracle), [GenerateRequest("0", prompts[name], [], sampling, "")])
+    if name == "logprobs":
+        assert tokens(plain) == tokens(wanted[name])
+        assert [len(output.logprobs) for output in wanted[name]] == [1] * NUM_TOKENS
+    else:
+        assert tokens(plain) != tokens(wanted[name])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "greedy"]
+)
+def test_greedy_tokens_are_the_best_of_transformers_logits(
+    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
+) -> None:
+    prompt, output = prompts[name], tokens(wanted[name])
+    rules = CASES[name].rules or NO_RULES
+    logits = oracle.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+    for position, token in enumerate(output):
+        scores = logits[position].clone()
+        for biased, bias in zip(rules.bias_token_ids, rules.biases, strict=True):
+            scores[biased] += bias
+        for seen in {*prompt, *output[:position]}:
+            factor = rules.repetition_penalty
+            scores[seen] = scores[seen] / factor if scores[seen] > 0 else scores[seen] * factor
+        for seen in set(output[:position]):
+            count = output[:position].count(seen)
+            scores[seen] -= rules.presence_penalty + rules.frequency_penalty * count
+        assert float(scores.max() - scores[token]) < 1e-4, f"output {position}"
+
+
+def test_allowed_tokens_and_min_tokens_hold(wanted: dict[str, Any]) -> None:
+    assert set(tokens(wanted["allowed_token_ids"])) <= set(range(40, 60))
+    assert set(tokens(wanted["all"])) <= set(range(200))
+    for name, least in (("min_tokens", 30), ("all", 12)):
+        output = tokens(wanted[name])
+        stops = CASES[name].stop_token_ids
+        assert not set(output[:least]) & set(stops)
+        assert len(output) > least and output[-1] in stops
+
+
+def test_a_batch_of_everything_changes_nothing(
+    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
+) -> None:
+    results = run(make_engine(oracle), [request_for(name, prompts[name]) for name in CASES])
+    for name, outputs in zip(CASES, results, strict=True):
+        assert tokens(outputs) == tokens(wanted[name]), name
+
+
+def test_rows_forget_the_rules_of_their_last_sequence(
+    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
+) -> None:
+    """One row for everybody, twice over: every case follows every other one."""
+    engine = make_engine(oracle, scheduler=SchedulerConfig(1, 64))
+    for names in (list(CASES), list(reversed(CASES)), sorted(CASES)):
+        results = run(engine, [request_for(name, prompts[name]) for name in names])
+        for name, outputs in zip(names, results, strict=True):
+            assert tokens(outputs) == tokens(wanted[name]), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pre_emption_changes_nothing(
+    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any], name: str
+) -> None:
+    """Copies of one sequence in a pool for little more than one of the longest."""
+    engine = make_engine(oracle, cache=CacheConfig(block_size=4, num_kv_blocks=66))
+    request = request_for(name, prompts[name])
+    fillers = [GenerateRequest(f"filler {i}", prompts[name][i:], [], PLAIN, "") for i in range(4)]
+    results = run(engine, [*fillers, request])
+    assert tokens(results[-1]) == tokens(wanted[name])
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_delivered", [1, 5, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_resuming_on_another_engine_changes_nothing(
+    oracle: Any,
+    prompts: dict[str, list[int]],
+    wanted: dict[str, Any],
+    name: str,
+    num_delivered: int,
+) -> None:
+    output = tokens(wanted[name])
+    num_delivered = min(num_delivered, len(output) - 1)
+    engine = make_engine(oracle)
+    # Twice: the second time most of it is found in the prefix cache.
+    for _ in range(2):
+        request = request_for(name, prompts[name], output[:num_delivered])
+        [found] = run(engine, [request])
+        assert tokens(found) == output[num_delivered:]
+        _check_logprobs(found, wanted[name][num_delivered:])
+    assert engine.stats().prefix_hits > 0
+
+
+def _check_logprobs(found: list[EngineOutput], wanted: list[EngineOutput]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert (mine.rank, mine.top_token_ids) == (other.rank, other.top_token_ids)
+            assert mine.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+class LocalPool:
+    """A leader on a thread of this process, called as a pool is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.leader = Leader(
+            config, engine_id=config.role.value, epoch=0, host="127.0.0.1", config_hash=HASH
+        )
+        self._thread = threading.Thread(target=self.leader.run, daemon=True)
+        self._thread.start()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.connect(self.leader.inbox)
+
+    def generate(self, request_id: str, frame: bytes) -> Any:
+        self._socket.send_multipart([header_bytes(HASH), frame])
+        return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
+
+    def close(self) -> None:
+        self.leader.stop()
+        self._thread.join(timeout=10)
+        self._context.destroy(linger=0)
+        assert not self._thread.is_alive()
+
+
+def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[list[EngineOutput]]:
+    async def one(router: Router, request: GenerateRequest) -> list[EngineOutput]:
+        async with aclosing(router.generate(request)) as outputs:
+            return [output async for output in outputs]
+
+    async def all_of_them() -> list[list[EngineOutput]]:
+        socket = TokenSocket("127.0.0.1", header_bytes(HASH))
+        router = Router(dict(pools), socket)
+        try:
+            return await asyncio.gather(*(one(router, request) for request in requests))
+        finally:
+            socket.shutdown()
+
+    return asyncio.run(all_of_them())
+
+
+def test_two_pools_change_nothing(
+    oracle: Any, prompts: dict[str, list[int]], wanted: dict[str, Any]
+) -> None:
+    requests = [request_for(name, prompts[name]) for name in CASES]
+    asks = changed(PLAIN, num_prompt_logprobs=2)
+    requests.append(GenerateRequest("prompt", prompts["greedy"], [], asks, ""))
+    pools = {role.value: LocalPool(config_for(oracle, role=role)) for role in Role}
+    mixed = pools.pop("mixed")
+    try:
+        two, one = route(pools, requests), route({"mixed": mixed}, requests)
+    finally:
+        for pool in (*pools.values(), mixed):
+            pool.close()
+    for name, ours, theirs in zip(CASES, two, one, strict=False):
+        assert tokens(ours) == tokens(theirs) == tokens(wanted[name]), name
+        _check_logprobs(ours, wanted[name])
+    # They come from the prefill engine, once.
+    for results in (two, one):
+        given = [output.prompt_logprobs for output in results[-1]]
+        assert len(given[0]) == len(prompts["greedy"]) - 1 and not any(given[1:])

@@ -1,0 +1,386 @@
+"""A compilation configuration is legal from the moment it exists, or it is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compile.config import (
+    FIELDS,
+    CompilationConfig,
+    CompilationConfigError,
+    CompilationLevel,
+    CUDAGraphMode,
+    DynamicShapes,
+    read_fields,
+)
+
+MODES = list(CUDAGraphMode)
+NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = MODES
+
+
+@pytest.mark.feature("A10")
+def test_defaults_compile_and_capture_nothing() -> None:
+    config = CompilationConfig()
+    assert config.level == CompilationLevel.NO_COMPILATION
+    assert config.graph_mode is CUDAGraphMode.NONE
+
+
+def test_levels_are_the_numbers_0_to_3_in_order() -> None:
+    assert [(level.name, level.value) for level in CompilationLevel] == [
+        ("NO_COMPILATION", 0),
+        ("DYNAMO_AS_IS", 1),
+        ("DYNAMO_ONCE", 2),
+        ("PIECEWISE", 3),
+    ]
+
+
+def test_graph_modes_are_a_runtime_mode_or_a_pair_of_decode_and_mixed() -> None:
+    assert {mode.name: mode.value for mode in CUDAGraphMode} == {
+        "NONE": 0,
+        "PIECEWISE": 1,
+        "FULL": 2,
+        "FULL_DECODE_ONLY": (2, 0),
+        "FULL_AND_PIECEWISE": (2, 1),
+    }
+
+
+@pytest.mark.feature("B06")
+@pytest.mark.parametrize(
+    ("mode", "decode", "mixed", "is_pair", "has_full", "has_pieces", "largest"),
+    [
+        (NONE, NONE, NONE, False, False, False, NONE),
+        (PIECEWISE, PIECEWISE, PIECEWISE, False, False, True, PIECEWISE),
+        (FULL, FULL, FULL, False, True, False, FULL),
+        (DECODE_ONLY, FULL, NONE, True, True, False, FULL),
+        (BOTH, FULL, PIECEWISE, True, True, True, FULL),
+    ],
+)
+def test_helpers_of_a_mode_follow_its_truth_table(
+    mode: CUDAGraphMode,
+    decode: CUDAGraphMode,
+    mixed: CUDAGraphMode,
+    is_pair: bool,
+    has_full: bool,
+    has_pieces: bool,
+    largest: CUDAGraphMode,
+) -> None:
+    assert mode.decode_mode() is decode
+    assert mode.mixed_mode() is mixed
+    assert mode.separate_routine() is is_pair
+    assert mode.has_full_cudagraphs() is has_full
+    assert mode.requires_piecewise_compilation() is has_pieces
+    assert mode.max_cudagraph_mode() is largest
+
+
+@pytest.mark.feature("A05")
+@pytest.mark.parametrize("level", [-1, 4, 99, "3", 1.0, True, None])
+def test_a_level_outside_0_to_3_is_a_value_error_that_names_it(level: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^compilation\.level: wanted a level from 0 to 3"
+    ) as error:
+        CompilationConfig(level=level)
+    assert str(error.value).endswith(f"found {level!r}")
+
+
+@pytest.mark.feature("A05")
+def test_every_level_has_its_number() -> None:
+    assert [CompilationConfig(level=level).level for level in CompilationLevel] == [0, 1, 2, 3]
+    assert type(CompilationConfig(level=CompilationLevel.PIECEWISE).level) is int
+
+
+@pytest.mark.feature("A06")
+@pytest.mark.parametrize(
+    ("level", "legal"),
+    [
+        (0, {NONE: True, PIECEWISE: False, FULL: True, DECODE_ONLY: True, BOTH: False}),
+        (1, {NONE: True, PIECEWISE: False, FULL: True, DECODE_ONLY: True, BOTH: False}),
+        (2, {NONE: True, PIECEWISE: False, FULL: True, DECODE_ONLY: True, BOTH: False}),
+        (3, {NONE: True, PIECEWISE: True, FULL: True, DECODE_ONLY: True, BOTH: True}),
+    ],
+)
+def test_modes_with_pieces_need_level_3(level: int, legal: dict[CUDAGraphMode, bool]) -> None:
+    assert list(legal) == MODES
+    for mode, is_legal in legal.items():
+        if is_legal:
+            assert CompilationConfig(level=level, cudagraph_mode=mode).graph_mode is mode
+            continue
+        with pytest.raises(CompilationConfigError) as error:
+            CompilationConfig(level=level, cudagraph_mode=mode)
+        assert str(error.value) == (
+            f"compilation.cudagraph_mode: wanted NONE, FULL or FULL_DECODE_ONLY at level {level} "
+            f"(pieces need level 3), found {mode.name!r}"
+        )
+
+
+@pytest.mark.feature("A06")
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_with_pieces_need_a_splitting_op(mode: CUDAGraphMode) -> None:
+    if mode not in (PIECEWISE, BOTH):
+        CompilationConfig(level=3, cudagraph_mode=mode, splitting_ops=())
+        return
+    with pytest.raises(CompilationConfigError) as error:
+        CompilationConfig(level=3, cudagraph_mode=mode, splitting_ops=())
+    assert str(error.value) == (
+        f"compilation.splitting_ops: wanted at least one op where cudagraph_mode is {mode.name}, "
+        "found []"
+    )
+
+
+A08 = {
+    "level": (int, 0),
+    "use_cudagraph": (bool, True),
+    "cudagraph_capture_sizes": (tuple[int, ...] | None, None),
+    "cuda_graph_sizes": (tuple[int, ...], (512,)),
+    "cudagraph_mode": (CUDAGraphMode | None, None),
+    "splitting_ops": (tuple[str, ...] | None, None),
+    "cudagraph_copy_inputs": (bool, False),
+    "use_inductor": (bool, True),
+    "compile_sizes": (tuple[int | str, ...] | None, None),
+    "inductor_compile_config": (dict, {}),
+    "debug_dump_path": (str, ""),
+    "cache_dir": (str, ""),
+}
+
+
+@pytest.mark.feature("A08")
+def test_the_12_fields_have_their_types_and_defaults() -> None:
+    hints, config = get_type_hints(CompilationConfig), CompilationConfig()
+    hints["inductor_compile_config"] = dict  # a mapping that may be given as a dict
+    assert {name: (hints[name], getattr(config, name)) for name in A08} == A08
+    assert FIELDS[:12] == tuple(A08)
+
+
+BAD = {
+    "use_cudagraph": (1, "true", None),
+    "cudagraph_capture_sizes": (8, [], [2**20 + 1], [0], [1.5], [True], "8", ["8"]),
+    "cuda_graph_sizes": (512, [0], None, [10**12]),
+    "cudagraph_mode": ("half", 2, [2, 0], ""),
+    "splitting_ops": ("lockstep::attention", ["attention"], ["a::b::c"], [1]),
+    "cudagraph_copy_inputs": (0,),
+    "use_inductor": ("no",),
+    "compile_sizes": (4, [0], ["capture_sizes"], [None]),
+    "inductor_compile_config": ([], {"a": object()}, {1: 2}, {"a": float("nan")}, {"a": {2: 1}}),
+    "debug_dump_path": (None, 1),
+    "cache_dir": (b"/tmp", False),
+    "compiler": ("gcc", None, 1),
+    "compile_ranges": ([1, 8], [[1]], [[8, 1]], [[0, 4]], [[1, 8], [8, 16]], 4, [[1, 2, 3]]),
+    "compile_lazily": ("yes",),
+    "dynamic_shapes": ("static", None),
+    "evaluate_guards": (1,),
+    "compile_cache_save_format": ("zip", 0),
+    "capture_num_tokens": ([], [0], [-4], 128),
+    "enable_padding": (None,),
+    "num_warmups_full": (-1, 1.0, True),
+    "num_warmups_piecewise": (-1, "3"),
+    "graph_pool": ("private",),
+    "poison_graph_pool": ("no",),
+    "sealed": (True, "off"),
+    "passes": ("fuse", ["a b"], ["fuse", "fuse"], [1]),
+}
+
+
+@pytest.mark.feature("A08")
+def test_a_value_that_a_field_cannot_hold_is_refused_by_the_fields_name() -> None:
+    assert ["level", *BAD] == list(FIELDS)
+    for name, values in BAD.items():
+        for value in values:
+            with pytest.raises(CompilationConfigError) as error:
+                CompilationConfig(**{name: value})
+            assert (error.value.field, error.value.found) == (name, value)
+            assert str(error.value).startswith(f"compilation.{name}: wanted {error.value.wanted}")
+
+
+@pytest.mark.feature("A08")
+def test_an_unknown_field_is_refused_with_the_known_ones() -> None:
+    wanted = f"compilation.colour: wanted one of {', '.join(FIELDS)}, found 'red'"
+    with pytest.raises(CompilationConfigError) as error:
+        read_fields({"level": 1, "colour": "red"})
+    assert str(error.value) == wanted
+    with pytest.raises(CompilationConfigError) as error:
+        CompilationConfig.from_dict({"colour": "red"})
+    assert str(error.value) == wanted
+
+
+def test_captured_batch_sizes_cannot_be_asked_for() -> None:
+    with pytest.raises(CompilationConfigError, match=r"^compilation\.graph_bs: wanted one of"):
+        read_fields({"graph_bs": [1]})
+    for value in ([2, 1], [1, 1], [0]):
+        with pytest.raises(CompilationConfigError, match=r"^compilation\.graph_bs: wanted asc"):
+            CompilationConfig(graph_bs=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"compile_lazily": True, "sealed": "strict"},
+            "compile_lazily: wanted false where sealed is strict (nothing compiles after ready), "
+            "found True",
+        ),
+        (
+            {"evaluate_guards": True, "dynamic_shapes": "unbacked"},
+            "evaluate_guards: wanted false where dynamic_shapes is UNBACKED (it has no guards), "
+            "found True",
+        ),
+        (
+            {"use_inductor": False, "compiler": "inductor_standalone"},
+            "compiler: wanted auto or eager where use_inductor is false, "
+            "found 'inductor_standalone'",
+        ),
+        (
+            {"level": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_copy_inputs": True},
+            "cudagraph_copy_inputs: wanted false where cudagraph_mode is not PIECEWISE at level 3, "
+            "found True",
+        ),
+        (
+            {"level": 2, "cudagraph_copy_inputs": True},
+            "cudagraph_copy_inputs: wanted false where cudagraph_mode is not PIECEWISE at level 3, "
+            "found True",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(CompilationConfigError) as error:
+        CompilationConfig(**fields)
+    assert str(error.value) == f"compilation.{line}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"compile_lazily": True, "sealed": "warn"},
+        {"evaluate_guards": True, "dynamic_shapes": "backed"},
+        {"use_inductor": False, "compiler": "eager"},
+        {"level": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_copy_inputs": True},
+        {"level": 3, "cudagraph_copy_inputs": True},
+    ],
+)
+def test_their_neighbours_are_legal(fields: dict[str, Any]) -> None:
+    CompilationConfig(**fields)
+
+
+@pytest.mark.feature("F03")
+@pytest.mark.parametrize("pair", [(1, 1), (5, 9), (8, 8), (1, 20)])
+def test_a_range_that_shares_a_size_with_another_is_refused(pair: tuple[int, int]) -> None:
+    others = ((1, 8), (20, 30))
+    assert CompilationConfig(compile_ranges=((20, 30), (1, 8), (9, 19))).compile_ranges == (
+        (1, 8),
+        (9, 19),
+        (20, 30),
+    )
+    with pytest.raises(CompilationConfigError, match=r"pairs .first, last. that do not overlap"):
+        CompilationConfig(compile_ranges=(*others, pair))
+
+
+def test_what_means_the_same_is_equal_and_hashes_alike() -> None:
+    listed = CompilationConfig(
+        level=CompilationLevel.PIECEWISE,
+        cudagraph_mode="full",  # type: ignore[arg-type]
+        cuda_graph_sizes=[],  # type: ignore[arg-type]
+        compile_sizes=[4, "cudagraph_capture_sizes"],  # type: ignore[arg-type]
+        dynamic_shapes="Unbacked",  # type: ignore[arg-type]
+        compile_ranges=[[9, 16], [1, 8]],  # type: ignore[arg-type]
+        inductor_compile_config={"triton": {"cudagraphs": False}, "names": ["a"]},
+        cache_dir=Path("/cache"),  # type: ignore[arg-type]
+    )
+    exact = CompilationConfig(
+        level=3,
+        cudagraph_mode=CUDAGraphMode.FULL,
+        cuda_graph_sizes=(512,),
+        compile_sizes=(4, "cudagraph_capture_sizes"),
+        dynamic_shapes=DynamicShapes.UNBACKED,
+        compile_ranges=((1, 8), (9, 16)),
+        inductor_compile_config={"triton.cudagraphs": False, "names": ("a",)},
+        cache_dir="/cache",
+    )
+    assert listed == exact
+    assert hash(listed) == hash(exact)
+    assert hash(listed) != hash(dataclasses.replace(exact, inductor_compile_config={}))
+
+
+def test_ops_may_be_spelled_as_torch_prints_them() -> None:
+    given = ["lockstep.attention", "lockstep::moe", "aten.mm.default", "aten::mm.out"]
+    assert CompilationConfig(splitting_ops=given).splitting_ops == (  # type: ignore[arg-type]
+        "lockstep::attention",
+        "lockstep::moe",
+        "aten::mm.default",
+        "aten::mm.out",
+    )
+
+
+def test_an_option_that_is_given_dotted_and_nested_is_refused() -> None:
+    with pytest.raises(CompilationConfigError):
+        CompilationConfig(inductor_compile_config={"a.b": 1, "a": {"b": 2}})
+
+
+def test_a_configuration_cannot_be_changed_afterwards() -> None:
+    config = CompilationConfig(inductor_compile_config={"max_autotune": True})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.level = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.inductor_compile_config["max_autotune"] = False  # type: ignore[index]
+
+
+SIZES = st.lists(st.integers(1, 4096), min_size=1, max_size=5)
+PLAIN = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.just(0.5)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "level": st.just(3),
+    "use_cudagraph": st.booleans(),
+    "cudagraph_capture_sizes": st.none() | SIZES,
+    "cuda_graph_sizes": SIZES,
+    "cudagraph_mode": st.none() | st.sampled_from(MODES),
+    "splitting_ops": st.none() | st.just(["lockstep::attention", "aten.mm.default"]),
+    "cudagraph_copy_inputs": st.just(False),
+    "use_inductor": st.booleans(),
+    "compile_sizes": st.none() | st.lists(st.integers(1, 9) | st.just("cudagraph_capture_sizes")),
+    "inductor_compile_config": st.dictionaries(st.sampled_from("abc"), PLAIN | st.lists(PLAIN)),
+    "debug_dump_path": st.text(max_size=4),
+    "cache_dir": st.text(max_size=4),
+    "compiler": st.sampled_from(["auto", "eager"]),
+    "compile_ranges": st.sampled_from([[], [[1, 1]], [[4, 9], [1, 2]]]),
+    "compile_lazily": st.booleans(),
+    "dynamic_shapes": st.sampled_from(DynamicShapes),
+    "evaluate_guards": st.just(False),
+    "compile_cache_save_format": st.none() | st.sampled_from(["binary", "unpacked"]),
+    "capture_num_tokens": st.none() | SIZES,
+    "enable_padding": st.booleans(),
+    "num_warmups_full": st.integers(0, 5),
+    "num_warmups_piecewise": st.integers(0, 5),
+    "graph_pool": st.sampled_from(["shared", "per_bucket"]),
+    "poison_graph_pool": st.booleans(),
+    "sealed": st.just("warn"),
+    "passes": st.none() | st.lists(st.sampled_from(["fuse", "reinplace"]), unique=True),
+}
+
+CONFIGS = st.fixed_dictionaries(
+    {"level": VALUES["level"]}, optional={name: VALUES[name] for name in FIELDS[1:]}
+)
+
+
+@given(CONFIGS)
+def test_every_configuration_survives_json_pickling_and_copying(values: dict[str, Any]) -> None:
+    assert list(VALUES) == list(FIELDS)
+    config = CompilationConfig(**values)
+    assert CompilationConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert dataclasses.replace(config) == config
+
+
+@given(CONFIGS, st.sampled_from(FIELDS), st.data())
+def test_what_differs_differs_as_json_too(
+    values: dict[str, Any], name: str, data: st.DataObject
+) -> None:
+    one = CompilationConfig(**values)
+    other = CompilationConfig(**{**values, name: data.draw(VALUES[name])})
+    if one != other:
+        assert json.dumps(one.to_dict()) != json.dumps(other.to_dict())

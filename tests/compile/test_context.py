@@ -1,0 +1,204 @@
+"""A forward context is seen inside its forward, on its thread, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from compile.config import CUDAGraphMode
+from compile.context import (
+    BatchDescriptor,
+    Context,
+    ForwardContext,
+    KVCacheTensor,
+    current_context,
+    forward_context,
+    get_forward_context,
+    reset_kv_cache_data,
+    resumed_context,
+    set_kv_cache_data,
+    static_forward_context,
+)
+
+
+def on_new_thread(body: Callable[[], object]) -> None:
+    """Run the body on a thread without a history and raise what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.feature("L02")
+def test_reading_a_context_that_was_never_set_is_an_assertion_error() -> None:
+    with pytest.raises(AssertionError, match="forward context: wanted one"):
+        on_new_thread(get_forward_context)
+
+
+@pytest.mark.feature("L01")
+def test_ops_inside_see_the_context_of_their_forward() -> None:
+    cache = KVCacheTensor(k_cache=torch.zeros(1), v_cache=torch.zeros(1))
+    value = ForwardContext(
+        no_compile_layers={"layer.0": object()},
+        attn_metadata="metadata",
+        kv_cache_data={"layer.0": cache},
+        context=Context(batch_size=3, graph_bs=4),
+        batch_descriptor=BatchDescriptor(4, 4, uniform_decode=True),
+        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+    )
+    with forward_context(value) as entered:
+        assert get_forward_context() is entered is value
+
+
+@pytest.mark.feature("L02")
+def test_the_context_is_empty_after_the_forward() -> None:
+    with forward_context(ForwardContext(attn_metadata="metadata")):
+        pass
+    assert get_forward_context() == ForwardContext()
+
+
+@pytest.mark.feature("L02")
+def test_the_context_is_empty_after_an_error() -> None:
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        forward_context(ForwardContext(attn_metadata="metadata")),
+    ):
+        raise RuntimeError("inside")
+    assert get_forward_context() == ForwardContext()
+
+
+@pytest.mark.feature("L02")
+def test_another_thread_sees_nothing_of_it() -> None:
+    def other() -> None:
+        with pytest.raises(AssertionError):
+            get_forward_context()
+        with forward_context(ForwardContext(attn_metadata="theirs")):
+            assert get_forward_context().attn_metadata == "theirs"
+
+    with forward_context(ForwardContext(attn_metadata="ours")):
+        on_new_thread(other)
+        assert get_forward_context().attn_metadata == "ours"
+
+
+def test_a_replay_puts_back_the_context_that_it_replaced() -> None:
+    earlier, now = ForwardContext(attn_metadata="earlier"), ForwardContext(attn_metadata="now")
+    with forward_context(now):
+        with pytest.raises(RuntimeError, match="inside"), resumed_context(earlier):
+            assert get_forward_context() is earlier
+            raise RuntimeError("inside")
+        assert current_context() is now
+
+
+def test_a_replay_leaves_a_thread_that_had_no_context_without_one() -> None:
+    def replay() -> None:
+        with resumed_context(ForwardContext(attn_metadata="earlier")):
+            pass
+        assert current_context() is None
+
+    on_new_thread(replay)
+
+
+def test_an_empty_context_shares_nothing_with_another_one() -> None:
+    first, second = ForwardContext(), ForwardContext()
+    assert first.no_compile_layers is not second.no_compile_layers
+    assert first.kv_cache_data is not second.kv_cache_data
+
+
+@pytest.mark.parametrize("value", [ForwardContext(), Context()], ids=["forward", "step"])
+def test_a_context_cannot_be_changed_by_an_op(value: ForwardContext | Context) -> None:
+    name = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, None)
+
+
+@pytest.mark.feature("L01")
+def test_a_context_has_the_fields_that_ops_and_graphs_ask_for() -> None:
+    assert {
+        f.name: getattr(ForwardContext(), f.name) for f in dataclasses.fields(ForwardContext)
+    } == {
+        "no_compile_layers": {},
+        "attn_metadata": None,
+        "kv_cache_data": {},
+        "context": None,
+        "dp_metadata": None,
+        "spec_decode_metadata": None,
+        "batch_descriptor": None,
+        "cudagraph_runtime_mode": CUDAGraphMode.NONE,
+    }
+    assert {f.name: getattr(Context(), f.name) for f in dataclasses.fields(Context)} == {
+        "is_prefill": False,
+        "is_dummy_run": False,
+        "batch_size": 0,
+        "graph_bs": 0,
+        "is_draft": False,
+        "positions": None,
+    }
+
+
+@pytest.mark.feature("L02")
+def test_a_nested_context_restores_the_outer_one_even_after_an_error() -> None:
+    outer, inner = ForwardContext(attn_metadata="outer"), ForwardContext(attn_metadata="inner")
+    with forward_context(outer):
+        with pytest.raises(RuntimeError, match="inside"), forward_context(inner):
+            raise RuntimeError("inside")
+        assert get_forward_context() is outer
+    assert get_forward_context() == ForwardContext()
+
+
+# --- layers and their caches ------------------------------------------------------------------
+
+
+@pytest.fixture
+def caches() -> Iterator[dict[str, KVCacheTensor]]:
+    """Registered caches of two layers."""
+    made = {f"layer.{i}": KVCacheTensor(torch.zeros(1), torch.zeros(1)) for i in range(2)}
+    set_kv_cache_data(made)
+    yield made
+    reset_kv_cache_data()
+
+
+@pytest.mark.feature("L04")
+def test_registered_caches_are_seen_by_every_context_that_names_none(
+    caches: dict[str, KVCacheTensor],
+) -> None:
+    own = {"layer.0": KVCacheTensor(torch.ones(1), torch.ones(1))}
+    for _ in range(2):
+        with forward_context(ForwardContext()) as value:
+            assert value.kv_cache_data["layer.1"].k_cache is caches["layer.1"].k_cache
+    with forward_context(ForwardContext(kv_cache_data=own)) as value:
+        assert value.kv_cache_data is own
+    # Outside of a forward nothing can be looked up.
+    assert get_forward_context().kv_cache_data == {}
+
+
+@pytest.mark.feature("L04")
+def test_caches_are_registered_once(caches: dict[str, KVCacheTensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"^kv_cache_data: wanted one registration.*2 layers$"):
+        set_kv_cache_data(caches)
+    reset_kv_cache_data()
+    assert ForwardContext().kv_cache_data == {}
+    set_kv_cache_data(caches)
+
+
+def test_layers_keep_their_order_under_their_names() -> None:
+    layers = static_forward_context([("b", 1), ("a", 2)])
+    assert list(layers.items()) == [("b", 1), ("a", 2)]
+
+
+@pytest.mark.feature("K06")
+def test_two_layers_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^layer_name: wanted a name for each.*'layer.0' twice$"):
+        static_forward_context([("layer.0", 1), ("layer.1", 2), ("layer.0", 3)])

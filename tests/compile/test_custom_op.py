@@ -1,0 +1,185 @@
+"""A registered op is opaque: its schema says what it writes, its fake says what it returns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from compile import custom_op
+from compile.custom_op import LIBRARY, direct_register_custom_op
+
+_numbers = itertools.count()
+
+
+def double_on_cpu(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 100
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test registered: an op lives as long as the process."""
+    return f"test_op_{next(_numbers)}"
+
+
+def fill(x: torch.Tensor, out: torch.Tensor, scale: float, layer_name: str) -> None:
+    """Write into an output that the caller gives, as attention does."""
+    assert layer_name
+    for row in range(int(x.shape[0])):
+        out[row] = x[row] * scale
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def double_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.feature("K01")
+def test_the_op_is_found_in_the_project_library(name: str) -> None:
+    op = direct_register_custom_op(name, double, fake_impl=double_fake)
+    assert op is getattr(getattr(torch.ops, LIBRARY), name)
+    assert torch.equal(op(torch.ones(3)), torch.full((3,), 2.0))
+
+
+@pytest.mark.feature("K01")
+def test_registering_twice_returns_the_op_that_exists(name: str) -> None:
+    first = direct_register_custom_op(name, double, fake_impl=double_fake)
+    second = direct_register_custom_op(name, double_on_cpu, fake_impl=double_fake)
+    assert second is first
+    assert torch.equal(second(torch.ones(1)), torch.full((1,), 2.0))
+
+
+def test_another_copy_of_the_module_finds_the_op(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = direct_register_custom_op(name, double, fake_impl=double_fake)
+    monkeypatch.setattr(custom_op, "_registered", {})
+    monkeypatch.setattr(custom_op, "_libraries", {})
+    assert direct_register_custom_op(name, double, fake_impl=double_fake) is first
+
+
+def test_a_name_with_another_schema_is_refused(name: str) -> None:
+    direct_register_custom_op(name, double, fake_impl=double_fake)
+    with pytest.raises(ValueError, match=f"^{LIBRARY}::{name}: wanted the schema .*, found "):
+        direct_register_custom_op(name, fill, mutates_args=["out"])
+
+
+@pytest.mark.feature("K01")
+def test_a_dispatch_key_has_its_own_implementation(name: str) -> None:
+    op = direct_register_custom_op(name, double, fake_impl=double_fake)
+    again = direct_register_custom_op(name, double_on_cpu, dispatch_key="CPU")
+    assert again is op
+    assert op(torch.ones(1)).tolist() == [102.0]
+    # Tracing computes shapes alone, whatever the device.
+    assert op(torch.ones(3, device="meta")).shape == (3,)
+
+
+@pytest.mark.feature("K01")
+def test_an_op_for_one_device_is_refused_on_another(name: str) -> None:
+    op = direct_register_custom_op(name, double, fake_impl=double_fake, dispatch_key="CUDA")
+    with pytest.raises(NotImplementedError, match="CPU"):
+        op(torch.ones(1))
+
+
+@pytest.mark.feature("K01")
+def test_an_op_that_returns_something_needs_a_shape_function(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^fake_impl: wanted one for {LIBRARY}::{name}.*None$"):
+        direct_register_custom_op(name, double)
+    # Nothing is left behind.
+    direct_register_custom_op(name, double, fake_impl=double_fake)
+
+
+@pytest.mark.feature("K01")
+def test_integers_are_symbolic_in_the_schema(name: str) -> None:
+    def repeat(x: torch.Tensor, n: int, sizes: Sequence[int]) -> torch.Tensor:
+        return x.repeat(n + sum(sizes))
+
+    def repeat_fake(x: torch.Tensor, n: int, sizes: Sequence[int]) -> torch.Tensor:
+        return x.new_empty(x.shape[0] * (n + sum(sizes)))
+
+    op = direct_register_custom_op(name, repeat, fake_impl=repeat_fake)
+    assert str(op.default._schema).endswith("(Tensor x, SymInt n, SymInt[] sizes) -> Tensor")
+
+
+@pytest.mark.feature("K01")
+def test_one_name_in_two_libraries_is_two_ops(name: str) -> None:
+    ours = direct_register_custom_op(name, double, fake_impl=double_fake)
+    other = direct_register_custom_op(
+        name, double, fake_impl=double_fake, target_lib=f"{LIBRARY}_test"
+    )
+    assert ours.default.name() != other.default.name()
+
+
+@pytest.mark.feature("K01")
+def test_the_schema_names_the_arguments_that_are_written(name: str) -> None:
+    op = direct_register_custom_op(name, fill, mutates_args=["out"])
+    schema = op.default._schema
+    written = [arg.name for arg in schema.arguments if arg.alias_info and arg.alias_info.is_write]
+    assert written == ["out"]
+    assert schema.is_mutable
+    assert list(schema.returns) == []
+
+
+def test_an_op_without_mutated_arguments_is_functional(name: str) -> None:
+    op = direct_register_custom_op(name, double, fake_impl=double_fake)
+    assert not op.default._schema.is_mutable
+
+
+def test_an_unknown_mutated_argument_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="nobody"):
+        direct_register_custom_op(name, double, mutates_args=["nobody"])
+
+
+def test_the_op_writes_into_its_output(name: str) -> None:
+    op = direct_register_custom_op(name, fill, mutates_args=["out"])
+    out = torch.zeros(2, 3)
+    assert op(torch.ones(2, 3), out, 3.0, "layer.0") is None
+    assert torch.equal(out, torch.full((2, 3), 3.0))
+
+
+def test_tracing_runs_the_fake_and_never_the_op(name: str) -> None:
+    calls: list[str] = []
+
+    def real(x: torch.Tensor) -> torch.Tensor:
+        calls.append("real")
+        return x.clone()
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        calls.append("fake")
+        return x.new_empty(x.shape)
+
+    op = direct_register_custom_op(name, real, fake_impl=fake)
+    found = op(torch.empty(4, 2, device="meta"))
+    assert (found.shape, found.device.type, calls) == ((4, 2), "meta", ["fake"])
+
+
+def test_without_a_fake_the_op_returns_nothing_when_traced(name: str) -> None:
+    op = direct_register_custom_op(name, fill, mutates_args=["out"])
+    meta = torch.empty(2, 2, device="meta")
+    assert op(meta, meta.clone(), 1.0, "layer.0") is None
+
+
+@pytest.mark.feature("K01")
+def test_tags_reach_the_op(name: str) -> None:
+    op = direct_register_custom_op(
+        name, double, fake_impl=double_fake, tags=(torch.Tag.needs_fixed_stride_order,)
+    )
+    assert torch.Tag.needs_fixed_stride_order in op.default.tags
+
+
+@pytest.mark.feature("K01")
+@pytest.mark.parametrize("kind", ["functional", "mutating"])
+def test_torch_finds_nothing_wrong_with_a_registered_op(name: str, kind: str) -> None:
+    args: tuple[Any, ...] = (torch.randn(3, 2),)
+    if kind == "functional":
+        op = direct_register_custom_op(name, double, fake_impl=double_fake)
+    else:
+        op = direct_register_custom_op(name, fill, mutates_args=["out"])
+        args = (*args, torch.zeros(3, 2), 0.5, "layer.0")
+    torch.library.opcheck(op.default, args)

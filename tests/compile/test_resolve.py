@@ -1,0 +1,473 @@
+"""What a configuration leaves open follows from level, limits, preset and attention."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compile.config import (
+    DEFAULT_SPLITTING_OPS,
+    AttentionGraphSupport,
+    CompilationConfig,
+    CompilationConfigError,
+    CUDAGraphMode,
+)
+from compile.resolve import PRESETS, StepLimits, resolve
+from compile.sizes import DEFAULT_NUM_TOKENS
+
+NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
+NEVER, UNIFORM, ALWAYS = AttentionGraphSupport
+
+LIMITS = StepLimits(512, 16384)
+PATTERN = (1, 2, 4, 8, *range(16, 513, 16))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# --- the order ----------------------------------------------------------------------------------
+
+
+def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="lockstep.compile")
+    config = CompilationConfig(
+        level=3, cudagraph_capture_sizes=(4, 1), compile_sizes=(7, "cudagraph_capture_sizes")
+    )
+    resolve(config, LIMITS, preset=BOTH)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compilation.splitting_ops: {list(DEFAULT_SPLITTING_OPS)}",
+        "compilation.graph_bs: [1, 4]",
+        "compilation.cudagraph_mode: FULL_AND_PIECEWISE",
+        "compilation.compile_sizes: [1, 4, 7]",
+        f"compilation.capture_num_tokens: {list(DEFAULT_NUM_TOKENS)}",
+        "compilation.passes: []",
+    ]
+
+
+def test_the_fused_norm_is_used_where_inductor_fuses_nothing() -> None:
+    eager = CompilationConfig(level=3, use_inductor=False)
+    assert resolve(eager, LIMITS).passes == ("fuse_add_rms_norm",)
+    assert resolve(CompilationConfig(level=3), LIMITS).passes == ()
+    given = CompilationConfig(level=3, passes=("fuse_add_rms_norm",))
+    assert resolve(given, LIMITS).passes == given.passes
+
+
+# --- mode ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("A10")
+@pytest.mark.parametrize(
+    ("level", "wanted"),
+    [
+        (0, {None: NONE, NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
+        (1, {None: NONE, NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
+        (2, {None: NONE, NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
+        (3, {None: PIECEWISE, **{mode: mode for mode in CUDAGraphMode}}),
+    ],
+)
+def test_an_explicit_mode_is_kept_and_none_follows_the_level(
+    level: int, wanted: dict[CUDAGraphMode | None, CUDAGraphMode]
+) -> None:
+    for given_mode, mode in wanted.items():
+        config = CompilationConfig(level=level, cudagraph_mode=given_mode)
+        assert resolve(config, LIMITS).cudagraph_mode is mode
+
+
+@pytest.mark.feature("Q02")
+@pytest.mark.parametrize("pool", PRESETS)
+def test_a_pools_preset_counts_at_level_3_where_no_mode_is_given(pool: str) -> None:
+    preset = {"prefill": PIECEWISE, "decode": DECODE_ONLY, "mixed": BOTH}[pool]
+    assert PRESETS[pool] is preset
+    for level in (0, 1, 2):
+        config = CompilationConfig(level=level)
+        assert resolve(config, LIMITS, preset=preset).cudagraph_mode is NONE
+    assert resolve(CompilationConfig(level=3), LIMITS, preset=preset).cudagraph_mode is preset
+    for mode in CUDAGraphMode:
+        config = CompilationConfig(level=3, cudagraph_mode=mode)
+        assert resolve(config, LIMITS, preset=preset).cudagraph_mode is mode
+
+
+@pytest.mark.feature("Q02")
+@pytest.mark.parametrize(
+    ("leaf", "fields", "enforce_eager", "level", "mode"),
+    [
+        ("not supported by torch.compile", {"level": 3}, True, 0, NONE),
+        ("debugging or profiling", {"level": 0}, False, 0, NONE),
+        ("quick compatibility check", {"level": 1}, False, 1, NONE),
+        ("Inductor without graphs", {"level": 2}, False, 2, NONE),
+        ("standard serving", {"level": 3}, False, 3, PIECEWISE),
+        ("uniform batches", {"level": 3, "cudagraph_mode": "FULL"}, False, 3, FULL),
+        ("decode", {"level": 3, "cudagraph_mode": "FULL_DECODE_ONLY"}, False, 3, DECODE_ONLY),
+        ("fastest", {"level": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}, False, 3, BOTH),
+    ],
+)
+def test_each_leaf_of_the_decision_tree_can_be_had(
+    leaf: str, fields: dict[str, Any], enforce_eager: bool, level: int, mode: CUDAGraphMode
+) -> None:
+    config = resolve(CompilationConfig(**fields), LIMITS, enforce_eager=enforce_eager)
+    assert (config.level, config.graph_mode) == (level, mode), leaf
+
+
+@pytest.mark.parametrize("preset", [None, *CUDAGraphMode])
+def test_a_graph_that_is_not_split_is_not_captured_in_pieces(preset: CUDAGraphMode | None) -> None:
+    config = resolve(CompilationConfig(level=3, splitting_ops=()), LIMITS, preset=preset)
+    nearest = {None: NONE, PIECEWISE: NONE, BOTH: DECODE_ONLY}
+    assert config.cudagraph_mode is nearest.get(preset, preset)
+    assert config.splitting_ops == ()
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_use_cudagraph_off_means_mode_none_and_leaves_compilation_alone(level: int) -> None:
+    for mode in (None, FULL):
+        config = CompilationConfig(level=level, cudagraph_mode=mode, use_cudagraph=False)
+        found = resolve(config, LIMITS, preset=BOTH)
+        assert (found.cudagraph_mode, found.graph_mode, found.level) == (NONE, NONE, level)
+
+
+def test_use_cudagraph_off_leaves_no_copy_layer() -> None:
+    config = CompilationConfig(level=3, cudagraph_copy_inputs=True)
+    assert resolve(config, LIMITS).cudagraph_copy_inputs
+    assert not resolve(replace(config, use_cudagraph=False), LIMITS).cudagraph_copy_inputs
+    assert not resolve(config, LIMITS, preset=DECODE_ONLY).cudagraph_copy_inputs
+
+
+@pytest.mark.parametrize("mode", [None, *CUDAGraphMode])
+def test_enforce_eager_wins_over_level_and_mode(mode: CUDAGraphMode | None) -> None:
+    config = CompilationConfig(
+        level=3, cudagraph_mode=mode, cudagraph_copy_inputs=mode in (None, PIECEWISE)
+    )
+    found = resolve(config, LIMITS, preset=BOTH, enforce_eager=True)
+    assert (found.level, found.cudagraph_mode) == (0, NONE)
+    assert not found.cudagraph_copy_inputs
+
+
+def test_enforce_eager_needs_no_size_to_capture(caplog: pytest.LogCaptureFixture) -> None:
+    config = CompilationConfig(level=3, cudagraph_capture_sizes=(100,), capture_num_tokens=(100,))
+    resolve(config, StepLimits(4, 8), enforce_eager=True)
+    assert warnings_of(caplog) == []
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "attention", "wanted"),
+    [
+        (3, ALWAYS, {mode: mode for mode in CUDAGraphMode}),
+        (0, ALWAYS, {NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
+        (
+            3,
+            UNIFORM,
+            {NONE: NONE, PIECEWISE: PIECEWISE, FULL: BOTH, DECODE_ONLY: DECODE_ONLY, BOTH: BOTH},
+        ),
+        (0, UNIFORM, {NONE: NONE, FULL: DECODE_ONLY, DECODE_ONLY: DECODE_ONLY}),
+        (
+            3,
+            NEVER,
+            {
+                NONE: NONE,
+                PIECEWISE: PIECEWISE,
+                FULL: PIECEWISE,
+                DECODE_ONLY: PIECEWISE,
+                BOTH: PIECEWISE,
+            },
+        ),
+        (2, NEVER, {NONE: NONE, FULL: NONE, DECODE_ONLY: NONE}),
+    ],
+)
+def test_a_mode_becomes_the_nearest_that_attention_can_be_part_of(
+    level: int,
+    attention: AttentionGraphSupport,
+    wanted: dict[CUDAGraphMode, CUDAGraphMode],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for mode, nearest in wanted.items():
+        caplog.clear()
+        config = CompilationConfig(level=level, cudagraph_mode=mode)
+        found = resolve(config, LIMITS, attention=attention, backend_name="triton_attention")
+        assert found.cudagraph_mode is nearest
+        warned = [
+            f"compilation.cudagraph_mode: {mode.name} became {nearest.name}: graphs of the "
+            f"attention backend triton_attention: {attention.name}"
+        ]
+        assert warnings_of(caplog) == ([] if mode is nearest else warned)
+
+
+def test_a_graph_that_is_not_split_follows_attention_without_pieces() -> None:
+    config = CompilationConfig(level=3, splitting_ops=(), cudagraph_mode=FULL)
+    assert resolve(config, LIMITS, attention=UNIFORM).cudagraph_mode is DECODE_ONLY
+    assert resolve(config, LIMITS, attention=NEVER).cudagraph_mode is NONE
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("C01")
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, PATTERN),
+        ({"cuda_graph_sizes": (15,)}, (1, 2, 4, 8)),
+        ({"cuda_graph_sizes": (4,)}, (1, 2, 4, 8)),
+        ({"cuda_graph_sizes": (40, 3, 40)}, (3, 40)),
+        ({"cuda_graph_sizes": (40, 3), "cudagraph_capture_sizes": (6, 5, 6)}, (5, 6)),
+    ],
+)
+def test_batch_sizes_follow_the_rule(fields: dict[str, Any], wanted: tuple[int, ...]) -> None:
+    assert resolve(CompilationConfig(level=3, **fields), LIMITS).graph_bs == wanted
+
+
+def test_512_gives_36_sizes() -> None:
+    assert len(resolve(CompilationConfig(level=3), LIMITS).graph_bs) == 36
+
+
+@pytest.mark.feature("C03")
+@pytest.mark.parametrize("field", ["cudagraph_capture_sizes", "cuda_graph_sizes"])
+def test_sizes_that_no_step_can_have_are_dropped_with_one_warning(
+    field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CompilationConfig(level=3, **{field: (64, 4, 12, 65, 1000)})  # type: ignore[arg-type]
+    assert resolve(config, StepLimits(64, 2048)).graph_bs == (4, 12, 64)
+    assert resolve(config, StepLimits(64, 36, query_len=3)).graph_bs == (4, 12)
+    assert warnings_of(caplog) == [
+        f"compilation.{field}: dropped 65, 1000: a step has at most 64 decoding sequences",
+        f"compilation.{field}: dropped 64, 65, 1000: a step has at most 12 decoding sequences",
+    ]
+
+
+def test_what_was_dropped_is_not_mentioned_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"cudagraph_capture_sizes": (4, 99), "capture_num_tokens": (4, 99)}
+    config = CompilationConfig(level=3, compile_sizes=(4, 99), **asked)  # type: ignore[arg-type]
+    found = resolve(config, StepLimits(8, 64), preset=BOTH)
+    assert len(warnings_of(caplog)) == 3
+    caplog.clear()
+    assert resolve(found, StepLimits(8, 64), attention=UNIFORM) == found
+    assert warnings_of(caplog) == []
+
+
+def test_a_warning_stays_short(caplog: pytest.LogCaptureFixture) -> None:
+    resolve(CompilationConfig(level=3, cuda_graph_sizes=(1024,)), StepLimits(64, 2048))
+    assert warnings_of(caplog) == [
+        "compilation.cuda_graph_sizes: dropped 80 to 1024 (60 sizes): a step has at most "
+        "64 decoding sequences"
+    ]
+
+
+def test_a_listed_size_is_missed_though_it_is_the_default_of_another_field(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = CompilationConfig(level=3, cudagraph_mode=FULL, cudagraph_capture_sizes=(512,))
+    with pytest.raises(CompilationConfigError):
+        resolve(config, StepLimits(64, 2048))
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.feature("C03")
+@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
+def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> None:
+    config = CompilationConfig(level=3, cudagraph_mode=mode, cudagraph_capture_sizes=(65, 100))
+    with pytest.raises(CompilationConfigError) as error:
+        resolve(config, StepLimits(64, 2048))
+    assert str(error.value) == (
+        "compilation.cudagraph_capture_sizes: wanted a size of at most 64 "
+        "(decoding sequences of the largest step), found [65, 100]"
+    )
+    assert resolve(replace(config, use_cudagraph=False), StepLimits(64, 2048)).graph_bs == ()
+
+
+def test_a_budget_below_one_decoding_sequence_is_an_error() -> None:
+    config = CompilationConfig(level=3)
+    with pytest.raises(CompilationConfigError, match=r"^compilation\.cuda_graph_sizes: .* most 0"):
+        resolve(config, StepLimits(64, 2, query_len=3))
+
+
+def test_sizes_that_nobody_asked_for_are_dropped_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = resolve(CompilationConfig(level=3), StepLimits(8, 100))
+    assert (config.graph_bs, config.capture_num_tokens) == ((1, 2, 4, 8), DEFAULT_NUM_TOKENS[:7])
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.feature("C03")
+@given(
+    st.lists(st.integers(1, 80), min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.integers(1, 128),
+    st.integers(1, 4),
+)
+def test_exactly_the_sizes_that_can_be_scheduled_are_kept(
+    sizes: list[int], max_num_seqs: int, budget: int, query_len: int
+) -> None:
+    config = CompilationConfig(level=3, cudagraph_capture_sizes=tuple(sizes))
+    limits = StepLimits(max_num_seqs, budget, query_len)
+    possible = {n for n in sizes if n <= max_num_seqs and n * query_len <= budget}
+    if possible:
+        assert resolve(config, limits).graph_bs == tuple(sorted(possible))
+        return
+    with pytest.raises(CompilationConfigError):
+        resolve(config, limits)
+
+
+@pytest.mark.feature("N03")
+def test_token_counts_are_sorted_deduped_and_bounded_by_the_budget(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    default = resolve(CompilationConfig(level=3), LIMITS).capture_num_tokens
+    assert default == (1, 2, 4, 8, 16, 32, 64, 128, *range(256, 3073, 256))
+    assert default is not None and len(default) == 20
+    config = CompilationConfig(level=3, capture_num_tokens=(900, 7, 7, 901, 30))
+    assert resolve(config, StepLimits(1, 900)).capture_num_tokens == (7, 30, 900)
+    assert warnings_of(caplog) == [
+        "compilation.capture_num_tokens: dropped 901: a step has at most 900 tokens"
+    ]
+    with pytest.raises(CompilationConfigError) as error:
+        resolve(config, StepLimits(1, 6))
+    assert str(error.value) == (
+        "compilation.capture_num_tokens: wanted a size of at most 6 (tokens of the largest step), "
+        "found [7, 30, 900, 901]"
+    )
+    for sizes in ((0,), (-1,), ()):
+        with pytest.raises(CompilationConfigError, match=r"^compilation\.capture_num_tokens: "):
+            CompilationConfig(capture_num_tokens=sizes)
+
+
+def test_token_counts_matter_only_where_pieces_are_captured() -> None:
+    config = CompilationConfig(level=3, cudagraph_mode=FULL, capture_num_tokens=(100,))
+    assert resolve(config, StepLimits(4, 8)).graph_bs == (1, 2, 4)
+
+
+def test_listed_batch_sizes_are_token_counts_where_only_pieces_were_asked_for() -> None:
+    listed = CompilationConfig(level=3, cudagraph_capture_sizes=(4, 8))
+    asked = replace(listed, cudagraph_mode=PIECEWISE)
+    limits = StepLimits(512, 16384, query_len=2)
+    assert resolve(listed, limits).capture_num_tokens == (8, 16)
+    assert resolve(asked, limits, preset=BOTH).capture_num_tokens == (8, 16)
+    for preset in (PIECEWISE, BOTH):
+        found = resolve(listed, limits, preset=preset)
+        assert found.capture_num_tokens == DEFAULT_NUM_TOKENS
+    assert resolve(CompilationConfig(level=3), limits).capture_num_tokens == DEFAULT_NUM_TOKENS
+
+
+def test_the_name_of_capture_sizes_stands_for_their_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = CompilationConfig(
+        level=3,
+        cudagraph_capture_sizes=(8, 2),
+        compile_sizes=(5, "cudagraph_capture_sizes", 4, 33, 5),
+    )
+    assert resolve(config, LIMITS).compile_sizes == (2, 4, 5, 8, 33)
+    assert resolve(config, StepLimits(8, 32, query_len=3)).compile_sizes == (4, 5, 6, 24)
+    assert resolve(CompilationConfig(level=3), LIMITS).compile_sizes == ()
+    assert warnings_of(caplog) == [
+        "compilation.compile_sizes: dropped 33: a step has at most 32 tokens"
+    ]
+
+
+# --- all together -------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("A11")
+@pytest.mark.parametrize(
+    ("fields", "enforce_eager", "level", "ops", "mode", "graph_bs", "dump"),
+    [
+        ({"level": 3}, False, 3, DEFAULT_SPLITTING_OPS, PIECEWISE, PATTERN, ""),
+        (
+            {"level": 3, "cudagraph_capture_sizes": [1, 2, 4, 8]},
+            False,
+            3,
+            DEFAULT_SPLITTING_OPS,
+            PIECEWISE,
+            (1, 2, 4, 8),
+            "",
+        ),
+        ({}, True, 0, (), NONE, PATTERN, ""),
+        ({"level": 0}, False, 0, (), NONE, PATTERN, ""),
+        (
+            {"level": 3, "debug_dump_path": "/tmp/debug"},
+            False,
+            3,
+            DEFAULT_SPLITTING_OPS,
+            PIECEWISE,
+            PATTERN,
+            "/tmp/debug",
+        ),
+    ],
+    ids=["production", "custom sizes", "enforce_eager", "level 0", "dump"],
+)
+def test_common_configurations_give_what_the_guide_says(
+    fields: dict[str, Any],
+    enforce_eager: bool,
+    level: int,
+    ops: tuple[str, ...],
+    mode: CUDAGraphMode,
+    graph_bs: tuple[int, ...],
+    dump: str,
+) -> None:
+    config = resolve(CompilationConfig(**fields), LIMITS, enforce_eager=enforce_eager)
+    assert config.level == level
+    assert config.splitting_ops == ops
+    assert config.cudagraph_mode is mode
+    assert config.cuda_graph_sizes == (512,)
+    assert config.graph_bs == graph_bs
+    assert config.debug_dump_path == dump
+
+
+def test_the_default_splitting_ops_are_attention() -> None:
+    assert DEFAULT_SPLITTING_OPS == (
+        "lockstep::unified_attention_with_output",
+        "lockstep::mla_attention",
+    )
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> CompilationConfig:
+    sizes = st.none() | st.lists(st.integers(1, 600), min_size=1, max_size=4).map(lambda s: [1, *s])
+    level = draw(st.integers(0, 3))
+    modes = [None, NONE, FULL, DECODE_ONLY, *([PIECEWISE, BOTH] if level == 3 else [])]
+    return CompilationConfig(
+        level=level,
+        use_cudagraph=draw(st.booleans()),
+        cudagraph_mode=draw(st.sampled_from(modes)),
+        cudagraph_capture_sizes=draw(sizes),
+        cuda_graph_sizes=draw(sizes) or (),
+        capture_num_tokens=draw(sizes),
+        compile_sizes=draw(st.none() | st.lists(st.just("cudagraph_capture_sizes") | st.just(3))),
+    )
+
+
+@given(
+    configurations(),
+    st.sampled_from([None, *CUDAGraphMode]),
+    st.sampled_from(AttentionGraphSupport),
+    st.integers(1, 64),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_nothing_is_left_open_and_resolving_again_changes_nothing(
+    config: CompilationConfig,
+    preset: CUDAGraphMode | None,
+    attention: AttentionGraphSupport,
+    max_num_seqs: int,
+    query_len: int,
+    enforce_eager: bool,
+) -> None:
+    limits = StepLimits(max_num_seqs, 64 * query_len, query_len)
+    arguments: dict[str, Any] = {"preset": preset, "attention": attention}
+    found = resolve(config, limits, enforce_eager=enforce_eager, **arguments)
+    assert found.splitting_ops is not None
+    assert found.cudagraph_mode is not None
+    assert found.capture_num_tokens is not None
+    assert found.compile_sizes is not None
+    assert all(isinstance(size, int) for size in found.compile_sizes)
+    assert list(found.graph_bs) == sorted(set(found.graph_bs))
+    assert list(found.capture_num_tokens) == sorted(set(found.capture_num_tokens))
+    for other in (preset, None, BOTH):
+        assert resolve(found, limits, preset=other, attention=attention) == found

@@ -1,0 +1,122 @@
+"""What all tests share: the environment, the Ray cluster, the tiny model and the feature report.
+
+The one thing to know: the environment is set before anything imports ray or torch, which read it
+once. Ranks and replicas inherit it from the raylet that a test starts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+if "LOCKSTEP_CACHE_ROOT" not in os.environ:
+    # What is compiled is compiled once a run, and nothing is found that an earlier run left.
+    os.environ["LOCKSTEP_CACHE_ROOT"] = tempfile.mkdtemp(prefix="lockstep-tests-")
+    atexit.register(shutil.rmtree, os.environ["LOCKSTEP_CACHE_ROOT"], ignore_errors=True)
+
+os.environ.update(
+    # Tokens would be written into the home directory, and processes that disagree about them
+    # fail with connection errors.
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+    # Two ranks with a thread per core each wait for one another at every OpenMP barrier.
+    OMP_NUM_THREADS="1",
+    # No test asks the network for a model.
+    HF_HUB_OFFLINE="1",
+    # Tokenizers warn when a process forks after they used threads.
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+pytest_plugins = ["pytester"]
+
+TESTS = Path(__file__).resolve().parent
+
+# A plain run draws the same examples every time, from seeds that hypothesis derives from each
+# test's source. `--hypothesis-profile=explore` draws new ones and prints how to repeat a failure.
+hypothesis.settings.register_profile("lockstep", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", print_blob=True, deadline=None, max_examples=500)
+hypothesis.settings.load_profile("lockstep")
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Load the feature report by its path: the name `tests` may belong to another package."""
+    name = "lockstep_feature_report"
+    if pluginmanager.has_plugin(name):
+        return
+    spec = importlib.util.spec_from_file_location(name, TESTS / "feature_report.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up while it is executed.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    pluginmanager.register(module, name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start Ray, before `-m` selects, and skip those that need a missing GPU."""
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("ray")
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, found none"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Path:
+    """The bundled model: a directory with config.json, weights and tokenizer."""
+    return TESTS.parent / "examples" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The one Ray cluster of the run; its value is ray's context with the addresses."""
+    import ray
+
+    context = ray.init(
+        address="local",
+        num_cpus=32,
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield context
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _unsealed() -> Iterator[None]:
+    """An engine of this process seals it when it is ready; the next test starts afresh."""
+    yield
+    if capture := sys.modules.get("compile.capture"):
+        capture.unseal()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on which nobody listened a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,78 @@
+"""The accelerator check runs on a CPU too, and survives parts that fail or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "bench" / "gpu_check.py"
+
+
+def check(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", *arguments]
+    return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_a_cpu_and_is_right(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = check("--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert [part["failure"] for part in found["parts"]] == [""] * 9
+    rows = [row for part in found["parts"] for row in part["rows"]]
+    assert len(rows) >= 36
+    assert all(row["name"] in done.stdout for row in rows)
+    timed = [row for row in rows if row["seconds"] is not None]
+    assert all(row["floor_s"] > 0 and row["times_floor"] > 0 for row in timed)
+    assert sum(row["limit"] is not None for row in rows) >= 20
+
+
+def test_a_part_that_cannot_run_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('broken on purpose')")
+    out = tmp_path / "out.json"
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    done = check("--only", "rope", "model", "elementwise", "--out", str(out), PYTHONPATH=path)
+    assert done.returncode == 1
+    parts = {part["part"]: part for part in json.loads(out.read_text())["parts"]}
+    assert parts["model"]["failure"] == "exit code 1"
+    assert "broken on purpose" in parts["model"]["stderr"]
+    assert "FAILED model: exit code 1" in done.stdout
+    for name in ("rope", "elementwise"):
+        assert parts[name]["failure"] == ""
+        assert parts[name]["rows"]
+
+
+def test_a_part_that_does_not_end_is_killed_and_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = check("--only", "rope", "--time-limit", "0.05", "--out", str(out))
+    assert done.returncode == 1
+    parts = json.loads(out.read_text())["parts"]
+    assert [part["failure"] for part in parts] == ["no end within 0.05 s"] * 2
+
+
+def test_an_error_that_is_no_number_is_not_right() -> None:
+    code = (
+        "import gpu_check, gpu_check_kernels as parts;"
+        "parts.error_of = lambda found, wanted: float('nan');"
+        "gpu_check.main()"
+    )
+    command = [sys.executable, "-c", code, "--part", "elementwise", "--device", "cpu", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["is_right"] for row in rows] == [False] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_part_is_right_on_a_gpu() -> None:
+    done = check("--device", "cuda")
+    assert done.returncode == 0, done.stdout

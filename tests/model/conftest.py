@@ -1,0 +1,196 @@
+"""Random checkpoints, a small runner over a paged cache, and tensor-parallel ranks in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from compile.context import ForwardContext, forward_context
+from model.config import ModelConfig
+from model.kv_cache import KVCacheSpec
+from model.layers.attention import AttentionMetadata
+from model.layers.decoder import CausalLM
+from model.loader import load_model
+from model.parallel import Shard
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 509,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # So wide that outputs of different prompts differ.
+    "initializer_range": 0.3,
+}
+
+# One padding token: its id, position and slot.
+PAD = (torch.tensor([1]), torch.tensor([3]), torch.tensor([0]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Give biases and norm weights values too: transformers starts them at zero and one."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., tuple[Path, transformers.PreTrainedModel]]:
+    """Return a function from configuration overrides to (directory, transformers' model)."""
+    made: dict[str, tuple[Path, transformers.PreTrainedModel]] = {}
+
+    def make(
+        max_shard_size: str = "5GB", family: str = "Llama", **overrides: Any
+    ) -> tuple[Path, transformers.PreTrainedModel]:
+        key = repr((max_shard_size, family, sorted(overrides.items())))
+        if key not in made:
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**(SMALL | overrides))
+            reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            with torch.no_grad():
+                _randomise(reference)
+            directory = tmp_path_factory.mktemp("checkpoint")
+            reference.save_pretrained(directory, max_shard_size=max_shard_size)
+            made[key] = directory, reference
+        return made[key]
+
+    return make
+
+
+class Paged:
+    """Runs a model over a paged cache whose blocks are handed out in shuffled order.
+
+    Every slot that a sequence has not written holds NaN until a block is opened, so reading one
+    shows in the output.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model
+        self.layers = model.attention_layers()
+        first = next(iter(self.layers.values()))
+        spec = KVCacheSpec(len(self.layers), first.num_kv_heads, first.head_dim, block_size, dtype)
+        self.pool = spec.allocate(num_blocks, torch.device("cpu"))
+        self.pool[1:] = torch.nan
+        self.caches = spec.views(self.pool, list(self.layers))
+        self.block_size = block_size
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
+        self.free = (order + 1).tolist()
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(
+        self,
+        chunks: dict[str, torch.Tensor],
+        *,
+        num_padding_decodes: int = 0,
+        num_padding_tokens: int = 0,
+    ) -> dict[str, torch.Tensor]:
+        """Append each sequence's tokens in one forward; return logits [n, V] of each on rank 0."""
+        decodes = [name for name in chunks if len(chunks[name]) == 1]
+        prefills = [name for name in chunks if len(chunks[name]) > 1]
+        pads = [f"pad{i}" for i in range(num_padding_decodes)]
+        names = decodes + pads + prefills
+        rows = [self._append(name, chunks[name]) if name in chunks else PAD for name in names]
+        tokens, positions, slots = (
+            torch.cat([row[i] for row in rows] + [column] * num_padding_tokens)
+            for i, column in enumerate(PAD)
+        )
+        bounds = torch.tensor([0] + [len(row[0]) for row in rows]).cumsum(0)
+        metadata = AttentionMetadata(
+            num_decodes=len(decodes) + len(pads),
+            cu_seqlens_q=bounds.int(),
+            seq_lens=torch.tensor([self.lengths.get(name, 0) for name in names]).int(),
+            block_table=self._block_table(names),
+            slot_mapping=slots,
+        )
+        logits = self._forward(tokens, positions, metadata)
+        if logits is None:
+            return {}
+        return {name: logits[bounds[i] : bounds[i + 1]] for i, name in enumerate(names)}
+
+    def _append(self, name: str, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Give a sequence blocks for more tokens; return tokens, positions and slots."""
+        start = self.lengths.get(name, 0)
+        self.lengths[name] = stop = start + len(tokens)
+        table = self.tables.setdefault(name, [])
+        while len(table) * self.block_size < stop:
+            table.append(self.free.pop())
+        positions = torch.arange(start, stop)
+        blocks = torch.tensor(table)[positions // self.block_size]
+        return tokens, positions, blocks * self.block_size + positions % self.block_size
+
+    def _block_table(self, names: list[str]) -> torch.Tensor:
+        columns = max(len(table) for table in self.tables.values()) + 1
+        # Entries behind a sequence's length mean nothing: fill them with a block of NaN.
+        filled = torch.full((len(names), columns), self.free[0], dtype=torch.int32)
+        for row, name in zip(filled, names, strict=True):
+            table = self.tables.get(name, [])
+            row[: len(table)] = torch.tensor(table)
+        return filled
+
+    @torch.inference_mode()
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor | None:
+        with forward_context(ForwardContext(self.layers, metadata, self.caches)):
+            hidden = self.model(tokens, positions)
+        assert hidden.isfinite().all()
+        return self.model.compute_logits(hidden)
+
+
+@pytest.fixture(scope="session")
+def paged() -> type[Paged]:
+    """The runner's class."""
+    return Paged
+
+
+def _run_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+        return work(Shard(rank, size, group))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
+    """Run a function of a shard on `size` ranks, threads joined by gloo; return its results."""
+    return _run_ranks
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., tuple[CausalLM, ModelConfig]]]:
+    """Load a checkpoint in float32 on the CPU."""
+
+    def load_float32(path: Path, shard: Shard | None = None) -> Any:
+        return load_model(path, shard=shard or Shard(), dtype=torch.float32, device="cpu")
+
+    yield load_float32

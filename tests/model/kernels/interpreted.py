@@ -1,0 +1,315 @@
+"""Triton kernels against their torch twins in Triton's interpreter; run by test_interpreter.py.
+
+    TRITON_INTERPRET=1 python interpreted.py GROUP NUM_SHAPES
+
+The interpreter must be chosen before Triton is imported, so this needs a process of its own. Its
+`tl.dot` is wrong in bfloat16: attention runs in float32 and float16. What no sequence may read is
+NaN: unused slots, blocks that entries behind a sequence name, blocks that a window has left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile.context import ForwardContext, forward_context
+from model.families.llama import LlamaForCausalLM
+from model.kernels import (
+    dispatch,
+    packed_linear,
+    paged_attention,
+    triton_decode,
+    triton_norm,
+    triton_prefill,
+    triton_rope,
+    triton_silu,
+)
+from model.kv_cache import KVCacheSpec
+from model.layers.activation import silu_and_mul
+from model.layers.attention import AttentionMetadata
+from model.layers.norm import RMSNorm
+from model.layers.rotary import rotate
+from model.loader import load_model
+
+CPU = torch.device("cpu")
+HEAD_DIMS = [8, 16, 20, 32, 48, 64, 80, 96]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class Shape:
+    """One random layer and a pool in which blocks are handed out in random order.
+
+    Invariant: every slot that no sequence was given holds NaN, in all layers, the scratch block's
+    included.
+    """
+
+    def __init__(self, rng: random.Random, *, dtypes: list[torch.dtype]) -> None:
+        self.rng = rng
+        self.dtype = rng.choice(dtypes)
+        self.num_kv_heads, self.group = rng.randint(1, 3), rng.randint(1, 8)
+        self.num_heads = self.num_kv_heads * self.group
+        self.head_dim, self.block_size = rng.choice(HEAD_DIMS), rng.choice([1, 4, 5, 16])
+        self.scale = self.head_dim**-0.5
+        self.window = rng.choice([None, None, 1, 3, 17, 64, 1000])
+        spec = KVCacheSpec(2, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        self.pool = spec.allocate(1200 // self.block_size, CPU)
+        self.pool[:] = torch.nan
+        self.free = list(range(1, len(self.pool)))
+        rng.shuffle(self.free)
+        self.k_cache, self.v_cache = self.pool[:, 1, 0], self.pool[:, 1, 1]
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=self.dtype)
+
+    def strided(self, num_tokens: int, *heads: int) -> list[torch.Tensor]:
+        """Return tensors [T, heads, D] that lie beside one another, as views of one projection."""
+        return list(self.randn(num_tokens, sum(heads), self.head_dim).split(heads, dim=1))
+
+    def block_table(self, lengths: list[int], num_queries: list[int]) -> torch.Tensor:
+        """Give each sequence blocks and values; entries that it may not read name NaN."""
+        columns = max(-(-n // self.block_size) for n in lengths) + self.rng.randint(1, 3)
+        nan_block = self.free.pop()
+        table = torch.full((len(lengths), columns), nan_block, dtype=torch.int32)
+        for row, length, queries in zip(table, lengths, num_queries, strict=True):
+            first = max(length - queries + 1 - (self.window or 1 << 30), 0) // self.block_size
+            for column in range(first, -(-length // self.block_size)):
+                row[column] = block = self.free.pop()
+                used = min(length - column * self.block_size, self.block_size)
+                size = (used, self.num_kv_heads, self.head_dim)
+                self.k_cache[block, :used] = self.randn(*size)
+                self.v_cache[block, :used] = self.randn(*size)
+        return table
+
+    def clear_behind(self, table: torch.Tensor, lengths: list[int]) -> None:
+        """Zero the scratch block and the slots behind sequences: the torch functions rely on it."""
+        self.pool[0] = 0
+        for row, length in zip(table, lengths, strict=True):
+            used = length % self.block_size
+            if used:
+                self.pool[row[length // self.block_size], :, :, used:] = 0
+
+
+def lengths_of(rng: random.Random, low: int, most: int) -> list[int]:
+    return [rng.choice([low, rng.randint(low, most)]) for _ in range(rng.randint(1, 4))]
+
+
+def check_decode(rng: random.Random) -> None:
+    shape = Shape(rng, dtypes=[torch.float32, torch.float16])
+    # Sequences of test size are split like long ones, into splits of one tile or of several.
+    triton_decode.MIN_SPLIT_TOKENS = rng.choice([16, 64, 256])
+    triton_decode.MAX_SPLITS = rng.choice([2, 64])
+    triton_decode.num_sms = lambda _: 100
+    lengths = [rng.choice([0, n]) for n in lengths_of(rng, 1, 260)]
+    table = shape.block_table(lengths, [1] * len(lengths))
+    (q,) = shape.strided(len(lengths), shape.num_heads)
+    args = (q, shape.k_cache, shape.v_cache, table, torch.tensor(lengths).int(), shape.scale)
+    found, wanted = torch.full_like(q, torch.nan), torch.empty_like(q)
+    triton_decode.paged_decode(*args, found, shape.window)
+    shape.clear_behind(table, lengths)
+    paged_attention.paged_decode(*args, wanted, shape.window)
+    compare(found, wanted)
+    assert found.isfinite().all()
+    assert not found[torch.tensor(lengths) == 0].any()
+
+
+def check_prefill(rng: random.Random) -> None:
+    shape = Shape(rng, dtypes=[torch.float32, torch.float16])
+    queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, 70)]
+    lengths = [n + rng.choice([0, 0, 1, rng.randint(0, 150)]) for n in queries]
+    num_before, num_behind = rng.choice([0, 2]), rng.choice([0, 0, 1, 40])
+    num_tokens = num_before + sum(queries) + num_behind
+    table = shape.block_table(lengths, queries)
+    q, k, v = shape.strided(num_tokens, shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    bounds = (torch.tensor([0, *queries]).cumsum(0) + num_before).int()
+    for i, (row, n) in enumerate(zip(table, queries, strict=True)):
+        positions = torch.arange(lengths[i] - n, lengths[i])
+        blocks, offsets = row[positions // shape.block_size].long(), positions % shape.block_size
+        k[bounds[i] : bounds[i + 1]] = shape.k_cache[blocks, offsets]
+        v[bounds[i] : bounds[i + 1]] = shape.v_cache[blocks, offsets]
+    where = (shape.k_cache, shape.v_cache, table, bounds, torch.tensor(lengths).int(), shape.scale)
+    found, wanted = torch.full_like(q, torch.nan), torch.zeros_like(q)
+    triton_prefill.paged_prefill(q, *where, found, shape.window)
+    shape.clear_behind(table, lengths)
+    paged_attention.paged_prefill(q, k, v, *where, wanted, shape.window)
+    assert found[:num_before].isnan().all(), "wrote rows of decodes"
+    compare(found[num_before:], wanted[num_before:])
+    assert found[num_before:].isfinite().all()
+
+
+def check_prefill_padding(rng: random.Random) -> None:
+    """A sequence of length 0 with query tokens is padding between others."""
+    shape = Shape(rng, dtypes=[torch.float32])
+    queries, lengths = [3, rng.randint(1, 20), 5], [7, 0, 5]
+    table = shape.block_table(lengths, [3, 0, 5])
+    (q,) = shape.strided(sum(queries), shape.num_heads)
+    q[3 : 3 + queries[1]] = torch.nan
+    bounds = torch.tensor([0, *queries]).cumsum(0).int()
+    found = torch.full_like(q, torch.nan)
+    args = (shape.k_cache, shape.v_cache, table, bounds, torch.tensor(lengths).int(), shape.scale)
+    triton_prefill.paged_prefill(q, *args, found, shape.window)
+    assert found.isfinite().all()
+    assert not found[3 : 3 + queries[1]].any()
+
+
+def check_rope(rng: random.Random) -> None:
+    """Pool and queries are equal to what turning and writing one after the other leave."""
+    shape = Shape(rng, dtypes=[torch.float32, torch.float16, torch.bfloat16])
+    shape.pool[0] = 0
+    slots: list[int] = []
+    for length in lengths_of(rng, 1, 24):
+        start = rng.choice([0, 0, shape.block_size * 2, rng.randint(0, length)])
+        blocks = [shape.free.pop() for _ in range(-(-(start + length) // shape.block_size))]
+        at = range(start, start + length)
+        slots += [
+            blocks[p // shape.block_size] * shape.block_size + p % shape.block_size for p in at
+        ]
+        slots += [rng.randint(0, shape.block_size - 1)] * rng.choice([0, 0, 2])
+    slot_mapping = torch.tensor(slots)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = shape.strided(len(slots), *heads)
+    angles = torch.randn(97, shape.head_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.randint(0, 97, (len(slots),))
+    by_token = [table[positions].to(shape.dtype).unsqueeze(1) for table in (cos, sin)]
+    wanted_pool = shape.pool.clone()
+    wanted_k, wanted_v = wanted_pool[:, 1, 0], wanted_pool[:, 1, 1]
+    caches = (shape.k_cache, shape.v_cache)
+    kind = rng.choice(["table", "by_token", "as_is"])
+    if kind == "as_is":
+        triton_rope.write_kv(k, v, *caches, slot_mapping)
+        paged_attention.write_kv(k, v, wanted_k, wanted_v, slot_mapping)
+        # Nothing is computed: the whole pool is equal to the bit.
+        compare(shape.pool, wanted_pool, exactly=True)
+        return
+    if kind == "table":
+        found = triton_rope.rope_and_write_kv(q, k, v, cos, sin, *caches, slot_mapping, positions)
+    else:
+        found = triton_rope.rope_and_write_kv(q, k, v, *by_token, *caches, slot_mapping)
+    paged_attention.write_kv(rotate(k, *by_token), v, wanted_k, wanted_v, slot_mapping)
+    compare(found, rotate(q, *by_token))
+    compare(shape.pool, wanted_pool)
+    compare(shape.v_cache, wanted_v, exactly=True)
+
+
+def check_norm(rng: random.Random) -> None:
+    dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 16, 33, 100, 896, 1024])
+    norm = RMSNorm(size, rng.choice([1e-6, 1e-5, 1e-2]), dtype=dtype, device=CPU)
+    norm.weight = torch.nn.Parameter(torch.randn(size, dtype=dtype), requires_grad=False)
+    num_tokens = rng.randint(1, 9)
+    x, residual = torch.randn(2, num_tokens, 2 * size, dtype=dtype)[..., :size]
+    compare(triton_norm.rms_norm(x, norm.weight, norm.eps), norm(x))
+    heads = torch.randn(num_tokens, 5, 2 * size, dtype=dtype)[:, 1:4, :size]
+    compare(triton_norm.rms_norm(heads, norm.weight, norm.eps), norm(heads))
+    wanted, wanted_sum = norm.add(x, residual.clone())
+    fused, fused_sum = triton_norm.fused_add_rms_norm(x, residual, norm.weight, norm.eps)
+    compare(fused, wanted)
+    # The interpreter cuts bfloat16 off where hardware rounds.
+    compare(fused_sum, wanted_sum, exactly=dtype != torch.bfloat16)
+    compare(triton_norm.add_rms_norm(x, residual, norm.weight, norm.eps), wanted)
+    compare(residual, wanted_sum, exactly=dtype != torch.bfloat16)
+
+
+def check_silu(rng: random.Random) -> None:
+    dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 5, 64, 1000, 1024, 1025])
+    shape = rng.choice([(7,), (1,), (2, 3)])
+    gate_up = 4 * torch.randn(*shape, 3 * size, dtype=dtype)[..., : 2 * size]
+    compare(triton_silu.silu_and_mul(gate_up), silu_and_mul(gate_up))
+
+
+def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False) -> None:
+    tolerance = 0 if exactly else TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def check_model(rng: random.Random) -> None:
+    """A whole model computes the same through Triton as through torch, without waiting."""
+    # Awkward on purpose: head dim 12, groups of 3, an odd vocabulary.
+    # Weights stay plain, as on a GPU: an op on packed ones reads its handle.
+    with patch.object(packed_linear, "_packs", return_value=False):
+        model, config = load_model(os.environ["CHECKPOINT"], dtype=torch.float32, device=CPU)
+    chunks: list[list[int]] = [[rng.randint(1, 20), rng.randint(1, 9), 1], [1, 1, 1], [1, 7, 30]]
+    ids = torch.randint(0, config.vocab_size, (1000,))
+    results = []
+    for is_triton in (False, True):
+        with patch.object(dispatch, "uses_triton", lambda _x, is_triton=is_triton: is_triton):
+            results.append(run_steps(model, chunks, ids, waits_never=is_triton))
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def run_steps(
+    model: LlamaForCausalLM, steps: list[list[int]], ids: torch.Tensor, *, waits_never: bool
+) -> list[torch.Tensor]:
+    """Give each of three sequences that many tokens per step; return the hidden states."""
+    layers = model.attention_layers()
+    first = next(iter(layers.values()))
+    spec = KVCacheSpec(len(layers), first.num_kv_heads, first.head_dim, 4, torch.float32)
+    pool = spec.allocate(60, CPU)
+    pool[1:] = torch.nan
+    caches = spec.views(pool, list(layers))
+    table = torch.arange(1, 61, dtype=torch.int32).view(3, 20)
+    lengths, found = torch.zeros(3, dtype=torch.int32), []
+    for counts in steps:
+        order = sorted(range(3), key=lambda i: (counts[i] > 1, i))
+        at = [lengths[i] + torch.arange(counts[i]) for i in order]
+        slots = [table[i, p // 4].long() * 4 + p % 4 for i, p in zip(order, at, strict=True)]
+        padding = torch.zeros(2, dtype=torch.int64)
+        lengths += torch.tensor(counts)
+        metadata = AttentionMetadata(
+            num_decodes=counts.count(1),
+            cu_seqlens_q=torch.tensor([0, *(counts[i] for i in order)]).cumsum(0).int(),
+            seq_lens=lengths[order],
+            block_table=table[order],
+            slot_mapping=torch.cat((*slots, padding)),
+        )
+        positions = torch.cat((*at, padding)).long()
+        context = ForwardContext(layers, metadata, caches)
+        watch = NoWaiting() if waits_never else nullcontext()
+        with torch.inference_mode(), forward_context(context), watch:
+            found.append(model(ids[positions], positions))
+    assert not pool[0].any(), "the scratch block is not zero"
+    return found
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses the op by which a tensor's value reaches Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+GROUPS: dict[str, Callable[[random.Random], None]] = {
+    "decode": check_decode,
+    "prefill": check_prefill,
+    "prefill_padding": check_prefill_padding,
+    "rope": check_rope,
+    "norm": check_norm,
+    "silu": check_silu,
+    "model": check_model,
+}
+
+
+def main() -> None:
+    """Check as many random shapes as asked for; name the seed of one that fails."""
+    group, count = sys.argv[1], int(sys.argv[2])
+    for seed in range(count):
+        torch.manual_seed(seed)
+        try:
+            GROUPS[group](random.Random(seed))
+        except Exception:
+            print(f"{group}: seed {seed} fails", file=sys.stderr)
+            raise
+    print(f"{group}: {count} shapes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Kernels compiled ahead of time for real architectures: what they take, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+REPORT = ROOT / "examples" / "bench" / "kernel_report.py"
+SHARED_LIMIT = {80: 100 * 1024, 90: 164 * 1024}
+
+
+@pytest.fixture(scope="module")
+def usages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, str(REPORT), "--json"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.feature("Y02")
+def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any]]) -> None:
+    assert {(usage["kernel"], usage["arch"]) for usage in usages} == {
+        (kernel, arch)
+        for kernel in (
+            "triton_decode._join_kernel",
+            "triton_decode._split_kernel",
+            "triton_norm._norm_kernel",
+            "triton_prefill._prefill_kernel",
+            "triton_rope._rope_kernel",
+            "triton_silu._silu_kernel",
+        )
+        for arch in SHARED_LIMIT
+    }
+
+
+@pytest.mark.feature("Y02")
+def test_no_kernel_spills_or_exceeds_a_multiprocessor(usages: list[dict[str, Any]]) -> None:
+    assert [u for u in usages if u["stack_bytes"] or u["local_bytes"]] == []
+    assert [u for u in usages if not 0 < u["registers"] <= 255] == []
+    # A multiprocessor has 65,536 registers; a program that takes more cannot start.
+    assert [u for u in usages if u["registers"] * u["num_warps"] * 32 > 65536] == []
+    assert [u for u in usages if u["shared_bytes"] > SHARED_LIMIT[u["arch"]]] == []

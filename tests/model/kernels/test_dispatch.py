@@ -1,0 +1,194 @@
+"""Which kernel a tensor's device chooses, and what tracing sees of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from compile.context import ForwardContext, KVCacheTensor, forward_context
+from model.kernels import (
+    dispatch,
+    paged_attention,
+    triton_decode,
+    triton_norm,
+    triton_prefill,
+    triton_rope,
+    triton_silu,
+)
+from model.layers import attention
+from model.layers.activation import silu_and_mul
+from model.layers.attention import Attention, AttentionMetadata
+from model.layers.norm import RMSNorm
+
+H, HKV, D, BLOCK = 8, 2, 16, 4
+KERNELS = {
+    "split": triton_decode._split_kernel,
+    "join": triton_decode._join_kernel,
+    "norm": triton_norm._norm_kernel,
+    "prefill": triton_prefill._prefill_kernel,
+    "rope": triton_rope._rope_kernel,
+    "silu": triton_silu._silu_kernel,
+}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """Record which kernels a GPU with 100 multiprocessors would launch, on which grids."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for name, kernel in KERNELS.items():
+
+        def run(*_: Any, grid: tuple[int, ...], name: str = name, **__: Any) -> None:
+            found.append((name, grid))
+
+        monkeypatch.setattr(kernel, "run", run)
+    monkeypatch.setattr(triton_decode, "num_sms", lambda _: 100)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
+    return found
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return, in a fake mode, a tensor without values: reading one is an error.
+
+    A GPU's own fake tensors cannot be sliced where torch is built without one.
+    """
+    return torch.empty(shape, dtype=dtype)
+
+
+def attend(num_decodes: int, num_seqs: int, num_tokens: int, *, is_turned: bool) -> torch.Tensor:
+    """Run the attention op's body on tensors without values."""
+    int32 = {"dtype": torch.int32}
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes,
+        cu_seqlens_q=empty(num_seqs + 1, **int32),
+        seq_lens=empty(num_seqs, **int32),
+        block_table=empty(num_seqs, 1024, **int32),
+        slot_mapping=empty(num_tokens, dtype=torch.int64),
+    )
+    cache = KVCacheTensor(empty(9, BLOCK, HKV, D), empty(9, BLOCK, HKV, D))
+    layer = Attention(H, HKV, D, layer_name="layer")
+    q, k, v = empty(num_tokens, H, D), empty(num_tokens, HKV, D), empty(num_tokens, HKV, D)
+    turns = () if is_turned else (empty(num_tokens, 1, D // 2), empty(num_tokens, 1, D // 2))
+    output = torch.empty_like(q)
+    with forward_context(ForwardContext({"layer": layer}, metadata, {"layer": cache})):
+        attention._unified_attention_with_output(q, k, v, output, "layer", *turns)
+    return output
+
+
+def test_the_device_chooses_the_kernels() -> None:
+    assert not dispatch.uses_triton(torch.empty(1))
+    with FakeTensorMode():
+        assert dispatch.uses_triton(torch.empty(1, device="cuda"))
+
+
+def test_a_value_that_is_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The torch functions do read values; those in C++ need memory, which a fake has not.
+    monkeypatch.setattr(dispatch, "cpu_attention", paged_attention)
+    with FakeTensorMode(), pytest.raises(DynamicOutputShapeException):
+        attend(3, 5, 40, is_turned=True)
+
+
+@pytest.mark.feature("Y02")
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(
+    launches: list[Any], is_turned: bool
+) -> None:
+    with FakeTensorMode():
+        attend(3, 5, 40, is_turned=is_turned)
+    block_q = 128 // (H // HKV)
+    splits = triton_decode.num_splits(3 * HKV, 1024 * BLOCK, 100)
+    assert splits == 16
+    assert launches == [
+        ("rope", (40, HKV)),
+        ("split", (3, HKV, splits)),
+        ("join", (3, H)),
+        ("prefill", (40 // block_q + 2 + 1, HKV)),
+    ]
+
+
+def test_a_full_batch_of_decodes_is_not_split(launches: list[Any]) -> None:
+    with FakeTensorMode():
+        attend(150, 150, 150, is_turned=True)
+    assert launches == [("rope", (150, HKV)), ("split", (150, HKV, 1))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_tokens", "wanted"),
+    [(1, 131072, 64), (8, 131072, 32), (8, 1024, 4), (8, 100, 1), (2048, 131072, 1)],
+)
+def test_splits_fill_the_device_and_no_more(rows: int, max_tokens: int, wanted: int) -> None:
+    assert triton_decode.num_splits(rows, max_tokens, 132) == wanted
+
+
+@pytest.mark.feature("Y02")
+def test_other_layers_on_a_gpu_launch_kernels(launches: list[Any]) -> None:
+    with FakeTensorMode():
+        norm = RMSNorm(32, 1e-5, dtype=torch.bfloat16, device=torch.device("cpu"))
+        # The ops' own bodies: under a fake mode the ops themselves only compute shapes.
+        dispatch._rms_norm(empty(7, 32), norm.weight, norm.eps)
+        dispatch._rms_norm(empty(7, 3, 32), norm.weight, norm.eps)
+        dispatch._add_rms_norm(empty(7, 32), empty(7, 32), norm.weight, norm.eps)
+        dispatch._silu_and_mul(empty(7, 4096))
+    assert launches == [("norm", (7,)), ("norm", (21,)), ("norm", (7,)), ("silu", (7, 2))]
+
+
+def traced_ops(function: Any, *args: torch.Tensor) -> list[str]:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.compile(function, backend=keep, fullgraph=True)(*args)
+    torch._dynamo.reset()
+    return [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"]
+
+
+def test_a_traced_graph_has_the_ops_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    norm = RMSNorm(32, 1e-5, dtype=torch.float32, device=cpu)
+    norm.allocate("weight").fill_(1.0)
+    x = torch.randn(7, 32)
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        normed, residual = norm.add(norm(x), residual)
+        return silu_and_mul(torch.cat((normed, residual), -1))
+
+    ops = {"lockstep.rms_norm", "lockstep.add_rms_norm", "lockstep.silu_and_mul"}
+    assert ops.isdisjoint(traced_ops(layer, x, x.clone()))
+    monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
+    assert ops <= set(traced_ops(layer, x, x.clone()))
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("rms_norm", (torch.empty(7, 32), torch.empty(32), 1e-5)),
+        ("add_rms_norm", (torch.empty(7, 32), torch.empty(7, 32), torch.empty(32), 1e-5)),
+        ("silu_and_mul", (torch.empty(7, 3, 64),)),
+    ],
+)
+def test_fake_results_are_like_real_ones(op: str, args: Any, launches: list[Any]) -> None:
+    real = getattr(dispatch, op)(*args)
+    fake = getattr(dispatch, f"_{op}_fake")(*args)
+    assert launches
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    torch.library.opcheck(getattr(dispatch, op), args, test_utils="test_schema")
+
+
+def test_tracing_is_told_that_the_residual_is_written() -> None:
+    arguments = dispatch.add_rms_norm.default._schema.arguments
+    assert [a.name for a in arguments if a.alias_info and a.alias_info.is_write] == ["residual"]
+
+
+def test_a_rank_without_a_gpu_does_not_import_triton() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import model.families.llama;"
+        "sys.exit(sorted(m for m in set(sys.modules) - before if m.startswith('triton')) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,129 @@
+"""A real family, traced once and run in pieces, equals itself as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from compile.config import CompilationConfig, DynamicShapes
+from compile.counters import counter
+from compile.decorator import compile_as_is
+from compile.scope import CompileScope, compile_scope
+from compile.split import placeholders
+from compile.toolchain import Opened, Runnable
+
+
+class Tools:
+    """A toolchain that runs pieces as they were traced."""
+
+    def __init__(self) -> None:
+        self.misses: list[str] = []
+
+    def open(self, scope: CompileScope, prefix: str, traced_files: Any) -> Opened | None:
+        return None if traced_files is None else Opened(self)
+
+    def compile(self, graph: Any, example_inputs: Sequence[Any], **_: Any) -> Runnable:
+        found: Runnable = graph.forward
+        return found
+
+    def load(self, key: str, **_: Any) -> Runnable:
+        raise KeyError(key)
+
+    def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
+        return runnable
+
+    def keep_outputs(self, op: Runnable) -> Runnable:
+        return op
+
+
+@pytest.fixture
+def build(load: Any, make_checkpoint: Any) -> Callable[..., tuple[Any, Any]]:
+    """Load a family as it is written, and again with a decoder that compiles itself."""
+
+    def do(family: str = "Llama", **config: Any) -> tuple[Any, Any]:
+        path, _ = make_checkpoint(family=family)
+        plain, _ = load(path)
+        scope = CompileScope(CompilationConfig(**config), toolchain=Tools())
+        with compile_scope(scope):
+            compiled, _ = load(path)
+        return plain, compiled
+
+    return do
+
+
+def run(paged: Any, model: Any) -> list[torch.Tensor]:
+    """Prefill two prompts, decode, and mix both with padding."""
+    runner = paged(model)
+    ids = torch.arange(60) * 11 % 509
+    steps = [
+        runner.step({"a": ids[:7], "b": ids[7:20]}),
+        runner.step({"a": ids[20:21], "b": ids[21:22]}, num_padding_decodes=2),
+        runner.step({"a": ids[22:23]}),
+        runner.step({"b": ids[23:24], "c": ids[24:40]}, num_padding_tokens=3),
+    ]
+    return [logits for step in steps for logits in step.values()]
+
+
+@pytest.mark.feature("A04")
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_a_family_is_one_graph_of_pieces_with_equal_outputs(
+    paged: Any, build: Any, family: str
+) -> None:
+    plain, compiled = build(family, level=3)
+    expected = run(paged, plain)
+    with counter.expect(num_graphs_seen=1, num_piecewise_graphs_seen=5):
+        found = run(paged, compiled)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.feature("J01")
+@pytest.mark.parametrize("mode", list(DynamicShapes))
+def test_every_mode_of_dynamic_shapes_traces_a_family(
+    paged: Any, build: Any, mode: DynamicShapes
+) -> None:
+    plain, compiled = build(level=2, dynamic_shapes=mode)
+    with counter.expect(num_graphs_seen=1, num_piecewise_graphs_seen=1):
+        found = run(paged, compiled)
+    for a, b in zip(run(paged, plain), found, strict=True):
+        assert torch.equal(a, b)
+    assert compiled.model.compiled_forward.plan.guards == ()
+
+
+@pytest.mark.feature("E10")
+def test_head_and_sampling_stay_outside_of_the_graph(paged: Any, build: Any) -> None:
+    _, compiled = build(level=3)
+    run(paged, compiled)
+    state = compiled.model.compiled_forward
+    paths = [weight.path for weight in state.plan.weights]
+    assert "norm.weight" in paths and not [path for path in paths if "lm_head" in path]
+    vocab = compiled.config.vocab_size
+    for item in state.compiler.items:
+        for node in item.graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.Tensor) and value.ndim == 2:
+                # The embedding's weight is the one tensor with a row for each token there is.
+                assert value.shape[-1] != vocab
+
+
+def test_identical_layers_of_a_family_are_identical_pieces(paged: Any, build: Any) -> None:
+    _, compiled = build(level=3)
+    run(paged, compiled)
+    state = compiled.model.compiled_forward
+    assert len(state.plan.pieces) == 3
+    names = [node.name for item in state.compiler.items for node in placeholders(item.graph)]
+    assert not [name for name in names if "layer_name" in name]
+
+
+@pytest.mark.feature("A02")
+def test_level_1_traces_a_whole_family_as_one_graph(paged: Any, build: Any) -> None:
+    plain, compiled = build(level=1)
+    traced = compile_as_is(compiled.model)
+    compiled.forward = lambda ids, positions: traced(ids, positions)
+    with counter.expect(num_graphs_seen=1):
+        found = run(paged, compiled)
+    for a, b in zip(run(paged, plain), found, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,181 @@
+"""The C++ kernels of attention against the torch functions whose twins they are."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from model.kernels import cpu_attention, native
+from model.kernels import paged_attention as twin
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    assert native.native_library() is not None, "wanted the kernels to build, found none"
+
+
+class Case:
+    """Random sequences in scattered blocks of one layer of a pool that holds NaN elsewhere."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        group: int = 2,
+        kv_heads: int = 2,
+        dim: int = 16,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        counts = [-(-length // block_size) for length in lengths]
+        order = (torch.randperm(sum(counts) + 3) + 1).int()
+        pool = torch.full((len(order) + 1, 3, 2, block_size, kv_heads, dim), torch.nan)
+        self.pool = pool.to(dtype)
+        self.k, self.v = self.pool[:, 1, 0], self.pool[:, 1, 1]
+        self.table = order[torch.randint(len(order), (len(lengths), max(counts) + 2))]
+        self.lengths = torch.tensor(lengths).int()
+        for row, blocks in zip(self.table, order.split([*counts, 3]), strict=False):
+            row[: len(blocks)] = blocks
+        for row, length in zip(self.table, lengths, strict=True):
+            at = torch.arange(length)
+            blocks, slots = row[at // block_size].long(), at % block_size
+            self.k[blocks, slots] = torch.randn(length, kv_heads, dim).to(dtype)
+            self.v[blocks, slots] = torch.randn(length, kv_heads, dim).to(dtype)
+        # A view into wider rows, as queries are a view of the fused projection.
+        wide = torch.randn(len(lengths), group * kv_heads + 2, dim).to(dtype)
+        self.q = wide[:, : group * kv_heads]
+        self.scale = dim**-0.5
+
+    def check(self) -> None:
+        """Compare with the twin, to which unused slots are zero."""
+        found = torch.full_like(self.q.contiguous(), torch.nan)
+        wanted = torch.full_like(found, torch.nan)
+        args = self.table, self.lengths, self.scale
+        cpu_attention.paged_decode(self.q, self.k, self.v, *args, found)
+        k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
+        k[0], v[0] = 0.0, 0.0
+        twin.paged_decode(self.q, k, v, *args, wanted)
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a silent fall back to the torch function fail."""
+    decode = twin.paged_decode
+
+    def refuse(q: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
+        assert not k.isnan().any(), "the torch function ran in the kernel's place"
+        decode(q, k, *args)
+
+    monkeypatch.setattr(twin, "paged_decode", refuse)
+
+
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_decode_equals_its_twin_for_every_group(group: int, dtype: torch.dtype) -> None:
+    Case([1, 15, 16, 17, 40], group=group, dtype=dtype).check()
+
+
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128, 8, 12, 33])
+def test_decode_equals_its_twin_for_every_head_dim(dim: int, dtype: torch.dtype) -> None:
+    Case([7, 33], dim=dim, dtype=dtype).check()
+
+
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("seed", range(20))
+def test_decode_equals_its_twin_on_random_shapes(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, rng.randint(2, 500)]) for _ in range(rng.randint(1, 6))]
+    Case(
+        lengths,
+        group=rng.randint(1, 8),
+        kv_heads=rng.randint(1, 4),
+        dim=rng.choice([16, 20, 32, 64, 112, 128]),
+        block_size=rng.choice([1, 3, 16, 32]),
+        dtype=rng.choice([torch.float32, torch.bfloat16]),
+    ).check()
+
+
+def test_padding_sequences_are_zero() -> None:
+    case = Case([0, 3, 0])
+    out = torch.full_like(case.q.contiguous(), torch.nan)
+    cpu_attention.paged_decode(case.q, case.k, case.v, case.table, case.lengths, case.scale, out)
+    assert not out[0].any()
+    assert not out[2].any()
+    assert out[1].all()
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    case = Case([40, 3])
+    case.q.mul_(1e3)
+    case.check()
+
+
+def test_more_threads_change_nothing() -> None:
+    case = Case([100, 7, 0, 31], group=4)
+    outs = [torch.empty_like(case.q.contiguous()) for _ in range(2)]
+    try:
+        for threads, out in enumerate(outs, 1):
+            torch.set_num_threads(threads)
+            cpu_attention.paged_decode(
+                case.q, case.k, case.v, case.table, case.lengths, case.scale, out
+            )
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_written_tokens_equal_the_twins(dtype: torch.dtype) -> None:
+    # Opens block 5 and goes on in block 2; the last two tokens are padding.
+    slots = torch.tensor([5 * 4, 5 * 4 + 1, 2 * 4 + 3, 0, 3])
+    qkv = torch.randn(5, 8, 12).to(dtype)
+    k, v = qkv[:, 4:6], qkv[:, 6:]
+    pools = [torch.full((7, 3, 2, 4, 2, 12), 7.0, dtype=dtype) for _ in range(2)]
+    for pool, write in zip(pools, (cpu_attention.write_kv, twin.write_kv), strict=True):
+        pool[0] = 0.0
+        write(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
+    assert torch.equal(*pools)
+    assert not torch.equal(pools[0], torch.full_like(pools[0], 7.0))
+
+
+def test_what_a_kernel_does_not_serve_goes_to_its_twin() -> None:
+    case = Case([9, 2], dtype=torch.float16)
+    case.k.nan_to_num_(0.0)
+    case.v.nan_to_num_(0.0)
+    found, wanted = (torch.empty_like(case.q.contiguous()) for _ in range(2))
+    args = case.q, case.k, case.v, case.table, case.lengths, case.scale
+    cpu_attention.paged_decode(*args, found)
+    twin.paged_decode(*args, wanted)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("window", [1, 5, 8])
+def test_a_sliding_window_goes_to_the_twin(window: int) -> None:
+    case = Case([9, 2, 31])
+    case.k.nan_to_num_(0.0)
+    case.v.nan_to_num_(0.0)
+    found, wanted, unbounded = (torch.empty_like(case.q.contiguous()) for _ in range(3))
+    args = case.q, case.k, case.v, case.table, case.lengths, case.scale
+    cpu_attention.paged_decode(*args, found, sliding_window=window)
+    twin.paged_decode(*args, wanted, sliding_window=window)
+    twin.paged_decode(*args, unbounded)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, unbounded)

@@ -1,0 +1,70 @@
+"""The KV pool: sizes, layout, storage given by the caller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from model.config import ModelError
+from model.kv_cache import KVCacheSpec
+
+SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def test_a_block_is_contiguous_bytes() -> None:
+    pool = SPEC.allocate(5, CPU)
+    assert pool.shape == (6, 3, 2, 4, 2, 8)
+    assert not pool.any()
+    assert pool[3].is_contiguous()
+    assert pool[3].nbytes == SPEC.block_bytes == 3 * 2 * 4 * 2 * 8 * 2
+
+
+def test_views_share_the_pool() -> None:
+    pool = SPEC.allocate(5, CPU)
+    views = SPEC.views(pool, ["a", "b", "c"])
+    assert list(views) == ["a", "b", "c"]
+    views["b"].k_cache[4, 1] = 1.0
+    views["c"].v_cache[2, 3] = 2.0
+    assert (pool[4, 1, 0, 1] == 1).all()
+    assert (pool[2, 2, 1, 3] == 2).all()
+    assert views["a"].k_cache.shape == (6, 4, 2, 8)
+
+
+def test_pool_lives_in_given_storage() -> None:
+    storage = bytearray(3 * SPEC.block_bytes)
+    pool = SPEC.allocate(2, CPU, storage=memoryview(storage))
+    pool[1] = 1.0
+    start, stop = SPEC.block_bytes, 2 * SPEC.block_bytes
+    assert storage[start:stop] == pool[1].view(torch.uint8).numpy().tobytes()
+    assert not any(storage[:start]) and not any(storage[stop:])
+
+
+@pytest.mark.parametrize("size", [0, SPEC.block_bytes, 3 * SPEC.block_bytes + 1])
+def test_storage_of_another_size_is_refused(size: int) -> None:
+    with pytest.raises(ModelError, match=f"kv storage: wanted {3 * SPEC.block_bytes} bytes"):
+        SPEC.allocate(2, CPU, storage=memoryview(bytearray(size)))
+
+
+def test_num_blocks_for_counts_whole_blocks() -> None:
+    assert SPEC.num_blocks_for(10 * SPEC.block_bytes - 1) == 9
+    assert SPEC.num_blocks_for(-1) == 0
+
+
+def test_layout_differs_wherever_blocks_differ() -> None:
+    assert SPEC.layout == "bfloat16:layers3:kv2:block4:heads2:dim8"
+    others = [
+        dataclasses.replace(SPEC, **{name: getattr(SPEC, name) * 2})
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size")
+    ]
+    others.append(dataclasses.replace(SPEC, dtype=torch.float16))
+    assert len({spec.layout for spec in [SPEC, *others]}) == 6
+
+
+def test_empty_sizes_are_refused() -> None:
+    with pytest.raises(ModelError, match="head_dim: wanted an integer of at least 1, found 0"):
+        dataclasses.replace(SPEC, head_dim=0)
+    with pytest.raises(ModelError, match="layer_names: wanted 3 names, found 1"):
+        SPEC.views(SPEC.allocate(1, CPU), ["a"])

@@ -1,0 +1,123 @@
+"""Building the C++ kernels: once, safely, and never a reason not to start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.kernels import native
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An empty cache, and a library that is looked for again."""
+    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
+    for cached in (native.native_library, native.native_function):
+        cached.cache_clear()
+    yield
+    for cached in (native.native_library, native.native_function):
+        cached.cache_clear()
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    commands: list[list[str]] = []
+    run = native._run
+
+    def counted(command: list[str]) -> str:
+        commands.append(command)
+        return run(command)
+
+    monkeypatch.setattr(native, "_run", counted)
+    return commands
+
+
+def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = compilations(monkeypatch)
+    first = native.build_library(tmp_path)
+    assert any("-c" in command for command in commands)
+    commands.clear()
+    assert native.build_library(tmp_path) == first
+    assert not any("-c" in command for command in commands)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_concurrent_builds_both_succeed(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        paths = list(threads.map(native.build_library, [tmp_path, tmp_path]))
+    assert paths[0] == paths[1]
+    assert [path.name for path in tmp_path.iterdir()] == [paths[0].name]
+
+
+@pytest.mark.parametrize("part", ["flags", "processor", "source"])
+def test_what_decides_the_code_decides_the_key(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = native._key("g++ 12")
+    assert before == native._key("g++ 12") != native._key("g++ 13")
+    if part == "flags":
+        monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-g"])
+    elif part == "processor":
+        monkeypatch.setattr(native, "_processor", lambda: "another")
+    else:
+        for source in native.SOURCES.iterdir():
+            (tmp_path / source.name).write_bytes(source.read_bytes() + b"\n")
+        monkeypatch.setattr(native, "SOURCES", tmp_path)
+    assert native._key("g++ 12") != before
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_without_a_compiler_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.WARNING):
+        assert native.native_library() is None
+        assert native.native_library() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "C++ kernels are off, torch functions stand in: "
+        "C++ compiler: wanted no-such-compiler, found none"
+    ]
+    assert native.native_function("paged_decode", torch.float32) is None
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_compiler_that_fails_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "FLAGS", ["--no-such-flag"])
+    with caplog.at_level(logging.WARNING):
+        assert native.native_library() is None
+    [record] = caplog.records
+    assert "no-such-flag" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(native.NativeError, match="wanted a directory that only its owner writes"):
+        native.build_library(tmp_path)
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(native.NativeError, match=f"wanted a directory of user {owner + 1}"):
+        native.build_library(tmp_path)
+
+
+def test_the_library_brings_no_second_openmp(tmp_path: Path) -> None:
+    library = native.build_library(tmp_path).read_bytes()
+    assert b"GOMP_parallel" in library
+    assert b"libgomp" not in library
+    assert b"libomp" not in library

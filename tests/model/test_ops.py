@@ -1,0 +1,117 @@
+"""What tracing is told of every op equals what the op does: shape, dtype, strides, writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compile.context import ForwardContext, KVCacheTensor, forward_context
+from model.kernels import dispatch
+from model.kernels.packed_linear import PackedWeight
+from model.layers.activation import silu_and_mul
+from model.layers.attention import Attention, AttentionMetadata
+from model.parallel import Shard
+
+T, E, H, HKV, D = 5, 48, 4, 2, 8
+DTYPES = (torch.float32, torch.bfloat16)
+
+LIST_OPS = """
+import torch
+import model.loader
+print(*sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("lockstep::")))
+"""
+
+
+@pytest.fixture(scope="module")
+def shard() -> Shard:
+    """The only rank of a real group."""
+    return Shard(0, 1, dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30)))
+
+
+@pytest.fixture
+def attention_context() -> Iterator[None]:
+    """The context of two decodes and a prompt of three tokens."""
+    layer = Attention(H, HKV, D, layer_name="layer")
+    metadata = AttentionMetadata(
+        num_decodes=2,
+        cu_seqlens_q=torch.tensor([0, 1, 2, 5]).int(),
+        seq_lens=torch.tensor([3, 1, 3]).int(),
+        block_table=torch.tensor([[1], [2], [3]]).int(),
+        slot_mapping=torch.tensor([6, 8, 12, 13, 14]),
+    )
+    pool = torch.randn(2, 4, 4, HKV, D)
+    caches = {"layer": KVCacheTensor(pool[0], pool[1])}
+    with forward_context(ForwardContext({"layer": layer}, metadata, caches)):
+        yield
+
+
+def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
+    """Return arguments for every op, by its name."""
+    x, weight = torch.randn(T, E, dtype=dtype), torch.randn(E, dtype=dtype)
+    wide = torch.randn(T, 3 * E, dtype=dtype)[:, :E]
+    packed = PackedWeight(torch.randn(32, E, dtype=dtype))
+    rows = torch.randint(32, (T,))
+    qkv = torch.randn(T, H + 2 * HKV, D)
+    q, k, v = qkv.split_with_sizes([H, HKV, HKV], dim=1)
+    return {
+        "rms_norm": [(x, weight, 1e-5), (torch.randn(T, 3, E, dtype=dtype), weight, 1e-5)],
+        "add_rms_norm": [(x, x.clone(), weight, 1e-5)],
+        "fused_add_rms_norm": [(x, x.clone(), weight, 1e-5), (wide, wide.clone(), weight, 1e-5)],
+        "silu_and_mul": [(x,), (torch.randn(T, 3, E, dtype=dtype),)],
+        "packed_linear": [
+            (x, packed.handle, None, 32),
+            (x[:1], packed.handle, torch.randn(32, dtype=dtype), 32),
+        ],
+        "packed_rows": [(rows, packed.handle, E, dtype)] if packed.has_rows else [],
+        "unified_attention_with_output": [(q, k, v, torch.empty(T, H, D), "layer")],
+        "all_reduce": [(x, shard.group_name)],
+        "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
+        # The handle's table is this process's own; the cases keep the weight alive.
+        "": [(packed,)],
+    }
+
+
+@pytest.mark.feature("K02")
+@pytest.mark.usefixtures("attention_context")
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_torch_finds_nothing_wrong_with_any_op(shard: Shard, dtype: torch.dtype) -> None:
+    named = cases(shard, dtype)
+    kept = named.pop("")
+    for name, calls in named.items():
+        for args in calls:
+            torch.library.opcheck(getattr(torch.ops.lockstep, name).default, args)
+    del kept
+
+
+def test_every_op_of_the_model_is_checked(shard: Shard) -> None:
+    done = subprocess.run([sys.executable, "-c", LIST_OPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = {name.removeprefix("lockstep::") for name in done.stdout.split()}
+    assert names == set(cases(shard, torch.float32)) - {""}
+
+
+@pytest.mark.feature("K02")
+@pytest.mark.parametrize("shape", [(7, 64), (1, 2), (2, 3, 64)])
+def test_the_gates_op_equals_the_traced_function(shape: tuple[int, ...]) -> None:
+    gate_up = torch.randn(*shape)
+    found = dispatch.silu_and_mul(gate_up)
+    assert torch.equal(found, silu_and_mul(gate_up))
+    fake = dispatch.silu_and_mul(gate_up.to("meta"))
+    assert (fake.shape, fake.stride(), fake.dtype) == (found.shape, found.stride(), found.dtype)
+
+
+def test_the_norms_ops_equal_the_traced_functions() -> None:
+    x, residual, weight = torch.randn(T, E), torch.randn(T, E), torch.randn(E)
+    fused, fused_sum = torch.ops.lockstep.fused_add_rms_norm(x, residual, weight, 1e-5)
+    alone = dispatch.rms_norm(x + residual, weight, 1e-5)
+    added = dispatch.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(added, alone)
+    assert torch.equal(fused_sum, residual)
+    torch.testing.assert_close(fused, alone, rtol=1e-5, atol=1e-5)

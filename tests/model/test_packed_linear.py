@@ -1,0 +1,279 @@
+"""Packed weights multiply like plain ones and are invisible to a traced graph."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.kernels import native
+from model.kernels import packed_linear as module
+from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
+from model.layers.embedding import VocabParallelEmbedding
+from model.layers.linear import ColumnParallelLinear, Linear
+from model.loader import load_model
+from model.parallel import Shard
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(64, 64), (96, 48), (509, 48), (100, 37), (1, 8), (1152, 896), (256, 768)]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def assert_equal_to_rounding(found: torch.Tensor, x: torch.Tensor, *weights: Any) -> None:
+    """Compare with the product in float64, in units of the sum's magnitude."""
+    weight, bias = (None if t is None else t.double() for t in weights)
+    wanted = F.linear(x.double(), weight, bias)
+    size = F.linear(x.double().abs(), weight.abs(), None if bias is None else bias.abs())
+    error = ((found.double() - wanted).abs() / size).max()
+    assert error < (1e-6 if found.dtype == torch.float32 else 2**-8), error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_product_equals_the_plain_one(
+    shape: tuple[int, int], rows: int, dtype: torch.dtype
+) -> None:
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    packed = PackedWeight(weight)
+    x = torch.randn(rows, shape[1]).to(dtype)
+    for b in (None, bias):
+        found = packed_linear(x, packed.handle, b, shape[0])
+        assert found.dtype == dtype
+        assert_equal_to_rounding(found, x, weight, b)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_is_the_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def counted(name: str, dtype: torch.dtype) -> Any:
+        names.append(name)
+        return native.native_function(name, dtype)
+
+    monkeypatch.setattr(module, "native_function", counted)
+    packed = PackedWeight(torch.randn(96, 64).to(dtype))
+    packed_linear(torch.randn(1, 64).to(dtype), packed.handle, None, 96)
+    assert names == ["packed_linear"]
+    packed_linear(torch.randn(2, 64).to(dtype), packed.handle, None, 96)
+    assert names == ["packed_linear"]
+
+
+def test_one_row_rounds_ties_to_even() -> None:
+    # 1 + 1/256 and 1 + 3/256 lie halfway between two numbers of bfloat16.
+    packed = PackedWeight(torch.ones(32, 2).bfloat16())
+    for x, wanted in (([1.0, 1 / 256], 1.0), ([1 + 1 / 128, 1 / 256], 1 + 1 / 64)):
+        found = packed_linear(torch.tensor([x]).bfloat16(), packed.handle, None, 32)
+        assert found.float().tolist() == [[wanted] * 32]
+
+
+@pytest.mark.parametrize("without", ["kernel", "tiles"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_is_right_without_the_kernel(
+    without: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if without == "kernel":
+        monkeypatch.setattr(module, "native_function", lambda *_: None)
+    else:
+        monkeypatch.setattr(module, "TILE_OUTPUTS", ())
+    weight = torch.randn(96, 64).to(dtype)
+    packed = PackedWeight(weight)
+    x = torch.randn(1, 64).to(dtype)
+    assert_equal_to_rounding(packed_linear(x, packed.handle, None, 96), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
+def test_rows_and_the_whole_come_back_bit_by_bit(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = torch.randn(shape).to(dtype)
+    packed = PackedWeight(weight)
+    assert packed.has_rows
+    rows = torch.randint(shape[0], (9,))
+    assert torch.equal(packed_rows(rows, packed.handle, shape[1], dtype), weight[rows])
+    assert torch.equal(packed.unpack(), weight)
+
+
+def test_tiles_are_believed_only_where_every_element_is_in_its_place() -> None:
+    weight = torch.randn(128, 64)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    assert module._tiles_of(packed, weight) is not None
+    weight[127, 63] += 1
+    assert module._tiles_of(packed, weight) is None
+
+
+def test_torch_finds_nothing_wrong_with_the_ops() -> None:
+    packed = PackedWeight(torch.randn(96, 64))
+    for rows in (1, 5):
+        torch.library.opcheck(packed_linear, (torch.randn(rows, 64), packed.handle, None, 96))
+    torch.library.opcheck(packed_linear, (torch.randn(3, 64), packed.handle, torch.randn(96), 96))
+    torch.library.opcheck(packed_rows, (torch.tensor([3, 95]), packed.handle, 64, torch.float32))
+
+
+def test_an_entry_goes_with_its_owner() -> None:
+    packed = PackedWeight(torch.randn(32, 32))
+    index = int(packed.handle)
+    assert index in module._table
+    del packed
+    gc.collect()
+    assert index not in module._table
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+def layer(seed: int, dtype: torch.dtype = torch.float32) -> ColumnParallelLinear:
+    """A loaded layer with random weights."""
+    made = ColumnParallelLinear(48, 96, bias=True, shard=Shard(), dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("weight", "bias"):
+        target = made.allocate(name)
+        target.copy_(torch.randn(target.shape, generator=generator))
+        made.loaded(name)
+    return made
+
+
+def test_a_packed_layer_frees_its_plain_weight() -> None:
+    made = layer(1)
+    assert made.weight.is_meta
+    assert made.plain_weight().shape == made.weight.shape == (96, 48)
+    x = torch.randn(3, 48)
+    wanted = F.linear(x, made.plain_weight(), made.bias)
+    torch.testing.assert_close(made(x), wanted, atol=1e-5, rtol=1e-5)
+
+
+def trace(module: torch.nn.Module, x: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    """Return the graph that Dynamo makes of a module, as text, and the tensors that enter it."""
+    graphs: list[tuple[str, list[torch.Tensor]]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append((graph.code, inputs))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=keep, fullgraph=True)(x)
+    torch._dynamo.reset()
+    [found] = graphs
+    return found
+
+
+def test_layers_of_equal_shape_make_equal_graphs() -> None:
+    made = [layer(seed) for seed in (1, 2)]
+    x = torch.randn(3, 48)
+    (code, inputs), (other_code, other_inputs) = (trace(one, x) for one in made)
+    # Two handles, one text: their values are nowhere in it.
+    assert code == other_code
+    assert "lockstep.packed_linear" in code
+    handles = [
+        [int(t) for t in tensors if t.dtype == torch.int64] for tensors in (inputs, other_inputs)
+    ]
+    assert handles == [[int(one.handle)] for one in made if one.handle is not None]
+    assert handles[0] != handles[1]
+
+
+def test_a_traced_layer_computes_what_the_layer_does() -> None:
+    made, x = layer(3, torch.bfloat16), torch.randn(4, 48).bfloat16()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(made, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert torch.equal(compiled, made(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_stay_plain(dtype: torch.dtype) -> None:
+    made = layer(1, dtype)
+    assert made.handle is None
+    assert not made.weight.is_meta
+    x = torch.randn(2, 48).to(dtype)
+    assert torch.equal(made(x), F.linear(x, made.weight, made.bias))
+
+
+def test_what_onednn_refuses_stays_plain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("mkldnn: not on this machine\nmore")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    module._packs.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            made = layer(1)
+    finally:
+        module._packs.cache_clear()
+    [record] = caplog.records
+    assert record.getMessage() == "weights of torch.float32 stay plain: mkldnn: not on this machine"
+    assert made.handle is None
+    x = torch.randn(2, 48)
+    assert torch.equal(made(x), F.linear(x, made.weight, made.bias))
+
+
+# --- whole models -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_product_of_a_model_is_packed(
+    tied: bool, dtype: torch.dtype, make_checkpoint: Any
+) -> None:
+    path, reference = make_checkpoint(tie_word_embeddings=tied)
+    model, _ = load_model(path, dtype=dtype, device="cpu")
+    products = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    plain = [name for name, m in products.items() if not m.weight.is_meta]
+    # An embedding that scores nothing is read by rows alone.
+    assert plain == ([] if tied else ["model.embed_tokens"])
+    found = model.model.embed_tokens(torch.tensor([0, 508, 7]))
+    assert torch.equal(found, reference.model.embed_tokens.weight[[0, 508, 7]].to(dtype))
+
+
+def test_a_tied_head_whose_rows_cannot_be_read_stays_plain(
+    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TILE_OUTPUTS", ())
+    model, _ = load_model(
+        make_checkpoint(tie_word_embeddings=True)[0], dtype=torch.float32, device="cpu"
+    )
+    assert isinstance(model.lm_head, VocabParallelEmbedding)
+    assert model.lm_head.handle is None
+    assert model.model.layers[0].mlp.down_proj.handle is not None
+
+
+@pytest.mark.parametrize("off", ["packing", "kernels"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_gives_the_same_logits_without(
+    off: str, tied: bool, make_checkpoint: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path: Path = make_checkpoint(tie_word_embeddings=tied)[0]
+    ids = torch.randint(509, (24,))
+
+    def logits() -> torch.Tensor:
+        model, _ = load_model(path, dtype=torch.float32, device="cpu")
+        runner = paged(model)
+        steps = [runner.step({"a": part})["a"] for part in (ids[:20], *ids[20:].split(1))]
+        return torch.cat(steps)
+
+    wanted = logits()
+    if off == "packing":
+        monkeypatch.setattr("model.layers.linear.can_pack", lambda *_: False)
+        monkeypatch.setattr("model.layers.embedding.can_pack", lambda *_: False)
+    else:
+        monkeypatch.setattr(module, "native_function", lambda *_: None)
+        monkeypatch.setattr("model.kernels.cpu_attention.native_function", lambda *_: None)
+        monkeypatch.setattr("model.kernels.cpu_attention.native_library", lambda: None)
+    torch.testing.assert_close(logits(), wanted, atol=1e-4, rtol=1e-4)
+    assert can_pack(torch.float32, CPU)

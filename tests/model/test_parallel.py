@@ -1,0 +1,97 @@
+"""`Shard`: parts and collectives."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig, ModelError
+from model.families.llama import LlamaForCausalLM
+from model.layers.linear import kv_heads_of
+from model.parallel import Shard
+
+
+@pytest.mark.parametrize("total", [0, 1, 2, 7, 8, 509])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_slices_cover_everything_once(total: int, size: int) -> None:
+    covered = [i for rank in range(size) for i in range(total)[Shard(rank, size).slice(total)]]
+    assert covered == list(range(total))
+
+
+def test_one_rank_is_the_identity() -> None:
+    t = torch.arange(6.0).view(2, 3)
+    assert Shard().all_reduce(t) is t
+    assert Shard().gather(t, dim=0) is t
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gathering_joins_in_rank_order_on_rank_0_alone(dim: int, run_ranks: Any) -> None:
+    # As a transposed view: what travels is contiguous.
+    parts = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(3)]
+    found, *others = run_ranks(3, lambda shard: shard.gather(parts[shard.rank].t(), dim))
+    assert torch.equal(found, torch.cat([part.t() for part in parts], dim))
+    assert others == [None, None]
+
+
+def test_reducing_sums(run_ranks: Any) -> None:
+    for found in run_ranks(3, lambda shard: shard.all_reduce(torch.full((4,), shard.rank + 1.0))):
+        assert found.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0)])
+def test_ranks_outside_of_the_group_are_refused(rank: int, size: int) -> None:
+    with pytest.raises(ModelError, match="shard: wanted a rank from 0 to"):
+        Shard(rank, size)
+
+
+def test_every_query_head_finds_its_kv_head() -> None:
+    for size, num_heads, num_kv_heads in [(2, 8, 4), (4, 8, 4), (4, 8, 2), (8, 8, 1), (1, 6, 3)]:
+        for rank in range(size):
+            count, first = kv_heads_of(num_kv_heads, Shard(rank, size))
+            heads = num_heads // size
+            wanted = {
+                head * num_kv_heads // num_heads for head in range(rank * heads, (rank + 1) * heads)
+            }
+            assert wanted == set(range(first, first + count))
+
+
+def test_kv_heads_that_cannot_be_spread_are_refused() -> None:
+    with pytest.raises(ModelError, match="num_key_value_heads: wanted a multiple or a divisor"):
+        kv_heads_of(3, Shard(0, 2))
+
+
+def test_errors_survive_a_process_border() -> None:
+    error = ModelError.of("field", "this", "that", "file")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is ModelError
+    assert str(again) == "field: wanted this, found 'that' in file"
+
+
+@pytest.mark.parametrize("num_heads", [5, 6, 8, 12])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 6])
+def test_the_sizes_that_a_model_names_are_those_that_its_layers_take(
+    num_heads: int, num_kv_heads: int
+) -> None:
+    if num_heads % num_kv_heads:
+        return
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 16,
+        "hidden_size": 4 * num_heads,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+    }
+    config = ModelConfig.from_dict(fields, "config.json")
+    takes = []
+    for size in range(1, num_heads + 1):
+        try:
+            LlamaForCausalLM(config, Shard(0, size), torch.float32, torch.device("meta"))
+        except ModelError:
+            continue
+        takes.append(size)
+    assert config.tensor_parallel_sizes() == takes

@@ -1,0 +1,186 @@
+"""Logits against transformers, on tiny random models of awkward shapes, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.loader import load_model
+from model.parallel import Shard
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "six_heads_of_ten": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "own_head_dim": {"head_dim": 20, "rope_theta": 500000.0},
+    "tied": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "mistral": {"family": "Mistral", "sliding_window": 5, "num_key_value_heads": 4},
+    "qwen2": {
+        "family": "Qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "family": "Qwen3",
+        "head_dim": 20,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+}
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 509, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected(reference: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(ids[None]).logits[0]
+    return logits
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    # Logits reach 10 to 30 here, so an absolute 1e-4 alone is within float32's rounding.
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.feature("S07")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_single_prompt_equals_transformers(
+    shape: str, make_checkpoint: Any, load: Any, paged: Any
+) -> None:
+    path, reference = make_checkpoint(**SHAPES[shape])
+    model, _ = load(path)
+    ids = prompt(33)
+    assert_close(paged(model).step({"a": ids})["a"], expected(reference, ids))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mixed_batches_equal_transformers(
+    shape: str, make_checkpoint: Any, load: Any, paged: Any
+) -> None:
+    path, reference = make_checkpoint(**SHAPES[shape])
+    runner = paged(load(path)[0])
+    ids = {name: prompt(30, seed) for seed, name in enumerate("abcd")}
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in ids}
+    # Each step: how many tokens of which sequence. Decodes stand beside first and later chunks.
+    steps = [
+        {"a": 9, "b": 3},
+        {"a": 1, "b": 5, "c": 12},
+        {"a": 1, "b": 1, "c": 7, "d": 2},
+        {"a": 1, "b": 1, "c": 1, "d": 1},
+        {"a": 18, "b": 20, "c": 10, "d": 27},
+    ]
+    for counts in steps:
+        done = {name: runner.lengths.get(name, 0) for name in ids}
+        chunks = {name: ids[name][done[name] :][:n] for name, n in counts.items()}
+        for name, found in runner.step(chunks).items():
+            logits[name].append(found)
+    for name, parts in logits.items():
+        assert_close(torch.cat(parts), expected(reference, ids[name]))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7, 39, 40])
+def test_chunked_prefill_equals_unchunked(
+    chunk: int, make_checkpoint: Any, load: Any, paged: Any
+) -> None:
+    model, _ = load(make_checkpoint()[0])
+    ids = prompt(40)
+    whole = paged(model).step({"a": ids})["a"]
+    runner = paged(model)
+    parts = [runner.step({"a": part})["a"] for part in ids.split(chunk)]
+    assert_close(torch.cat(parts), whole)
+
+
+def test_greedy_decode_equals_transformers_generate(
+    make_checkpoint: Any, load: Any, paged: Any
+) -> None:
+    path, reference = make_checkpoint(eos_token_id=None)
+    runner = paged(load(path)[0])
+    ids = prompt(7)
+    wanted = reference.generate(ids[None], max_new_tokens=40, do_sample=False, pad_token_id=0)
+    found: list[int] = []
+    new = ids
+    for _ in range(40):
+        new = runner.step({"a": new})["a"][-1:].argmax(-1)
+        found.append(int(new))
+    assert found == wanted[0, 7:].tolist()
+
+
+@pytest.mark.parametrize("step", ["decodes", "mixed"])
+def test_padding_does_not_change_other_sequences(
+    step: str, make_checkpoint: Any, load: Any, paged: Any
+) -> None:
+    model, _ = load(make_checkpoint()[0])
+    results = []
+    for padding in (0, 5):
+        runner = paged(model)
+        runner.step({"a": prompt(6), "b": prompt(9, 1)}, num_padding_tokens=padding)
+        chunks = {"a": prompt(1, 2), "b": prompt(1, 3)}
+        if step == "mixed":
+            chunks["c"] = prompt(5, 4)
+        results.append(
+            runner.step(
+                chunks,
+                num_padding_decodes=padding,
+                num_padding_tokens=padding if step == "mixed" else 0,
+            )
+        )
+    for name, alone in results[0].items():
+        torch.testing.assert_close(results[1][name], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_scratch_block_stays_zero(make_checkpoint: Any, load: Any, paged: Any) -> None:
+    runner = paged(load(make_checkpoint()[0])[0])
+    runner.step({"a": prompt(6)}, num_padding_tokens=3)
+    runner.step({"a": prompt(1)}, num_padding_decodes=3)
+    assert not runner.pool[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_transformers(
+    dtype: torch.dtype, make_checkpoint: Any, paged: Any
+) -> None:
+    path, reference = make_checkpoint(tie_word_embeddings=True)
+    model, _ = load_model(path, dtype=dtype, device="cpu")
+    ids = prompt(33)
+    found = paged(model, dtype=dtype).step({"a": ids})["a"]
+    wanted = expected(reference, ids)
+    error = (found - wanted).abs().mean() / wanted.abs().mean()
+    assert found.dtype == torch.float32
+    assert error < (0.05 if dtype == torch.bfloat16 else 0.01)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "shape", ["plain", "one_kv_head", "tied", "biases", "mistral", "qwen2", "qwen3"]
+)
+def test_tensor_parallel_equals_one_rank(
+    shape: str, size: int, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
+) -> None:
+    path, reference = make_checkpoint(**SHAPES[shape])
+    ids = {"a": prompt(11), "b": prompt(17, 1)}
+
+    def work(shard: Shard) -> dict[str, torch.Tensor]:
+        runner = paged(load(path, shard)[0])
+        first = runner.step(ids)
+        second = runner.step({"a": prompt(1, 2), "b": prompt(3, 3)})
+        return {name: torch.cat((first[name], second[name])) for name in first}
+
+    wanted = {
+        "a": expected(reference, torch.cat((ids["a"], prompt(1, 2)))),
+        "b": expected(reference, torch.cat((ids["b"], prompt(3, 3)))),
+    }
+    found, *others = run_ranks(size, work)
+    for name, logits in wanted.items():
+        assert_close(found[name], logits)
+    assert others == [{}] * (size - 1)

@@ -1,0 +1,430 @@
+"""Sampling: distributions, reproducibility, filters against transformers, logprobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.adjust import Adjustments, Penalties, adjust_logits
+from model.sampler import (
+    SamplingTensors,
+    draw_uniform,
+    filter_min_p,
+    filter_top_k_top_p,
+    likeliest,
+    sample,
+    score,
+)
+
+VOCAB = 37
+
+
+def tensors(
+    temperature: list[float],
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
+    seeds: list[int] | None = None,
+    positions: list[int] | None = None,
+    num_logprobs: int = -1,
+    min_p: list[float] | None = None,
+    adjustments: Adjustments | None = None,
+) -> SamplingTensors:
+    n = len(temperature)
+    top_k, top_p, min_p = top_k or [0] * n, top_p or [1.0] * n, min_p or [0.0] * n
+    uniform = draw_uniform(
+        np.array(seeds or range(n), dtype=np.uint64), np.array(positions or [0] * n)
+    )
+    return SamplingTensors(
+        temperature=torch.tensor(temperature, dtype=torch.float32),
+        top_k=torch.tensor(top_k),
+        top_p=torch.tensor(top_p, dtype=torch.float32),
+        min_p=torch.tensor(min_p, dtype=torch.float32),
+        uniform=torch.from_numpy(uniform),
+        num_logprobs=num_logprobs,
+        all_greedy=not any(temperature),
+        any_top_k=any(top_k),
+        any_top_p=any(p < 1 for p in top_p),
+        any_min_p=any(min_p),
+        adjustments=adjustments,
+    )
+
+
+def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+HISTORY = [0, 3, 3, 9, 20, 20, 20, 36]
+"""A prompt with its output: what a repetition penalty looks at."""
+
+
+def reference_probs(
+    logits: torch.Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float = 0.0,
+    repetition: float = 1.0,
+) -> torch.Tensor:
+    """Warp with transformers' own processors, in our order. logits: [1, V]."""
+    processors = transformers.LogitsProcessorList()
+    if repetition != 1:
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(repetition))
+    processors.append(transformers.TemperatureLogitsWarper(temperature))
+    if min_p:
+        processors.append(transformers.MinPLogitsWarper(min_p))
+    if top_k:
+        processors.append(transformers.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(top_p))
+    return processors(torch.tensor([HISTORY]), logits).softmax(-1)[0]
+
+
+def repetition_adjustments(rows: int, repetition: float) -> Adjustments:
+    """Each of `rows` rows has HISTORY, its first half as prompt, in the tables' second row."""
+    counts = torch.zeros(2, VOCAB, dtype=torch.int32)
+    is_in_prompt = torch.zeros(2, VOCAB, dtype=torch.bool)
+    is_in_prompt[1, HISTORY[:4]] = True
+    for token in HISTORY[4:]:
+        counts[1, token] += 1
+    none = torch.zeros(rows)
+    penalties = Penalties(none, none, torch.full((rows,), repetition), counts, is_in_prompt)
+    return Adjustments(torch.ones(rows, dtype=torch.int64), None, None, None, penalties)
+
+
+SETTINGS = [
+    (1.0, 0, 1.0, 0.0, 1.0),
+    (0.7, 0, 1.0, 0.0, 1.0),
+    (1.0, 5, 1.0, 0.0, 1.0),
+    (1.5, 0, 0.8, 0.0, 1.0),
+    (0.9, 12, 0.9, 0.0, 1.0),
+    (2.0, 1000, 0.3, 0.0, 1.0),
+    (1.0, 1, 1.0, 0.0, 1.0),
+    (1.0, 0, 1.0, 0.1, 1.0),
+    (3.0, 0, 1.0, 0.3, 1.0),
+    (1.0, 0, 1.0, 1.0, 1.0),
+    (2.0, 9, 0.8, 0.05, 1.0),
+    (1.0, 0, 1.0, 0.0, 1.8),
+    (0.8, 0, 1.0, 0.0, 0.6),
+    (1.3, 15, 0.95, 0.02, 1.3),
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p", "repetition"), SETTINGS)
+def test_draws_follow_the_exact_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float, repetition: float
+) -> None:
+    num_draws = 20_000
+    logits = random_logits(1)
+    probs = reference_probs(logits, temperature, top_k, top_p, min_p, repetition).double()
+    drawn = sample(
+        logits.expand(num_draws, -1),
+        tensors(
+            [temperature] * num_draws,
+            [top_k] * num_draws,
+            [top_p] * num_draws,
+            seeds=[42] * num_draws,
+            positions=list(range(num_draws)),
+            min_p=[min_p] * num_draws,
+            adjustments=repetition_adjustments(num_draws, repetition) if repetition != 1 else None,
+        ),
+    )
+    counts = torch.bincount(drawn.token_ids, minlength=VOCAB).double()
+    assert not counts[probs == 0].any()
+    # Chi-square wants at least 5 expected draws in a bin: the rare tokens share one.
+    rare = probs * num_draws < 5
+    wanted = torch.cat((probs[~rare], probs[rare].sum()[None])) * num_draws
+    found = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    used = wanted > 0
+    statistic = float(((found - wanted)[used] ** 2 / wanted[used]).sum())
+    freedom = int(used.sum()) - 1
+    # Mean n, variance 2n: five deviations are beyond chance, and the draws are fixed.
+    assert statistic <= freedom + 5 * math.sqrt(2 * max(freedom, 0)) + 1e-6
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 7, VOCAB, 500])
+def test_top_k_masks_what_transformers_masks(top_k: int) -> None:
+    logits = random_logits(20)
+    found = filter_top_k_top_p(logits, torch.full((20,), top_k), torch.ones(20))
+    assert torch.equal(found, transformers.TopKLogitsWarper(top_k)(None, logits))
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.9, 0.999])
+def test_top_p_masks_what_transformers_masks(top_p: float) -> None:
+    logits = random_logits(200)
+    off = torch.zeros(200, dtype=torch.int64)
+    found = filter_top_k_top_p(logits, off, torch.full((200,), top_p))
+    assert torch.equal(found, transformers.TopPLogitsWarper(top_p)(None, logits))
+
+
+def test_filters_combine_like_transformers() -> None:
+    logits = random_logits(200)
+    found = filter_top_k_top_p(logits, torch.full((200,), 6), torch.full((200,), 0.8))
+    top_k = transformers.TopKLogitsWarper(6)(None, logits)
+    assert torch.equal(found, transformers.TopPLogitsWarper(0.8)(None, top_k))
+
+
+@pytest.mark.parametrize("min_p", [0.001, 0.05, 0.5, 1.0])
+def test_min_p_masks_what_transformers_masks(min_p: float) -> None:
+    logits = random_logits(200)
+    relative = logits - logits.amax(-1, keepdim=True)
+    found = filter_min_p(relative, torch.full((200,), min_p))
+    assert torch.equal(found, transformers.MinPLogitsWarper(min_p)(None, relative))
+    assert torch.equal(filter_min_p(relative, torch.zeros(200)), relative)
+
+
+def test_top_k_keeps_ties_and_top_p_keeps_lowest_ids() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]])
+    kept = filter_top_k_top_p(logits, torch.tensor([2]), torch.ones(1)).isfinite()
+    assert kept.tolist() == [[True, True, True, True]]
+    flat = torch.zeros(1, 4)
+    kept = filter_top_k_top_p(flat, torch.tensor([0]), torch.tensor([0.5])).isfinite()
+    assert kept.tolist() == [[True, True, False, False]]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[1, 400:] = 1.0
+    logits[2, [7, 900]] = 2.0
+    assert sample(logits, tensors([0.0] * 3)).token_ids.tolist() == [0, 400, 7]
+
+
+def test_greedy_rows_stay_greedy_beside_random_ones() -> None:
+    logits = random_logits(50)
+    drawn = sample(logits, tensors([0.0, 5.0] * 25)).token_ids
+    assert torch.equal(drawn[::2], logits.argmax(-1)[::2])
+    assert not torch.equal(drawn[1::2], logits.argmax(-1)[1::2])
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = random_logits(50)
+    drawn = sample(logits, tensors([1e-38] * 50)).token_ids
+    assert torch.equal(drawn, logits.argmax(-1))
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+    rows = 60
+    logits = random_logits(rows, vocab=509)
+    temperature = [(0.0, 0.5, 1.0, 3.0)[i % 4] for i in range(rows)]
+    top_k = [(0, 0, 10)[i % 3] for i in range(rows)]
+    top_p = [(1.0, 1.0, 1.0, 1.0, 0.7)[i % 5] for i in range(rows)]
+    seeds, positions = list(range(100, 100 + rows)), list(range(rows))
+    min_p = [(0.0, 0.0, 0.2, 0.0)[i % 4] for i in range(rows)]
+    wanted = random_adjustments(rows, 509)
+    given = (temperature, top_k, top_p, seeds, positions)
+    batch = sample(logits, tensors(*given, min_p=min_p, adjustments=wanted)).token_ids
+    for i in range(rows):
+        alone = tensors(
+            *([values[i]] for values in given), min_p=[min_p[i]], adjustments=only(wanted, i)
+        )
+        assert int(sample(logits[i : i + 1], alone).token_ids) == int(batch[i])
+
+
+def test_a_row_without_wishes_is_untouched_beside_others() -> None:
+    rows = 40
+    logits = random_logits(rows, vocab=509)
+    wanted = random_adjustments(rows, 509)
+    adjusted = adjust_logits(logits, wanted)
+    for i in range(rows):
+        assert torch.equal(adjusted[i], logits[i]) == (i % 5 == 4)
+
+
+def random_adjustments(rows: int, vocab: int) -> Adjustments:
+    """Rows want in turn: a bias, a mask, penalties, all of these, nothing. Tables run backwards."""
+    generator = torch.Generator().manual_seed(5)
+    kind = torch.arange(rows) % 5
+    has_bias = (kind == 0) | (kind == 3)
+    has_penalties = (kind == 2) | (kind == 3)
+    counts = torch.randint(0, 3, (rows, vocab), generator=generator, dtype=torch.int32)
+    penalties = Penalties(
+        presence=torch.where(has_penalties, 0.7, 0.0),
+        frequency=torch.where(has_penalties, -0.4, 0.0),
+        repetition=torch.where(has_penalties, 1.4, 1.0),
+        output_counts=counts.flip(0),
+        is_in_prompt=torch.rand(rows, vocab, generator=generator) < 0.3,
+    )
+    bias = torch.randn(rows, vocab, generator=generator) * has_bias.unsqueeze(-1)
+    return Adjustments(
+        rows=torch.arange(rows).flip(0),
+        bias=bias.flip(0),
+        is_stop=torch.rand(rows, vocab, generator=generator) < 0.5,
+        is_before_min_tokens=(kind == 1) | (kind == 3),
+        penalties=penalties,
+    )
+
+
+def only(wanted: Adjustments, i: int) -> Adjustments:
+    """Return one row's adjustments, with all tables."""
+    assert wanted.penalties is not None and wanted.is_before_min_tokens is not None
+    fields = {
+        name: getattr(wanted.penalties, name)[i : i + 1]
+        for name in ("presence", "frequency", "repetition")
+    }
+    return dataclasses.replace(
+        wanted,
+        rows=wanted.rows[i : i + 1],
+        is_before_min_tokens=wanted.is_before_min_tokens[i : i + 1],
+        penalties=dataclasses.replace(wanted.penalties, **fields),
+    )
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = random_logits(30)
+    wanted_of = random_adjustments(30, VOCAB)
+    found = sample(
+        logits,
+        tensors([2.0] * 30, [3] * 30, num_logprobs=5, min_p=[0.1] * 30, adjustments=wanted_of),
+    )
+    wanted = logits.double().log_softmax(-1)
+    rows = torch.arange(30)
+    assert found.logprobs is not None
+    assert found.top_logprobs is not None
+    assert found.ranks is not None
+    torch.testing.assert_close(
+        found.logprobs.double(), wanted[rows, found.token_ids], atol=1e-5, rtol=0
+    )
+    values, token_ids = wanted.topk(5)
+    assert torch.equal(found.top_token_ids, token_ids)
+    torch.testing.assert_close(found.top_logprobs.double(), values, atol=1e-5, rtol=0)
+    order = logits.argsort(dim=-1, descending=True)
+    assert torch.equal(order[rows, found.ranks - 1], found.token_ids)
+
+
+@pytest.mark.parametrize(("num_logprobs", "columns"), [(0, 0), (3, 3), (VOCAB + 5, VOCAB)])
+def test_as_many_likeliest_tokens_as_asked_for(num_logprobs: int, columns: int) -> None:
+    found = sample(random_logits(4), tensors([0.0] * 4, num_logprobs=num_logprobs))
+    assert found.top_token_ids is not None
+    assert found.top_token_ids.shape == (4, columns)
+    assert found.ranks is not None
+    assert found.ranks.tolist() == [1] * 4
+
+
+def test_no_logprobs_are_computed_unasked() -> None:
+    found = sample(random_logits(4), tensors([0.0] * 4))
+    assert found.logprobs is found.ranks is found.top_token_ids is found.top_logprobs is None
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_extreme_uniforms_draw_tokens_with_mass(uniform: float) -> None:
+    logits = torch.full((1, 5), -torch.inf)
+    logits[0, 2:4] = 0.0
+    given = torch.tensor([uniform], dtype=torch.float64)
+    drawn = sample(logits, dataclasses.replace(tensors([1.0]), uniform=given))
+    assert int(drawn.token_ids) in (2, 3)
+
+
+def test_logits_that_are_not_numbers_still_give_a_token_id() -> None:
+    logits = torch.full((2, VOCAB), torch.nan)
+    drawn = sample(logits, tensors([0.0, 1.0], top_p=[1.0, 0.5])).token_ids
+    assert ((drawn >= 0) & (drawn < VOCAB)).all()
+
+
+def _splitmix64(state: int, count: int) -> list[int]:
+    """Return SplitMix64's outputs from a state, in plain integers."""
+    mask, outputs = 2**64 - 1, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        outputs.append(z ^ (z >> 31))
+    return outputs
+
+
+def test_uniforms_are_splitmix64() -> None:
+    # The first outputs for state 1234567, as published with Java's and Rosetta Code's versions.
+    assert _splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
+    for seed in (0, 1, 2**64 - 1, 0x123456789ABCDEF):
+        golden = 0x9E3779B97F4A7C15
+        mixed = _splitmix64((seed - golden) % 2**64, 1)[0]
+        wanted = [(bits >> 11) * 2.0**-53 for bits in _splitmix64(mixed, 50)]
+        found = draw_uniform(np.full(50, seed, dtype=np.uint64), np.arange(50))
+        assert found.tolist() == wanted
+
+
+def test_uniforms_of_neighbouring_seeds_and_positions_are_independent() -> None:
+    seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300))
+    drawn = draw_uniform(seeds.ravel(), positions.ravel())
+    assert len(np.unique(drawn)) == drawn.size
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    grid = drawn.reshape(300, 300)
+    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
+        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError("a value was read from the device")
+
+    wanted = random_adjustments(2, VOCAB)
+    given = tensors(
+        [0.0, 1.0], [0, 3], [0.9, 1.0], num_logprobs=2, min_p=[0.1, 0], adjustments=wanted
+    )
+    logits = random_logits(2)
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    sample(logits, given)
+
+
+def test_more_rows_are_no_more_operations() -> None:
+    """No loop over rows: as many operations run for 50 rows as for 5."""
+    counts = []
+    for rows in (5, 50):
+        given = tensors(
+            [0.0, 1.0, 2.0, 0.5, 0.0] * (rows // 5),
+            [0, 3, 0, 9, 0] * (rows // 5),
+            [0.9, 1.0, 1.0, 0.5, 1.0] * (rows // 5),
+            num_logprobs=2,
+            min_p=[0.1, 0, 0, 0.2, 0] * (rows // 5),
+            adjustments=random_adjustments(rows, VOCAB),
+        )
+        logits = random_logits(rows)
+        with CountOperations() as counted:
+            sample(logits, given)
+        counts.append(counted.num)
+    assert counts[0] == counts[1] > 0
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_given_tokens_are_scored_like_drawn_ones() -> None:
+    logits = random_logits(20)
+    token_ids = torch.arange(20)
+    found = score(logits, token_ids, 3)
+    wanted = logits.double().log_softmax(-1)
+    assert torch.equal(found.token_ids, token_ids)
+    assert found.logprobs is not None and found.ranks is not None
+    torch.testing.assert_close(
+        found.logprobs.double(), wanted[token_ids, token_ids], atol=1e-5, rtol=0
+    )
+    for row, rank in enumerate(found.ranks.tolist()):
+        assert rank == 1 + int((logits[row] > logits[row, row]).sum())
+
+
+@pytest.mark.parametrize("vocab_size", [512, 151936, 70001, 65537, 1 << 16])
+def test_the_likeliest_token_is_the_first_maximum(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    # Few distinct values, so that nearly every row has ties in several chunks.
+    logits = torch.randint(0, 4, (9, vocab_size), generator=generator).float()
+    logits[1, -1] = logits[2, 0] = logits[3, 511] = logits[3, 512 % vocab_size] = 9.0
+    logits[4] = -torch.inf
+    logits[5, vocab_size - 2] = torch.nan
+    logits[6, :] = 1.0
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))

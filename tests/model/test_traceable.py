@@ -1,0 +1,296 @@
+"""What tracing sees of a model: one graph for all batches, the same one on every rank.
+
+The backbone is traced as a compiler does it: the whole forward in one graph, the token dimension
+marked as dynamic, guards dropped afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compile.context import ForwardContext, forward_context
+from compile.lint import recompile_hazards
+from model import collectives
+from model.kernels import elementwise
+from model.kv_cache import KVCacheSpec
+from model.layers import embedding, linear, rotary
+from model.layers.attention import AttentionMetadata
+from model.layers.decoder import CausalLM
+from model.loader import load_model
+from model.parallel import Shard
+
+VOCAB = 509
+ATTENTION = torch.ops.lockstep.unified_attention_with_output
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "Llama"},
+    "llama-biases": {"family": "Llama", "attention_bias": True, "mlp_bias": True},
+    "llama-tied": {"family": "Llama", "tie_word_embeddings": True},
+    "mistral": {"family": "Mistral", "sliding_window": 3},
+    "qwen2": {"family": "Qwen2"},
+    "qwen3": {"family": "Qwen3", "head_dim": 8},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+
+class Traced(nn.Module):
+    """A backbone behind a backend that keeps its graphs and runs them as they are."""
+
+    def __init__(self, backbone: nn.Module, *, is_running: bool = True) -> None:
+        super().__init__()
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.args: tuple[Any, ...] = ()
+        self.is_running = is_running
+        self.hidden_size = backbone.norm.weight.shape[0]
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        self.compiled = torch.compile(backbone, backend=self._keep, fullgraph=True, options=options)
+
+    def _keep(self, graph: torch.fx.GraphModule, _inputs: Any, **_: Any) -> Callable[..., Any]:
+        self.graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            self.args = args
+            if self.is_running:
+                return graph.forward(*args)
+            return (torch.zeros(1, self.hidden_size),)
+
+        return run
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        for tensor in (input_ids, positions):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            hidden: torch.Tensor = self.compiled(input_ids, positions)
+        return hidden
+
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        (graph,) = self.graphs
+        return list(graph.graph.nodes)
+
+
+@pytest.fixture(autouse=True)
+def _forget_traces() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batches(seed: int) -> list[dict[str, torch.Tensor]]:
+    """Return steps of 7, 1, 2 and 33 tokens: a prompt, a decode, two, a decode with a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [{"a": 7}, {"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 32}]
+    return [
+        {name: torch.randint(VOCAB, (n,), generator=generator) for name, n in step.items()}
+        for step in counts
+    ]
+
+
+def traced_beside_eager(
+    path: Path, dtype: torch.dtype, paged: Any
+) -> tuple[Traced, CausalLM, list[Any], list[Any]]:
+    """Run all batches through a traced and an eager model; return both models' logits as well."""
+    found = []
+    for is_traced in (True, False):
+        model, _ = load_model(path, dtype=dtype, device="cpu")
+        backbone = Traced(model.model) if is_traced else model.model
+        model.model = backbone
+        runner = paged(model, dtype=dtype)
+        found.append((backbone, model, [runner.step(step) for step in batches(0)]))
+    (traced, model, logits), (_, _, wanted) = found
+    return traced, model, logits, wanted
+
+
+@pytest.mark.feature("K03")
+@pytest.mark.feature("K04")
+@pytest.mark.feature("K07")
+@pytest.mark.feature("E09")
+@pytest.mark.feature("E10")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_graph_serves_every_batch_and_equals_the_model(
+    name: str, dtype: torch.dtype, make_checkpoint: Any, paged: Any
+) -> None:
+    path, _ = make_checkpoint(**FAMILIES[name])
+    traced, model, logits, wanted = traced_beside_eager(path, dtype, paged)
+    for found, eager in zip(logits, wanted, strict=True):
+        assert all(torch.equal(found[sequence], eager[sequence]) for sequence in eager)
+    assert_attention_is_opaque(traced.nodes, list(model.attention_layers()))
+    assert_only_tokens_are_symbolic(traced.nodes)
+    assert_no_head(traced.nodes)
+
+
+def test_weights_that_are_not_packed_are_traced_as_products(
+    make_checkpoint: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (linear, embedding):
+        monkeypatch.setattr(module, "can_pack", lambda *_: False)
+    path, _ = make_checkpoint(**FAMILIES["llama-tied"])
+    traced, _, logits, wanted = traced_beside_eager(path, torch.float32, paged)
+    assert torch.equal(logits[-1]["c"], wanted[-1]["c"])
+    products = [node for node in traced.nodes if node.target is torch._C._nn.linear]
+    assert len(products) == 2 * 4
+    assert_only_tokens_are_symbolic(traced.nodes)
+
+
+def assert_attention_is_opaque(nodes: list[torch.fx.Node], layers: list[str]) -> None:
+    """One op for each layer; it gets tensors, one of them to write into, and the layer's name."""
+    calls = [node for node in nodes if node.target is ATTENTION]
+    assert [call.args[4] for call in calls] == layers
+    for call in calls:
+        others = [arg for i, arg in enumerate(call.args) if i != 4 and arg is not None]
+        assert all(is_tensor(arg) for arg in others)
+        assert call.kwargs == {} and not call.users
+        # Allocated by the traced graph, so that whoever captures it owns the memory.
+        output = call.args[3]
+        assert isinstance(output, torch.fx.Node) and output.target is torch.empty_like
+
+
+def assert_only_tokens_are_symbolic(nodes: list[torch.fx.Node]) -> None:
+    """All tensors have the one symbolic size first or not at all, and no node computes a size."""
+    symbols = set()
+    for node in nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            symbols |= {size.node.expr for size in value.shape[:1] if is_symbolic(size)}
+            assert not any(is_symbolic(size) for size in value.shape[1:]), node
+        elif node.op not in ("placeholder", "output") and node.users:
+            # A tuple of tensors; a number or a truth would be a branch on the host.
+            assert isinstance(value, tuple) and all(isinstance(v, torch.Tensor) for v in value)
+    assert len(symbols) == 1
+
+
+def assert_no_head(nodes: list[torch.fx.Node]) -> None:
+    assert not [node for node in nodes if "lm_head" in str(node.target)]
+    computed = [node.meta.get("example_value") for node in nodes if node.op != "placeholder"]
+    shapes = [str(tuple(value.shape)) for value in computed if isinstance(value, torch.Tensor)]
+    assert not [shape for shape in shapes if str(VOCAB) in shape]
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(
+        node.meta.get("example_value"), torch.Tensor
+    )
+
+
+def is_symbolic(size: object) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+@pytest.mark.feature("K07")
+def test_attentions_schema_has_tensors_and_a_name_alone() -> None:
+    kinds = [str(argument.type) for argument in ATTENTION.default._schema.arguments]
+    assert kinds == ["Tensor"] * 4 + ["str"] + ["Optional[Tensor]"] * 2
+    assert list(ATTENTION.default._schema.returns) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "dynamic"])
+def test_no_layer_is_written_so_that_sizes_make_graphs(name: str, make_checkpoint: Any) -> None:
+    path, _ = make_checkpoint(**FAMILIES[name])
+    model, _ = load_model(path, dtype=torch.float32, device="cpu")
+    kinds = {type(module) for module in model.model.modules()} - {nn.ModuleList}
+    traced = [kind.forward for kind in kinds] + [elementwise.rms_norm, elementwise.silu_and_mul]
+    traced += [rotary.rotate, rotary.RotaryEmbedding._grown, linear.Linear.product]
+    assert [hazard for function in traced for hazard in recompile_hazards(function)] == []
+
+
+@pytest.mark.feature("K06")
+def test_a_model_whose_layers_share_a_name_is_refused(make_checkpoint: Any) -> None:
+    path, _ = make_checkpoint(**FAMILIES["llama"])
+    model, _ = load_model(path, dtype=torch.float32, device="cpu")
+    first, second = model.attention_layers().values()
+    second.layer_name = first.layer_name
+    with pytest.raises(ValueError, match=f"layer_name: .* found '{first.layer_name}' twice"):
+        model.attention_layers()
+
+
+# --- tensor-parallel ranks --------------------------------------------------------------------
+
+
+def backbone_of(path: Path, shard: Shard) -> tuple[CausalLM, Traced]:
+    model, _ = load_model(path, shard=shard, dtype=torch.float32, device="cpu")
+    return model, Traced(model.model, is_running=False)
+
+
+def context_of(model: CausalLM, num_tokens: int) -> ForwardContext:
+    """Return the context of one prompt."""
+    layers = model.attention_layers()
+    first = next(iter(layers.values()))
+    spec = KVCacheSpec(len(layers), first.num_kv_heads, first.head_dim, 4, torch.float32)
+    pool = spec.allocate(8, torch.device("cpu"))
+    metadata = AttentionMetadata(
+        num_decodes=0,
+        cu_seqlens_q=torch.tensor([0, num_tokens]).int(),
+        seq_lens=torch.tensor([num_tokens]).int(),
+        block_table=torch.arange(1, 9).int().unsqueeze(0),
+        slot_mapping=torch.arange(4, 4 + num_tokens),
+    )
+    return ForwardContext(layers, metadata, spec.views(pool, list(layers)))
+
+
+class Group:
+    """Stands where tracing needs a group and never calls it."""
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
+def test_every_rank_traces_the_same_graph(
+    name: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = make_checkpoint(**FAMILIES[name])
+    texts, groups = [], [Group(), Group()]
+    for rank, group in enumerate(groups):
+        # A rank's process has its own table.
+        monkeypatch.setattr(collectives, "_groups", weakref.WeakValueDictionary())
+        torch._dynamo.reset()
+        _, traced = backbone_of(path, Shard(rank, 2, group))
+        with torch.inference_mode():
+            traced(torch.arange(7), torch.arange(7))
+        assert_only_tokens_are_symbolic(traced.nodes)
+        texts.append(traced.graphs[0].print_readable(print_output=False))
+    assert texts[0] == texts[1]
+    assert texts[0].count("torch.ops.lockstep.all_reduce(") == 1 + 2 * 2
+    assert texts[0].count("'tp')") == 1 + 2 * 2
+
+
+def test_ranks_that_run_their_graphs_compute_what_one_rank_computes(
+    make_checkpoint: Any, run_ranks: Any
+) -> None:
+    path, _ = make_checkpoint(**FAMILIES["llama"])
+    ids, positions = torch.randint(VOCAB, (13,)), torch.arange(13)
+    whole, _ = load_model(path, dtype=torch.float32, device="cpu")
+    with torch.inference_mode(), forward_context(context_of(whole, 13)):
+        wanted = whole(ids, positions)
+    ranks = []
+    for shard in run_ranks(2, lambda shard: shard):
+        torch._dynamo.reset()
+        model, traced = backbone_of(path, shard)
+        with torch.inference_mode():
+            traced(ids, positions)
+        ranks.append((context_of(model, 13), traced))
+
+    def forward(shard: Shard) -> torch.Tensor:
+        context, traced = ranks[shard.rank]
+        with torch.inference_mode(), forward_context(context):
+            (hidden,) = traced.graphs[0].forward(*traced.args)
+        return hidden
+
+    for hidden in run_ranks(2, forward):
+        torch.testing.assert_close(hidden, wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,127 @@
+"""Lockstep as its users start it: `serve run` in a process of its own, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = Path(sys.executable).with_name("serve")
+"""Ray's command, in the environment that runs the tests."""
+
+
+@dataclass
+class Server:
+    """A running application."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    address: str
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read() or b"{}")
+
+    def ranks(self, pool: str) -> list[dict[str, Any]]:
+        _, body = self.get("/ready")
+        return [rank for replica in body["pools"][pool]["replicas"] for rank in replica["ranks"]]
+
+    def wait_until_ready(self, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if self.get("/ready")[0] == 200:
+                    return
+            except (OSError, json.JSONDecodeError):
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log.read_text()}")
+
+
+@pytest.fixture(scope="session")
+def http_port(ray_cluster: Any) -> Iterator[int]:
+    """Ray Serve's HTTP proxy on a free port of the run's cluster.
+
+    `serve run` takes no port, but joins an instance that is there: two proxies on one port would
+    share its requests in silence.
+    """
+    from ray import serve as ray_serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    ray_serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    yield port
+    ray_serve.shutdown()
+
+
+def start_server(
+    args: list[str], *, ray_cluster: Any, port: int, log: Path, route: str = ""
+) -> Server:
+    address = ray_cluster.address_info["gcs_address"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [SERVE, "run", *args],
+            cwd=ROOT,
+            env=os.environ | {"RAY_ADDRESS": address},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    return Server(f"http://127.0.0.1:{port}{route}", process, log, address)
+
+
+@pytest.fixture(scope="session")
+def server(
+    ray_cluster: Any, http_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """`serve run serve.app:deploy` without arguments: the bundled model, two pools."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    started = start_server(["serve.app:deploy"], ray_cluster=ray_cluster, port=http_port, log=log)
+    try:
+        started.wait_until_ready()
+        yield started
+    finally:
+        # As a user ends it. The instance stays: the proxy belongs to `http_port`.
+        started.process.send_signal(signal.SIGTERM)
+        started.process.wait(timeout=30)
+
+
+@pytest.fixture
+def start_app(ray_cluster: Any, http_port: int, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Return a function that starts an application with these arguments; it ends with the test."""
+    from ray import serve as ray_serve
+
+    started: dict[str, Server] = {}
+
+    def start(name: str, *arguments: str) -> Server:
+        options = ["--name", name, "--route-prefix", f"/{name}", "serve.app:deploy", *arguments]
+        started[name] = start_server(
+            options, ray_cluster=ray_cluster, port=http_port, log=tmp_path / name, route=f"/{name}"
+        )
+        started[name].wait_until_ready()
+        return started[name]
+
+    yield start
+    for name, app in started.items():
+        app.process.send_signal(signal.SIGTERM)
+        app.process.wait(timeout=60)
+        ray_serve.delete(name)

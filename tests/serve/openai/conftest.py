@@ -1,0 +1,212 @@
+"""A backend that plays a script, and the app over it: in process, and on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
+from serve.openai.app import ApiSettings, build_app
+from serve.openai.backend import Overloaded
+from serve.openai.endpoint import Serving
+from serve.tokenizer import Tokenizer
+
+MODEL = "scripted"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = ["the cat sat on the mat and the dog ran over the hill", "hello world, hello again"] * 8
+
+
+class ScriptedBackend:
+    """Answers every request with the same pieces of token ids.
+
+    `hangs` waits forever where the script ends; `closed` counts the streams that were closed.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.finish_reason = "stop"
+        self.stop_token_id = -1
+        self.error = ""
+        self.raises: Exception | None = None
+        self.pause_s = 0.0
+        self.hangs = False
+        self.num_cached_tokens = 0
+        self.ready = True
+        self.is_healthy = True
+        self.overload: Overloaded | None = None
+        self.num_admitted = 0
+        self.requests: list[GenerateRequest] = []
+        self.num_open = 0
+        self.closed_at: list[float] = []
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def healthy(self) -> bool:
+        return self.is_healthy
+
+    async def status(self) -> tuple[int, dict[str, Any]]:
+        return (200, {"status": "ready"}) if self.ready else (503, {"status": "loading"})
+
+    def admit(self, num_sequences: int) -> None:
+        if self.overload is not None:
+            raise self.overload
+        self.num_admitted += num_sequences
+
+    def leave(self, num_sequences: int) -> None:
+        self.num_admitted -= num_sequences
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            async for output in self._play(request):
+                yield output
+        finally:
+            self.num_open -= 1
+            self.closed_at.append(time.monotonic())
+
+    async def _play(self, request: GenerateRequest) -> AsyncIterator[EngineOutput]:
+        for i, token_ids in enumerate(self.pieces):
+            is_last = i == len(self.pieces) - 1 and not self.hangs and self.raises is None
+            output = self._output(request, token_ids, is_last)
+            asked = request.sampling.num_prompt_logprobs
+            if i == 0 and asked >= 0:
+                found = [_logprobs(token_id, asked) for token_id in request.prompt_token_ids[1:]]
+                output = msgspec.structs.replace(output, prompt_logprobs=found)
+            yield output
+            await asyncio.sleep(self.pause_s)
+        if self.raises is not None:
+            raise self.raises
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    def _output(
+        self, request: GenerateRequest, token_ids: list[int], is_last: bool
+    ) -> EngineOutput:
+        num_logprobs = request.sampling.num_logprobs
+        return EngineOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=[_logprobs(t, num_logprobs) for t in token_ids if num_logprobs >= 0],
+            finish_reason=self.finish_reason if is_last else "",
+            stop_token_id=self.stop_token_id if is_last else -1,
+            num_cached_tokens=self.num_cached_tokens,
+            handoff=None,
+            error=self.error if is_last else "",
+            prompt_logprobs=[],
+        )
+
+
+def _logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
+    top = [token_id + i for i in range(num_logprobs)]
+    values = [-0.5 - i for i in range(num_logprobs)]
+    return TokenLogprobs(logprob=-0.5, rank=1, top_token_ids=top, top_logprobs=values)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with a ChatML template, as a checkpoint's directory."""
+    rust = RustTokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rust.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|im_end|>")
+    fast.chat_template = TEMPLATE
+    path = tmp_path_factory.mktemp("checkpoint")
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_dir(checkpoint)
+
+
+@pytest.fixture
+def backend(tokenizer: Tokenizer) -> ScriptedBackend:
+    """Says «hello world» token by token, then the end token."""
+    scripted = ScriptedBackend()
+    eos = tokenizer.eos_token_ids[0]
+    scripted.pieces = [[t] for t in (*tokenizer.encode("hello world"), eos)]
+    scripted.stop_token_id = eos
+    return scripted
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(
+        served_model_name=MODEL, max_model_len=256, max_body_bytes=20_000, retry_after_s=3
+    )
+
+
+@pytest.fixture
+def app(settings: ApiSettings, backend: ScriptedBackend, tokenizer: Tokenizer) -> Starlette:
+    return build_app(Serving(settings, backend, lambda: tokenizer))
+
+
+Call = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def call(app: Starlette) -> Call:
+    """Send one request to the app in process: `call("POST", "/v1/completions", json={...})`."""
+
+    async def send(method: str, path: str, **kwargs: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **kwargs)
+
+    return lambda method, path, **kwargs: asyncio.run(send(method, path, **kwargs))
+
+
+@pytest.fixture
+def url(app: Starlette) -> Iterator[str]:
+    """The app on a free loopback port; gives its base URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="warning", lifespan="off")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not running.started:
+        assert time.monotonic() < deadline, "uvicorn did not start"
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    running.should_exit = True
+    thread.join(10)
+    with contextlib.suppress(OSError):
+        listener.close()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client

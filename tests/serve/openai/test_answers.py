@@ -1,0 +1,289 @@
+"""What clients get back, read by the official client and byte by byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """Return the JSON of a stream's events; the last one must be [DONE]."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    parts = answer.content.split(b"\n\n")
+    assert parts[-2:] == [b"data: [DONE]", b""]
+    assert all(part.startswith(b"data: ") for part in parts[:-1])
+    return [msgspec.json.decode(part[6:]) for part in parts[:-2]]
+
+
+def test_chat_answers_the_official_client(client: openai.OpenAI, backend: Any) -> None:
+    backend.num_cached_tokens = 2
+    found = client.chat.completions.create(model="scripted", messages=HI)  # type: ignore[arg-type]
+    assert found.id.startswith("chatcmpl-")
+    assert (found.object, found.model) == ("chat.completion", "scripted")
+    (choice,) = found.choices
+    assert (choice.index, choice.finish_reason) == (0, "stop")
+    assert (choice.message.role, choice.message.content) == ("assistant", "hello world")
+    assert found.usage is not None and found.usage.prompt_tokens_details is not None
+    assert found.usage.completion_tokens == len(backend.pieces)
+    assert found.usage.prompt_tokens == len(backend.requests[0].prompt_token_ids)
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    assert found.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_chat_streams_to_the_official_client(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="scripted",
+        messages=HI,  # type: ignore[arg-type]
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content == ""
+    assert len({chunk.id for chunk in chunks}) == 1
+    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(texts) == "hello world"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+
+
+def test_completion_answers_and_streams_the_same_text(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="scripted", prompt="the cat", max_tokens=32)
+    assert whole.id.startswith("cmpl-") and whole.object == "text_completion"
+    stream = client.completions.create(
+        model="scripted", prompt="the cat", max_tokens=32, stream=True
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+
+
+def test_chat_stream_has_exactly_these_bytes(call: Any, backend: Any, tokenizer: Any) -> None:
+    backend.pieces = [tokenizer.encode("hello"), [tokenizer.eos_token_ids[0]]]
+    backend.pause_s = 0.01
+    answer = call("POST", "/v1/chat/completions", json={"messages": HI, "stream": True})
+    first = events(answer)[0]
+    head = f'{{"id":"{first["id"]}","object":"chat.completion.chunk","created":{first["created"]},'
+    head += '"model":"scripted","choices":[{"index":0,"delta":'
+    deltas = [
+        '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null',
+        '{"content":"hello"},"logprobs":null,"finish_reason":null',
+        '{},"logprobs":null,"finish_reason":"stop"',
+    ]
+    tail = ',"stop_reason":null}],"system_fingerprint":null}\n\n'
+    expected = "".join(f"data: {head}{delta}{tail}" for delta in deltas) + "data: [DONE]\n\n"
+    assert answer.text == expected
+
+
+def test_usage_chunk_comes_only_when_asked(call: Any) -> None:
+    body = {"prompt": "a", "stream": True}
+    assert all("usage" not in event for event in events(call("POST", "/v1/completions", json=body)))
+    body["stream_options"] = {"continuous_usage_stats": True}
+    counts = [
+        event["usage"]["completion_tokens"]
+        for event in events(call("POST", "/v1/completions", json=body))
+    ]
+    assert counts == sorted(counts) and counts[-1] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_over_several_tokens_ends_the_text(
+    call: Any, backend: Any, tokenizer: Any, stream: bool, include: bool
+) -> None:
+    backend.pieces = [[token_id] for token_id in tokenizer.encode("hello END again")]
+    backend.hangs = True
+    body = {
+        "prompt": "a",
+        "stop": ["EN!", "END"],
+        "include_stop_str_in_output": include,
+        "stream": stream,
+    }
+    answer = call("POST", "/v1/completions", json=body)
+    choices = [e["choices"][0] for e in (events(answer) if stream else [answer.json()])]
+    assert "".join(choice["text"] for choice in choices) == ("hello END" if include else "hello ")
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "END")
+    assert backend.num_open == 0
+
+
+def test_tokens_after_a_stop_string_are_not_counted(
+    call: Any, backend: Any, tokenizer: Any
+) -> None:
+    hello, rest = tokenizer.encode("hello"), tokenizer.encode(" again and again")
+    backend.pieces = [hello + rest]
+    body = {"prompt": "a", "stop": "hello", "logprobs": 0, "return_token_ids": True}
+    found = call("POST", "/v1/completions", json=body).json()
+    assert found["choices"][0]["token_ids"] == hello
+    assert len(found["choices"][0]["logprobs"]["tokens"]) == len(hello)
+    assert found["usage"]["completion_tokens"] == len(hello)
+
+
+def test_users_stop_token_is_the_stop_reason(call: Any, backend: Any) -> None:
+    body = {"prompt": "a", "stop_token_ids": [backend.stop_token_id]}
+    found = call("POST", "/v1/completions", json=body).json()["choices"][0]
+    assert (found["text"], found["stop_reason"]) == ("hello world", backend.stop_token_id)
+
+
+def test_end_token_leaves_no_text_even_with_special_tokens_shown(call: Any) -> None:
+    body = {"prompt": "a", "skip_special_tokens": False}
+    found = call("POST", "/v1/completions", json=body).json()["choices"][0]
+    assert (found["text"], found["stop_reason"]) == ("hello world", None)
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "abort"])
+def test_finish_reason_reaches_the_client(call: Any, backend: Any, finish_reason: str) -> None:
+    backend.finish_reason, backend.stop_token_id = finish_reason, -1
+    found = call("POST", "/v1/completions", json={"prompt": "a"}).json()["choices"][0]
+    assert (found["finish_reason"], found["stop_reason"]) == (finish_reason, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_characters_split_over_tokens_arrive_whole(
+    call: Any, backend: Any, tokenizer: Any, stream: bool
+) -> None:
+    text = "日本 👩‍👩‍👧 é"
+    backend.pieces = [[token_id] for token_id in tokenizer.encode(text)]
+    backend.stop_token_id = -1
+    answer = call("POST", "/v1/chat/completions", json={"messages": HI, "stream": stream})
+    if not stream:
+        assert answer.json()["choices"][0]["message"]["content"] == text
+        return
+    deltas = [e["choices"][0]["delta"].get("content", "") for e in events(answer)]
+    assert "".join(deltas) == text and not any("�" in delta for delta in deltas)
+
+
+def test_chat_logprobs_fit_the_official_client(client: openai.OpenAI, tokenizer: Any) -> None:
+    found = client.chat.completions.create(
+        model="scripted",
+        messages=HI,  # type: ignore[arg-type]
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    first = logprobs.content[0]
+    token_id = tokenizer.encode("hello world")[0]
+    assert first.token == tokenizer.token_text(token_id)
+    assert bytes(first.bytes or []) == tokenizer.token_bytes(token_id)
+    assert [top.logprob for top in first.top_logprobs] == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_have_the_text_offsets_of_their_tokens(call: Any, stream: bool) -> None:
+    body = {"prompt": "a", "logprobs": 2, "stream": stream}
+    answer = call("POST", "/v1/completions", json=body)
+    choices = [e["choices"][0] for e in (events(answer) if stream else [answer.json()])]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+    for choice in choices:
+        top = choice["logprobs"]["top_logprobs"]
+        assert all(token in t for token, t in zip(choice["logprobs"]["tokens"], top, strict=True))
+        assert all(len(t) == 2 for t in top)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_of_several_prompts_has_its_choice(
+    call: Any, backend: Any, tokenizer: Any, stream: bool
+) -> None:
+    body = {"prompt": ["the cat", "a dog", "hill"], "stream": stream}
+    answer = call("POST", "/v1/completions", json=body)
+    texts = {0: "", 1: "", 2: ""}
+    for event in events(answer) if stream else [answer.json()]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == ["hello world"] * 3
+    prompts = [tokenizer.encode(prompt) for prompt in body["prompt"]]  # type: ignore[attr-defined]
+    assert [r.prompt_token_ids for r in backend.requests] == prompts
+    assert len({r.request_id for r in backend.requests}) == 3
+
+
+def test_token_id_prompts_reach_the_backend_as_they_are(call: Any, backend: Any) -> None:
+    assert call("POST", "/v1/completions", json={"prompt": [5, 6, 7]}).status_code == 200
+    assert call("POST", "/v1/completions", json={"prompt": [[5], [6, 7]]}).status_code == 200
+    assert [r.prompt_token_ids for r in backend.requests] == [[5, 6, 7], [5], [6, 7]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_when_asked(call: Any, backend: Any, stream: bool) -> None:
+    output = [token_id for piece in backend.pieces for token_id in piece]
+    body = {"prompt": [5, 6], "return_token_ids": True, "stream": stream}
+    answer = call("POST", "/v1/completions", json=body)
+    choices = [e["choices"][0] for e in (events(answer) if stream else [answer.json()])]
+    assert choices[0]["prompt_token_ids"] == [5, 6]
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+    assert [t for choice in choices for t in choice["token_ids"]] == output
+
+    body = {"messages": HI, "return_token_ids": True, "stream": stream}
+    answer = call("POST", "/v1/chat/completions", json=body)
+    found = events(answer) if stream else [answer.json()]
+    assert found[0]["prompt_token_ids"] == backend.requests[-1].prompt_token_ids
+    assert all("prompt_token_ids" not in event for event in found[1:])
+    assert [t for e in found for t in e["choices"][0].get("token_ids", [])] == output
+
+
+def test_chat_prompt_is_the_template_over_joined_parts(
+    call: Any, backend: Any, tokenizer: Any
+) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    call("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+    expected = "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    ids = backend.requests[0].prompt_token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+
+
+def test_an_assistants_message_can_be_sent_back(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(model="scripted", messages=HI)  # type: ignore[arg-type]
+    history = [*HI, found.choices[0].message.model_dump(), *HI]
+    client.chat.completions.create(model="scripted", messages=history)  # type: ignore[arg-type]
+
+
+def test_sampling_reaches_the_backend(call: Any, backend: Any) -> None:
+    body = {"messages": HI, "temperature": 0, "top_k": 5, "top_p": 0.5, "seed": 7}
+    call("POST", "/v1/chat/completions", json={**body, "ignore_eos": True, "stop_token_ids": [9]})
+    request = backend.requests[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 5, 0.5)
+    assert (sampling.seed, sampling.stop_token_ids, sampling.num_logprobs) == (7, (9,), -1)
+    assert sampling.max_tokens == 256 - len(request.prompt_token_ids)
+    call("POST", "/v1/completions", json={"prompt": "a"})
+    assert backend.requests[1].sampling.max_tokens == 16
+    assert backend.requests[1].sampling.stop_token_ids == (backend.stop_token_id,)
+
+
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+def test_a_limit_that_nobody_sent_gives_way_to_a_long_prompt(
+    call: Any, backend: Any, given: dict[str, Any]
+) -> None:
+    """One that somebody sent is refused where it does not fit, and so is a prompt without room."""
+    for num_tokens in (240, 241, 255):
+        body = {"prompt": [5] * num_tokens, **given}
+        assert call("POST", "/v1/completions", json=body).status_code == 200
+    assert [request.sampling.max_tokens for request in backend.requests] == [16, 15, 1]
+    for num_tokens, limits, param in ((241, {"max_tokens": 16}, "max_tokens"), (256, {}, "prompt")):
+        body = {"prompt": [5] * num_tokens, **given, **limits}
+        answer = call("POST", "/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_models_names_the_served_model_and_its_length(client: openai.OpenAI) -> None:
+    (card,) = client.models.list().data
+    assert (card.id, card.object) == ("scripted", "model")
+    assert card.model_dump()["max_model_len"] == 256
+    assert client.models.retrieve("scripted").id == "scripted"
+
+
+def test_long_prompts_are_tokenized_beside_the_loop(
+    call: Any, backend: Any, tokenizer: Any
+) -> None:
+    text = "the cat sat on the mat " * 200
+    answer = call("POST", "/v1/completions", json={"prompt": text})
+    assert answer.status_code == 400
+    assert f"found {len(tokenizer.encode(text))} tokens" in answer.json()["error"]["message"]

@@ -1,0 +1,270 @@
+"""Chat templates give what transformers gives, and run nothing that a client sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from transformers import AutoTokenizer
+
+from serve.openai.app import ApiSettings, build_app
+from serve.openai.endpoint import Serving
+from serve.tokenizer import ChatTemplateError, Tokenizer
+
+CHAT = "/v1/chat/completions"
+TURNS = [
+    {"role": "user", "content": "hello "},
+    {"role": "assistant", "content": " the cat"},
+    {"role": "user", "content": "again\n"},
+]
+SYSTEM = [{"role": "system", "content": "be brief"}, *TURNS]
+
+# In the manner of five families: what they do with spaces, roles, system messages and variables.
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "trimming, with a text's beginning": (
+        "{{ bos_token }}{%- for m in messages %}"
+        "{{- '<|im_start|>' + m['role'] + '\n\n' + m['content'] | trim + '<|im_end|>' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}"
+    ),
+    "brackets, strict turns": (
+        "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}"
+        "{% elif m.role == 'user' %}[INST] {{ ns.system }}{{ m.content }} [/INST]"
+        "{% set ns.system = '' %}"
+        "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
+        "{% else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+    ),
+    "renamed roles, no system": (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}"
+        "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
+    ),
+    "thinking": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.type }}]{{ part.text }}{% endfor %}{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+        "{% endif %}{% for word in words | default([]) %}{{ word | tojson }} {% endfor %}"
+        "{% endif %}"
+    ),
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def template(request: pytest.FixtureRequest) -> str:
+    return TEMPLATES[request.param]
+
+
+@pytest.fixture
+def with_template(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a checkpoint with another template, or several named ones."""
+
+    def make(template: str, **named: str) -> Path:
+        (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+        config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "chat_template.jinja").write_text(template)
+        for name, text in named.items():
+            folder = tmp_path / "additional_chat_templates"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.jinja").write_text(text)
+        return tmp_path
+
+    return make
+
+
+class Api:
+    """The app over a checkpoint, and transformers' tokenizer of it."""
+
+    def __init__(self, path: Path, backend: Any, call_app: Callable[..., httpx.Response]) -> None:
+        self.oracle = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        self._tokenizer = Tokenizer.from_dir(path)
+        settings = ApiSettings(served_model_name="m", max_model_len=512)
+        self._app = build_app(Serving(settings, backend, lambda: self._tokenizer))
+        self._call = call_app
+
+    def post(self, **body: Any) -> httpx.Response:
+        return self._call(self._app, json={"return_token_ids": True, "max_tokens": 3, **body})
+
+    def ids(self, **body: Any) -> list[int]:
+        answer = self.post(**body)
+        assert answer.status_code == 200, answer.text
+        found: list[int] = answer.json()["prompt_token_ids"]
+        return found
+
+    def wanted(self, messages: list[Any], **kwargs: Any) -> list[int]:
+        text = self.oracle.apply_chat_template(messages, tokenize=False, **kwargs)
+        found: list[int] = self.oracle(text, add_special_tokens=False)["input_ids"]
+        return found
+
+
+@pytest.fixture
+def api(backend: Any, with_template: Callable[..., Path]) -> Callable[..., Api]:
+    async def send(app: Starlette, body: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(CHAT, json=body)
+
+    def call_app(app: Starlette, json: Any) -> httpx.Response:
+        return asyncio.run(send(app, json))
+
+    return lambda template, **named: Api(with_template(template, **named), backend, call_app)
+
+
+@pytest.mark.feature("R11")
+def test_prompt_is_that_of_transformers(api: Callable[..., Api], template: str) -> None:
+    made = api(template)
+    for messages in (TURNS, SYSTEM, TURNS[:1]):
+        try:
+            wanted = made.wanted(messages, add_generation_prompt=True)
+        except Exception as error:
+            answer = made.post(messages=messages)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+            assert str(error) in answer.json()["error"]["message"]
+        else:
+            assert made.ids(messages=messages) == wanted
+
+
+@pytest.mark.feature("R11")
+def test_final_message_is_continued_like_in_transformers(
+    api: Callable[..., Api], template: str
+) -> None:
+    made = api(template)
+    messages = TURNS[:2]
+    wanted = made.wanted(messages, continue_final_message=True)
+    assert made.ids(messages=messages, continue_final_message=True) == wanted
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    assert made.ids(messages=messages, **fields) == wanted
+    assert made.oracle.decode(wanted).endswith("the cat")
+    answer = made.post(messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert answer.json()["error"]["param"] == "continue_final_message"
+
+
+@pytest.mark.feature("R11")
+def test_generation_prompt_can_be_left_out(api: Callable[..., Api], template: str) -> None:
+    made = api(template)
+    found = made.ids(messages=TURNS, add_generation_prompt=False)
+    assert found == made.wanted(TURNS, add_generation_prompt=False)
+
+
+@pytest.mark.feature("R11")
+@pytest.mark.parametrize(
+    "kwargs", [{"enable_thinking": False}, {"enable_thinking": True}, {"words": ["a", {"b": 1}]}]
+)
+def test_template_kwargs_reach_the_template(
+    api: Callable[..., Api], kwargs: dict[str, Any]
+) -> None:
+    made = api(TEMPLATES["thinking"])
+    found = made.ids(messages=TURNS, chat_template_kwargs=kwargs)
+    assert found == made.wanted(TURNS, add_generation_prompt=True, **kwargs)
+    assert (found != made.ids(messages=TURNS)) == (kwargs != {"enable_thinking": True})
+
+
+@pytest.mark.feature("R11")
+def test_text_of_a_template_by_hand(api: Callable[..., Api]) -> None:
+    made = api(TEMPLATES["renamed roles, no system"])
+    found = made.ids(messages=TURNS)
+    assert made.oracle.decode(found) == (
+        "<turn>user\nhello</turn>\n<turn>model\nthe cat</turn>\n<turn>user\nagain</turn>\n"
+        "<turn>model\n"
+    )
+
+
+@pytest.mark.feature("R11")
+def test_parts_reach_a_template_that_reads_parts(api: Callable[..., Api]) -> None:
+    made = api(TEMPLATES["thinking"])
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
+    messages = [{"role": "user", "content": parts}]
+    found = made.ids(messages=messages)
+    assert found == made.wanted(messages, add_generation_prompt=True)
+    assert "[text]the[text] cat" in made.oracle.decode(found)
+
+
+@pytest.mark.feature("R11")
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinking"])
+def test_parts_are_joined_for_a_template_that_reads_text(
+    api: Callable[..., Api], name: str
+) -> None:
+    made = api(TEMPLATES[name])
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
+    found = made.ids(messages=[{"role": "user", "content": parts}])
+    joined = [{"role": "user", "content": "the\ncat"}]
+    assert found == made.wanted(joined, add_generation_prompt=True)
+
+
+def test_the_bundled_template_reads_parts(tiny_checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_dir(tiny_checkpoint)
+    assert tokenizer.takes_parts()
+
+
+@pytest.mark.feature("R11")
+def test_a_clients_template_is_refused_and_a_named_one_taken(api: Callable[..., Api]) -> None:
+    made = api(TEMPLATES["chatml"], short="{% for m in messages %}{{ m.content }}{% endfor %}")
+    found = made.ids(messages=TURNS, chat_template="short")
+    assert made.oracle.decode(found) == "hello  the catagain\n"
+    assert made.ids(messages=TURNS) == made.wanted(TURNS, add_generation_prompt=True)
+    for text in ("{{ 1 }}", "", "long", "{% for i in range(9**9) %}{% endfor %}"):
+        answer = made.post(messages=TURNS, chat_template=text)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == "chat_template" and "default, short" in error["message"]
+
+
+def test_without_names_no_template_is_taken(api: Callable[..., Api]) -> None:
+    made = api(TEMPLATES["chatml"])
+    error = made.post(messages=TURNS, chat_template="default").json()["error"]
+    assert error["param"] == "chat_template" and "without a name" in error["message"]
+
+
+@pytest.mark.feature("R11")
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "return_dict"],
+)
+def test_template_kwargs_are_variables_only(api: Callable[..., Api], name: str) -> None:
+    made = api(TEMPLATES["chatml"])
+    answer = made.post(messages=TURNS, chat_template_kwargs={name: "{{ 1 }}"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+
+
+def test_special_tokens_are_added_when_asked(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_bytes((tiny_checkpoint / file).read_bytes())
+    rust = json.loads((tiny_checkpoint / "tokenizer.json").read_text())
+    single = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    rust["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rust))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    plain = tokenizer.apply_chat_template(TURNS)
+    assert tokenizer.apply_chat_template(TURNS, add_special_tokens=True) == [0, *plain]
+
+
+def test_templates_run_in_a_sandbox(with_template: Callable[..., Path]) -> None:
+    """Those of a checkpoint: transformers' environment gives them no way into Python."""
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = Tokenizer.from_dir(with_template(escape))
+    with pytest.raises(ChatTemplateError, match="refuses"):
+        tokenizer.apply_chat_template(TURNS)

@@ -1,0 +1,430 @@
+"""Every refusal: its status, type, param, and that the message names what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from serve.openai import endpoint
+from serve.openai.app import ApiSettings, build_app
+from serve.openai.backend import Overloaded
+from serve.openai.endpoint import Serving
+from serve.openai.errors import MAX_MESSAGE_CHARS
+from serve.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+INVALID = "invalid_request_error"
+
+
+def error_of(answer: httpx.Response, status: int, kind: str, param: str | None) -> str:
+    """Check the shape of an error and return its message."""
+    error = answer.json()["error"]
+    assert list(answer.json()) == ["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (answer.status_code, error["code"]) == (status, status)
+    assert (error["type"], error["param"]) == (kind, param), error["message"]
+    message: str = error["message"]
+    return message
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "messages", "found none"),
+    ({"messages": []}, "messages", "at least one"),
+    ({"messages": "hi"}, "messages", "wanted array, found str"),
+    ({"messages": ["hi"]}, "messages[0]", "wanted object, found str"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "found none"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "found int"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", "found none"),
+    ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", "found king"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role", "not built"),
+    ({"messages": [*HI, {**HI[0], "crown": 1}]}, "messages[1].crown", "unknown"),
+    ({"messages": [{**HI[0], "name": "Ann"}]}, "messages[0].name", "not built"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "found image_url",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+        "messages[0].content[0].text",
+        "wanted str, found int",
+    ),
+    ({"messages": [*HI, {"role": "system", "content": "late"}]}, "messages", "comes first"),
+    ({"messages": HI, "temperature": "hot"}, "temperature", "wanted float, found str"),
+    ({"messages": HI, "temperature": True}, "temperature", "found bool"),
+    ({"messages": HI, "temperature": -1}, "temperature", "found -1"),
+    ({"messages": HI, "top_p": 0}, "top_p", "found 0"),
+    ({"messages": HI, "top_p": 1.1}, "top_p", "found 1.1"),
+    ({"messages": HI, "top_k": -2}, "top_k", "found -2"),
+    ({"messages": HI, "top_k": 1.5}, "top_k", "found float"),
+    ({"messages": HI, "seed": 2**64}, "seed", "64 bits"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens", "found 0"),
+    ({"messages": HI, "max_tokens": 1000}, "max_tokens", "length is 256"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens", "found 0"),
+    ({"messages": HI, "max_completion_tokens": 1000}, "max_completion_tokens", "found 1000"),
+    ({"messages": HI, "stop": 3}, "stop", "found int"),
+    ({"messages": HI, "stop": [""]}, "stop", "empty"),
+    ({"messages": HI, "stop": ["a"] * 65}, "stop", "at most 64"),
+    ({"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids", "found -1"),
+    ({"messages": HI, "stop_token_ids": list(range(257))}, "stop_token_ids", "at most 256"),
+    ({"messages": HI, "top_logprobs": 3}, "top_logprobs", "logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+    ({"messages": HI, "logprobs": 3}, "logprobs", "wanted bool, found int"),
+    ({"messages": HI, "stream": "yes"}, "stream", "wanted bool, found str"),
+    ({"messages": HI, "stream_options": {}}, "stream_options", "stream true"),
+    (
+        {"messages": HI, "stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+        "found int",
+    ),
+    (
+        {"messages": HI, "stream": True, "stream_options": {"speed": 1}},
+        "stream_options.speed",
+        "unknown",
+    ),
+    ({"messages": [{"role": "user", "content": "cat " * 2000}]}, "messages", "at most 255 tokens"),
+]
+
+BAD_SAMPLING: list[tuple[str, Any, str]] = [
+    ("n", 0, "1 to 128"),
+    ("n", 129, "1 to 128"),
+    ("n", True, "found bool"),
+    ("n", 1.5, "found float"),
+    ("min_p", -0.1, "found -0.1"),
+    ("min_p", 1.1, "found 1.1"),
+    ("min_p", "a", "found str"),
+    ("presence_penalty", 2.1, "-2 to 2"),
+    ("presence_penalty", True, "found bool"),
+    ("frequency_penalty", -2.1, "-2 to 2"),
+    ("frequency_penalty", "a", "found str"),
+    ("repetition_penalty", 0, "above 0"),
+    ("repetition_penalty", -1, "above 0"),
+    ("repetition_penalty", [], "found array"),
+    ("logit_bias", {"7": 101}, "-100 to 100"),
+    ("logit_bias", {"7": "much"}, "found str"),
+    ("logit_bias", {"the": 1}, "token ids as keys"),
+    ("logit_bias", {"-1": 1}, "token ids as keys"),
+    ("logit_bias", {"9" * 5000: 1}, "token ids as keys"),
+    ("logit_bias", {"100000": 1}, "found 100000"),
+    ("logit_bias", [1], "found array"),
+    ("allowed_token_ids", [], "list of token ids"),
+    ("allowed_token_ids", [100_000], "found 100000"),
+    ("allowed_token_ids", [-1], "found -1"),
+    ("allowed_token_ids", ["a"], "found str"),
+    ("min_tokens", -1, "found -1"),
+    ("min_tokens", 9, "max_tokens=8"),
+    ("min_tokens", 0.5, "found float"),
+    ("prompt_logprobs", -1, "0 to 20"),
+    ("prompt_logprobs", 21, "0 to 20"),
+    ("prompt_logprobs", True, "found bool"),
+]
+
+BAD_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template", "is a program"),
+    ({"messages": HI, "chat_template": 5}, "chat_template", "found int"),
+    ({"messages": HI, "chat_template_kwargs": []}, "chat_template_kwargs", "found array"),
+    (
+        {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs.tokenize",
+        "variables",
+    ),
+    ({"messages": HI, "add_generation_prompt": "no"}, "add_generation_prompt", "found str"),
+    (
+        {"messages": HI, "add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        "found true",
+    ),
+    ({"messages": HI, "continue_final_message": 1}, "continue_final_message", "found int"),
+    ({"messages": HI, "add_special_tokens": 1}, "add_special_tokens", "found int"),
+]
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "found none"),
+    ({"prompt": ""}, "prompt", "at least one token"),
+    ({"prompt": []}, "prompt", "empty list"),
+    ({"prompt": [[]]}, "prompt", "at least one token"),
+    ({"prompt": ["a", 1]}, "prompt", "mixture"),
+    ({"prompt": [1, "a"]}, "prompt", "mixture"),
+    ({"prompt": {"a": 1}}, "prompt", "found object"),
+    ({"prompt": [1.5]}, "prompt[0]", "found float"),
+    ({"prompt": [[1, "a"]]}, "prompt[0][1]", "found str"),
+    ({"prompt": [1, 100_000]}, "prompt", "found 100000"),
+    ({"prompt": [-1]}, "prompt", "found -1"),
+    ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts"),
+    ({"prompt": "cat " * 2000}, "prompt", "at most 255 tokens"),
+    ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", "at most 6"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "0 to 20"),
+    ({"prompt": "a", "logprobs": True}, "logprobs", "found bool"),
+    ({"prompt": ["a"] * 9, "n": 120}, "n", "at most 113"),
+    (
+        {"prompt": "a", "stream": True, "prompt_logprobs": 1},
+        "prompt_logprobs",
+        "none with stream true",
+    ),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "not built"),
+    ({"prompt": "a", "messages": HI}, "messages", "unknown"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [(CHAT, *case) for case in BAD_CHATS + BAD_TEMPLATES]
+    + [(TEXT, *case) for case in BAD_COMPLETIONS],
+)
+def test_bad_field_is_named(
+    call: Any, backend: Any, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    message = error_of(call("POST", path, json=body), 400, INVALID, param)
+    assert words in message
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize(("name", "value", "words"), BAD_SAMPLING)
+def test_bad_sampling_field_is_named_on_both_endpoints(
+    call: Any, backend: Any, name: str, value: Any, words: str
+) -> None:
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "a"})):
+        answer = call("POST", path, json={**body, "max_tokens": 8, name: value})
+        found = answer.json()["error"]["param"]
+        # Of a list or an object the place may be named too.
+        assert found.split("[")[0] == name
+        assert words in error_of(answer, 400, INVALID, found)
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 128),
+        ("min_p", 0),
+        ("min_p", 1),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2.0),
+        ("repetition_penalty", 0.01),
+        ("logit_bias", {"0": -100, "260": 100}),
+        ("logit_bias", {}),
+        ("allowed_token_ids", [0, 260, 0]),
+        ("min_tokens", 8),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 20),
+    ],
+)
+def test_good_sampling_field_reaches_the_backend(
+    call: Any, backend: Any, name: str, value: Any
+) -> None:
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": [5]})):
+        answer = call("POST", path, json={**body, "max_tokens": 8, name: value})
+        assert answer.status_code == 200, answer.text
+    assert len(backend.requests) == 2 * (value if name == "n" else 1)
+
+
+def test_streamed_requests_are_refused_with_the_same_status(call: Any) -> None:
+    body = {"messages": HI, "stream": True, "max_tokens": 1000}
+    error_of(call("POST", CHAT, json=body), 400, INVALID, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b'{"prompt": NaN}', b"[" * 20_000, b'"text"', b"[]", b'{"a": 1e999}'],
+)
+def test_body_that_is_no_json_object_is_400(call: Any, body: bytes) -> None:
+    assert "wanted" in error_of(call("POST", TEXT, content=body), 400, INVALID, None)
+
+
+def test_messages_quote_only_so_much_of_the_request(call: Any) -> None:
+    answer = call("POST", TEXT, json={"prompt": "a", "user": "x" * 10_000})
+    assert len(error_of(answer, 400, INVALID, "user")) <= MAX_MESSAGE_CHARS + 1
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_unknown_model_is_404_and_names_the_served_one(call: Any, path: str) -> None:
+    body = {"model": "gpt", "messages": HI} if path == CHAT else {"model": "gpt", "prompt": "a"}
+    message = error_of(call("POST", path, json=body), 404, "not_found_error", "model")
+    assert "scripted" in message and "gpt" in message
+    error_of(call("GET", "/v1/models/gpt"), 404, "not_found_error", "model")
+
+
+def test_unknown_path_and_wrong_method_have_the_same_shape(call: Any) -> None:
+    error_of(call("GET", "/v1/nothing"), 404, "not_found_error", None)
+    error_of(call("GET", "/v1/models/"), 404, "not_found_error", "model")
+    answer = call("GET", CHAT)
+    error_of(answer, 405, INVALID, None)
+    assert answer.headers["allow"] == "POST"
+
+
+def test_before_ready_is_503_with_retry_after(call: Any, backend: Any) -> None:
+    backend.ready = False
+    answer = call("POST", CHAT, json={"messages": HI})
+    error_of(answer, 503, "service_unavailable_error", None)
+    assert answer.headers["retry-after"] == "3"
+    ready = call("GET", "/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
+    assert ready.headers["retry-after"] == "3"
+    assert call("GET", "/health").status_code == 200
+    backend.ready = True
+    assert call("GET", "/ready").status_code == 200
+
+
+def test_before_the_tokenizer_is_loaded_is_503(settings: ApiSettings, backend: Any) -> None:
+    app = build_app(Serving(settings, backend, lambda: None))
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(CHAT, json={"messages": HI})
+
+    error_of(asyncio.run(send()), 503, "service_unavailable_error", None)
+
+
+def test_unhealthy_backend_is_503(call: Any, backend: Any) -> None:
+    backend.is_healthy = False
+    error_of(call("GET", "/health"), 503, "service_unavailable_error", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["admit", "generate"])
+def test_overload_is_503_with_the_backends_retry_after(
+    call: Any, backend: Any, stream: bool, where: str
+) -> None:
+    overload = Overloaded(retry_after_s=6.2)
+    if where == "admit":
+        backend.overload = overload
+    else:
+        backend.pieces, backend.raises = [], overload
+    answer = call("POST", TEXT, json={"prompt": "a", "stream": stream})
+    error_of(answer, 503, "service_unavailable_error", None)
+    assert answer.headers["retry-after"] == "7"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_before_the_first_token_has_its_own_status(
+    call: Any, backend: Any, stream: bool
+) -> None:
+    backend.pieces, backend.finish_reason, backend.error = [[]], "error", "rank 3 died"
+    answer = call("POST", TEXT, json={"prompt": "a", "stream": stream})
+    assert "rank 3 died" in error_of(answer, 500, "server_error", None)
+
+
+def test_failure_of_the_backend_does_not_leak_its_words(
+    call: Any, backend: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.pieces, backend.raises = [], RuntimeError("secret")
+    message = error_of(call("POST", TEXT, json={"prompt": "a"}), 500, "server_error", None)
+    assert "secret" not in message and "secret" in caplog.text
+
+
+def test_stream_without_a_last_output_is_an_error(call: Any, backend: Any) -> None:
+    backend.finish_reason = ""
+    error_of(call("POST", TEXT, json={"prompt": "a"}), 500, "server_error", None)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_failure_within_a_stream_is_an_event_before_done(
+    call: Any, backend: Any, path: str
+) -> None:
+    backend.finish_reason, backend.error = "error", "rank 3 died"
+    body = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    answer = call("POST", path, json={**body, "stream": True})
+    assert answer.status_code == 200
+    parts = answer.content.split(b"\n\n")
+    assert parts[-2] == b"data: [DONE]"
+    error = msgspec.json.decode(parts[-3].removeprefix(b"data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", 500)
+    assert b"hello" in answer.content and "rank 3 died" in error["message"]
+
+
+def test_failure_within_a_stream_raises_in_the_official_client(
+    client: openai.OpenAI, backend: Any
+) -> None:
+    backend.finish_reason, backend.error, backend.pause_s = "error", "rank 3 died", 0.01
+    stream = client.completions.create(model="scripted", prompt="a", stream=True)
+    with pytest.raises(openai.APIError, match="rank 3 died"):
+        list(stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_takes_too_long_is_504_and_aborted(
+    backend: Any, tokenizer: Tokenizer, stream: bool
+) -> None:
+    backend.pieces, backend.hangs = [], True
+    settings = ApiSettings(served_model_name="m", max_model_len=256, request_timeout_s=0.05)
+    app = build_app(Serving(settings, backend, lambda: tokenizer))
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(TEXT, json={"prompt": "a", "stream": stream})
+
+    error_of(asyncio.run(send()), 504, "timeout_error", None)
+    assert backend.num_open == 0 and len(backend.closed_at) == 1
+
+
+def test_body_that_comes_too_slowly_is_408(backend: Any, tokenizer: Tokenizer) -> None:
+    settings = ApiSettings(served_model_name="m", max_model_len=256, request_timeout_s=0.05)
+    app = build_app(Serving(settings, backend, lambda: tokenizer))
+
+    async def drip() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await asyncio.sleep(10)
+        yield b'"a"}'
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(TEXT, content=drip())
+
+    error_of(asyncio.run(send()), 408, "timeout_error", None)
+
+
+def test_large_body_is_refused_by_its_length_before_it_is_read(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 20001\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 413 ")
+
+
+def test_large_body_without_a_length_is_refused_while_it_is_read(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_DISCARDED_BYTES", 10_000)
+    num_sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        while True:
+            num_sent += 1
+            yield b" " * 1000
+
+    error_of(call("POST", TEXT, content=endless()), 413, INVALID, None)
+    assert num_sent <= 32
+
+
+def test_client_that_sends_a_large_body_reads_the_413(url: str) -> None:
+    answer = httpx.post(f"{url}{TEXT}", content=b" " * 20_000_000, timeout=10)
+    error_of(answer, 413, INVALID, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, openai.BadRequestError), (404, openai.NotFoundError), (503, openai.InternalServerError)],
+)
+def test_official_client_raises_its_own_errors(
+    client: openai.OpenAI, backend: Any, status: int, kind: type[openai.APIStatusError]
+) -> None:
+    backend.overload = Overloaded(1) if status == 503 else None
+    model = "gpt" if status == 404 else "scripted"
+    with pytest.raises(kind) as raised:
+        client.completions.create(
+            model=model, prompt="a", temperature=-1.0 if status == 400 else 1.0
+        )
+    assert isinstance(raised.value.body, dict) and raised.value.body["code"] == status

@@ -1,0 +1,138 @@
+"""Arguments as text and as YAML: what they become, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ConfigError, Role
+from serve.config import deploy_config, engine_config, parse_args
+
+
+def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
+    config = deploy_config({})
+    assert config.served_model_name == "lockstep-tiny"
+    assert [pool.name for pool in config.pools] == ["prefill", "decode"]
+    assert [pool.engine.role for pool in config.pools] == [Role.PREFILL, Role.DECODE]
+    for pool in config.pools:
+        engine = pool.engine
+        assert (pool.replicas, pool.num_cpus) == (1, 0.01)
+        assert engine.scheduler.max_num_seqs == 64
+        assert engine.scheduler.max_num_batched_tokens == 2048
+        assert engine.cache.block_size == 16
+        assert engine.cache.kv_memory_bytes == 1 << 30
+        assert engine.cache.gpu_memory_utilization == 0.9
+        assert engine.transfer.transport == "auto"
+        assert engine.transfer.lease_s == 30
+    assert config.max_queued_requests == 256
+    assert config.request_timeout_s == 600
+    assert config.max_body_bytes == 8388608
+
+
+@pytest.mark.feature("R01")
+def test_text_and_nested_values_mean_the_same() -> None:
+    text = {"max_num_seqs": "8", "decode.replicas": "2", "kv.transport": "tcp", "O": "0"}
+    nested = {
+        "max_num_seqs": 8,
+        "decode": {"replicas": 2},
+        "kv": {"transport": "tcp"},
+        "compilation": {"level": 0},
+    }
+    assert parse_args(text) == parse_args(nested)
+    assert deploy_config(text) == deploy_config(nested)
+    assert parse_args({"decode": '{"replicas": 2}'}) == parse_args({"decode.replicas": "2"})
+    assert parse_args({"num_kv_blocks": "null"}) == parse_args({})
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("1GiB", 1 << 30), ("512MiB", 1 << 29), ("2GB", 2 * 10**9), ("77", 77)]
+)
+def test_memory_has_units(value: str, wanted: int) -> None:
+    assert engine_config({"kv_memory": value}).cache.kv_memory_bytes == wanted
+
+
+def test_a_linked_model_is_served_under_the_name_that_was_given(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    (tmp_path / "my-model").symlink_to(tiny_checkpoint)
+    assert deploy_config({"model": str(tmp_path / "my-model")}).served_model_name == "my-model"
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        ({"colour": "red"}, "colour: wanted one of model, "),
+        ({"prefill.colour": "red"}, "prefill.colour: wanted one of replicas, "),
+        ({"max_num_seqs": "many"}, "max_num_seqs: wanted int, found 'many'"),
+        ({"max_num_seqs": "0"}, "max_num_seqs: wanted a whole number of at least 1, found 0"),
+        ({"block_size": "2.5"}, "block_size: wanted int, found '2.5'"),
+        ({"dtype": "int8"}, "dtype: wanted auto, float32, bfloat16, float16, found 'int8'"),
+        ({"device": "tpu"}, "device: wanted auto, cpu or cuda, found 'tpu'"),
+        ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
+        ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),
+        ({"kv.transport": "nixl"}, "kv.transport: wanted auto, shm or tcp (others are not built"),
+        ({"kv.transport": "pigeon"}, "kv.transport: wanted auto, shm or tcp, found 'pigeon'"),
+        ({"kv.lease_s": "inf"}, "kv.lease_s: wanted above 0, at most 86400, found inf"),
+        ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
+        ({"prefill.num_cpus": "inf"}, "prefill.num_cpus: wanted a finite number"),
+        ({"decode.replicas": "0"}, "decode.replicas: wanted a finite number of at least 1"),
+        ({"threads_per_rank": "0"}, "threads_per_rank: wanted a whole number of at least 1"),
+        ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
+        ({"num_kv_blocks": "3"}, "num_kv_blocks: wanted at least 128 (one sequence of"),
+        ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
+        ({"O": "4"}, "compilation.level: wanted a level from 0 to 3, found 4"),
+        ({"lockstep": "off"}, "lockstep: wanted on (turning it off is not built yet)"),
+        ({"debug": "true"}, "debug: wanted false (debug routes are not built yet)"),
+        ({"api_keys": "a"}, "api_keys: wanted nothing (API keys is not built yet)"),
+        ({"watchdog_s": "1"}, "watchdog_s: wanted nothing (the watchdog is not built yet)"),
+        ({"compilation.sealed": "off"}, "compilation.sealed: wanted one of warn, strict, found"),
+        ({"compilation.colour": "1"}, "compilation.colour: wanted one of level, use_cudagraph, "),
+        ({"decode": {"replicas": 2}, "decode.replicas": "2"}, "decode.replicas: wanted one value"),
+        ({"O": "0", "compilation.level": "0"}, "compilation.level: wanted one value, found"),
+        ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
+        ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
+    ],
+)
+def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deploy_config(raw)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "needed"), [(None, 200, 13), (40, 200, 4), (40, 30, 2), (1, 200, 1)]
+)
+def test_one_sequence_fits_into_the_smallest_pool(
+    tmp_path: Path, window: int | None, length: int, needed: int
+) -> None:
+    """With a sliding window, the blocks that a window reaches."""
+    config = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    raw = {"model": str(tmp_path), "max_model_len": length}
+    assert engine_config({**raw, "num_kv_blocks": needed}).cache.num_kv_blocks == needed
+    wanted = rf"num_kv_blocks: wanted at least {needed} \(one sequence of max_model_len={length}\)"
+    if needed > 1:
+        with pytest.raises(ConfigError, match=f"^{wanted}, found {needed - 1}$"):
+            engine_config({**raw, "num_kv_blocks": needed - 1})
+
+
+def test_an_empty_object_takes_nothing_back() -> None:
+    assert parse_args({"prefill.replicas": "9", "prefill": {}}).prefill.replicas == 9
+
+
+def test_a_configuration_error_survives_the_way_between_processes() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(ConfigError("field", "this", 3)))
+    assert (str(error), error.field) == ("field: wanted this, found 3", "field")
+
+
+def test_what_processes_must_agree_on_changes_the_hash() -> None:
+    base = deploy_config({}).config_hash
+    assert deploy_config({"max_num_seqs": "8", "decode.replicas": "2"}).config_hash == base
+    for raw in ({"dtype": "float32"}, {"block_size": "8"}, {"max_model_len": "100"}):
+        assert deploy_config(raw).config_hash != base

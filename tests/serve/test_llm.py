@@ -1,0 +1,58 @@
+"""The offline API."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve.llm import LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=4, dtype="float32", kv_memory="64MiB")
+
+
+@pytest.mark.feature("R05")
+def test_outputs_are_in_the_order_of_their_prompts(llm: LLM) -> None:
+    questions = [f"What is {a} + 3?" for a in (14, 25, 36, 47, 58, 61)]
+    ids = [llm.tokenizer.apply_chat_template([{"role": "user", "content": q}]) for q in questions]
+    outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=8))
+    right = sum(
+        o.outputs[0].text == str(a + 3)
+        for a, o in zip((14, 25, 36, 47, 58, 61), outputs, strict=True)
+    )
+    assert right >= 5
+    assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
+
+
+def test_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="5000"):
+        llm.generate([[65] * 10, [65] * 5000], SamplingParams(max_tokens=4))
+    assert not llm.engine.has_unfinished
+    with pytest.raises(RuntimeError, match="prompt_token_ids: wanted ids from 0 to 639"):
+        llm.generate([[10**6]], SamplingParams(max_tokens=4))
+    assert not llm.engine.has_unfinished
+
+
+def test_a_limit_that_nobody_gave_gives_way_to_a_long_prompt(llm: LLM) -> None:
+    prompt = [65] * (llm.config.max_model_len - 5)
+    [output] = llm.generate([prompt], SamplingParams(ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
+    with pytest.raises(ValueError, match=r"^max_tokens: wanted at most 5 .*found 16"):
+        llm.generate([prompt], SamplingParams(max_tokens=16))
+    with pytest.raises(ValueError, match=r"^prompt: wanted at most .* tokens"):
+        llm.generate([prompt + [65] * 5])
+
+
+def test_stop_strings_and_stop_tokens_are_told_apart(llm: LLM) -> None:
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Count from 3 to 9."}])
+    [by_string] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=30, stop=["6"]))
+    assert by_string.outputs[0].text == "3 4 5 "
+    assert by_string.outputs[0].stop_reason == "6"
+    token = by_string.outputs[0].token_ids[0]
+    [by_token] = llm.generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[token])
+    )
+    assert by_token.outputs[0].stop_reason == token
+    [by_eos] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=30))
+    assert (by_eos.outputs[0].finish_reason, by_eos.outputs[0].stop_reason) == ("stop", None)

@@ -1,0 +1,164 @@
+"""Every command of README and every example runs, each as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BIN = Path(sys.executable).parent
+QUESTION = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}'
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def block_with(language: str, text: str) -> str:
+    [found] = [block for block in blocks(language) if text in block]
+    return found
+
+
+def shell(command: str, server: Any, **env: str) -> str:
+    """Run a README command against the running application instead of port 8000."""
+    command = command.replace("localhost:8000", server.url.removeprefix("http://"))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_code_block_has_a_test() -> None:
+    """A block that is added without a test here fails this one."""
+    tested = [
+        "serve run serve.app:deploy\n",
+        "pytest\n",
+        "download.pytorch.org",
+        "curl -s",
+        "model=",
+    ]
+    for block in blocks("bash"):
+        assert any(text in block for text in tested), block
+    assert len(blocks("bash")) == len(tested)
+    assert len(blocks("python")) == 1
+
+
+@pytest.mark.feature("Y05")
+def test_the_serve_command_is_the_one_that_the_tests_run(server: Any) -> None:
+    command = block_with("bash", "serve run serve.app:deploy\n")
+    assert command.strip().endswith("&& .venv/bin/serve run serve.app:deploy")
+    assert server.process.args[1:] == ["run", "serve.app:deploy"]
+    assert server.get("/ready")[0] == 200
+
+
+@pytest.mark.feature("Y05")
+def test_the_curl_commands(server: Any) -> None:
+    printed = shell(block_with("bash", "curl -s"), server)
+    assert '"status":"ready"' in printed
+    assert '"content":"42"' in printed
+
+
+@pytest.mark.feature("Y05")
+def test_the_client_snippet(server: Any, tmp_path: Path) -> None:
+    [snippet] = blocks("python")
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet.replace("http://localhost:8000", server.url))
+    assert shell(f"python {script}", server).strip() == "3 4 5 6 7 8 9"
+
+
+@pytest.mark.feature("Y05", "R05")
+@pytest.mark.parametrize("arguments", ["", " -O0 -cc.use_cudagraph=false"])
+def test_the_offline_example(server: Any, arguments: str) -> None:
+    printed = shell(f"python examples/offline.py{arguments}", server)
+    assert printed.splitlines()[-3:] == [
+        "What is 12 + 30? -> 42",
+        "Count from 3 to 9. -> 3 4 5 6 7 8 9",
+        "What day comes after Monday? -> Tuesday",
+    ]
+
+
+@pytest.mark.feature("R01", "Y05")
+def test_the_command_with_arguments_serves_a_second_app(
+    server: Any, ray_cluster: Any, tmp_path: Path
+) -> None:
+    """Another checkpoint path and two decode replicas, beside the first application."""
+    [line] = block_with("bash", "model=").strip().splitlines()
+    arguments = line.replace("/models/Llama-3.2-1B", str(ROOT / "examples/tiny")).split()[3:]
+    assert "decode.replicas=2" in arguments
+    options = ["--name", "two", "--route-prefix", "/two"]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [BIN / "serve", "run", *options, "serve.app:deploy", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"RAY_ADDRESS": server.address},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    two = type(server)(f"{server.url}/two", process, log, server.address)
+    try:
+        two.wait_until_ready()
+        replicas = two.get("/ready")[1]["pools"]["decode"]["replicas"]
+        assert len({rank["pid"] for r in replicas for rank in r["ranks"]}) == 2
+        for _ in range(6):
+            answer = shell(f"curl -s {two.url}/v1/chat/completions -d '{QUESTION}'", server)
+            assert '"content":"42"' in answer
+            assert '"model":"tiny"' in answer
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        from ray import serve as ray_serve
+
+        ray_serve.delete("two")
+
+
+@pytest.mark.slow
+@pytest.mark.feature("R01", "Y05")
+def test_the_yaml_file_starts_everything_from_nothing(tmp_path: Path, free_port: int) -> None:
+    """A cluster of its own, as on a fresh machine, with YAML arguments; ended by an interrupt."""
+    config = yaml.safe_load((ROOT / "examples/configs/tiny.yaml").read_text())
+    assert "serve run examples/configs/tiny.yaml" in README
+    config["http_options"]["port"] = free_port
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [BIN / "serve", "run", tmp_path / "tiny.yaml"],
+            cwd=ROOT,
+            env=os.environ | {"RAY_ADDRESS": "local"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"localhost:{free_port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            done = subprocess.run(["curl", "-s", f"{url}/ready"], capture_output=True, text=True)
+            if '"status":"ready"' in done.stdout:
+                break
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        command = ["curl", "-s", f"{url}/v1/chat/completions", "-d", QUESTION]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert '"content":"42"' in done.stdout
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0, log.read_text()

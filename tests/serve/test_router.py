@@ -1,0 +1,125 @@
+"""What the router does when pools refuse, lose or forget a request. Pools are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit, decode
+from serve import router as router_module
+from serve.router import PoolUnavailable, Router
+from serve.tokens import Mailbox
+
+REQUEST = GenerateRequest("r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None), "")
+
+
+def output(token_ids: list[int], finish_reason: str = "", error: str = "") -> EngineOutput:
+    return EngineOutput("", token_ids, [], finish_reason, -1, 0, None, error, [])
+
+
+class Tokens:
+    """The token socket without a socket: pools put outputs into its mailboxes."""
+
+    address = "here"
+
+    def __init__(self) -> None:
+        self.mailboxes: dict[str, Mailbox] = {}
+        self.aborted: list[str] = []
+
+    def open(self, request_id: str) -> Mailbox:
+        self.mailboxes[request_id] = Mailbox(request_id)
+        return self.mailboxes[request_id]
+
+    def close(self, mailbox: Mailbox) -> None:
+        del self.mailboxes[mailbox.request_id]
+
+    def abort(self, mailbox: Mailbox) -> None:
+        self.aborted.append(mailbox.request_id)
+
+
+class Pool:
+    """Runs one script per call; a script may put outputs and returns what the call returns."""
+
+    def __init__(self, tokens: Tokens, *scripts: Callable[[Mailbox], Any]) -> None:
+        self._tokens = tokens
+        self._scripts = list(scripts)
+        self.submitted: list[Submit] = []
+
+    def generate(self, request_id: str, frame: bytes) -> Any:
+        self.submitted.append(decode(frame, Submit))
+        script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
+
+        async def call() -> Any:
+            return script(self._tokens.mailboxes[request_id])
+
+        task = asyncio.ensure_future(call())
+        return task
+
+
+def serve(*scripts: Callable[[Mailbox], Any]) -> tuple[list[EngineOutput], Pool, Tokens]:
+    async def main() -> tuple[list[EngineOutput], Pool, Tokens]:
+        tokens = Tokens()
+        pool = Pool(tokens, *scripts)
+        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
+        async with asyncio.timeout(20), aclosing(router.generate(REQUEST)) as outputs:
+            found = [o async for o in outputs]
+        await asyncio.sleep(0)
+        return found, pool, tokens
+
+    return asyncio.run(main())
+
+
+def refuse(mailbox: Mailbox) -> Any:
+    raise PoolUnavailable("wanted a ready rank group, found it failed")
+
+
+def crash(mailbox: Mailbox) -> Any:
+    raise RuntimeError("traceback\nrank dp=0 tp=0 epoch=0 ended: killed")
+
+
+def two_then_crash(mailbox: Mailbox) -> Any:
+    mailbox.put(output([5]), "engine")
+    mailbox.put(output([6]), "engine")
+    raise RuntimeError("rank ended")
+
+
+def finish(mailbox: Mailbox) -> str:
+    mailbox.put(output([7], "length"), "engine")
+    return "length"
+
+
+def test_a_pool_that_is_restarted_makes_a_request_wait_and_not_fail() -> None:
+    found, pool, _ = serve(*[refuse] * 5, finish)  # more often than losses are allowed
+    assert [o.token_ids for o in found] == [[7]]
+    assert found[-1].finish_reason == "length"
+    assert len(pool.submitted) == 6
+
+
+def test_tokens_before_a_loss_count_as_output_and_come_once() -> None:
+    found, pool, tokens = serve(two_then_crash, finish)
+    assert [t for o in found for t in o.token_ids] == [5, 6, 7]
+    assert [s.request.output_token_ids for s in pool.submitted] == [[], [5, 6]]
+    # Who had something of the lost attempt was told to let go.
+    assert tokens.aborted == [pool.submitted[0].request.request_id]
+    assert not tokens.mailboxes
+
+
+def test_a_request_that_is_lost_again_and_again_ends_with_the_reason() -> None:
+    found, pool, _ = serve(crash)
+    assert len(pool.submitted) == router_module.MAX_ATTEMPTS
+    [last] = found
+    assert last.finish_reason == "error"
+    assert "rank dp=0 tp=0 epoch=0 ended: killed" in last.error
+    assert "mixed replica" in last.error
+
+
+def test_a_call_that_returns_without_a_last_output_is_a_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
+    found, _, _ = serve(lambda mailbox: "length", finish)
+    assert [o.token_ids for o in found] == [[7]]

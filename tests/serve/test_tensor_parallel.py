@@ -1,0 +1,53 @@
+"""Applications whose pools are groups of several ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.mark.feature("P01", "R01")
+@pytest.mark.parametrize(
+    ("name", "pools"),
+    [
+        ("mixed", {"mixed": 2}),
+        ("pd", {"prefill": 2, "decode": 2}),
+    ],
+)
+def test_groups_of_two_ranks_answer_as_one_rank_does(
+    start_app: Callable[..., Any], name: str, pools: dict[str, int]
+) -> None:
+    from serve.llm import LLM, SamplingParams
+
+    sizes = [f"{pool}.tensor_parallel_size={size}" for pool, size in pools.items()]
+    # In float32: another order of summation shows in bfloat16.
+    app = start_app(f"tp-{name}", f"pools={name}", "dtype=float32", *sizes)
+    for pool, size in pools.items():
+        ranks = app.ranks(pool)
+        assert [(r["tp_rank"], r["state"]) for r in ranks] == [(i, "ready") for i in range(size)]
+        assert len({r["pid"] for r in ranks}) == size
+    llm = LLM(dtype="float32", max_num_seqs=8)
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+        for question in ("What is 12 + 30?", "Count from 3 to 9.", "Sort 5 2 9."):
+            messages = [{"role": "user", "content": question}]
+            served = client.chat.completions.create(
+                model="lockstep-tiny",
+                messages=messages,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=60,
+                extra_body={"return_token_ids": True},
+            )
+            [offline] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60))
+            assert served.choices[0].token_ids == offline.outputs[0].token_ids  # type: ignore[attr-defined]
+    if name == "pd":
+        time.sleep(1.0)  # figures are at most half a second old
+        sent = [r["kv_bytes_sent"] for r in app.ranks("prefill")]
+        assert sent == [r["kv_bytes_received"] for r in app.ranks("decode")]
+        assert sent[0] == sent[1] > 0
+        assert [r["held_tickets"] for r in app.ranks("prefill")] == [0, 0]

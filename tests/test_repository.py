@@ -1,0 +1,278 @@
+"""What holds for the repository as a whole: its top level, dependencies, imports and commands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("serve", "cluster", "model", "compile")
+TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", *PACKAGES, "tests", "examples"}
+TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]' && .venv/bin/pytest"
+
+RUNTIME = {
+    "torch",
+    "triton",
+    "ray[serve]",
+    "transformers",
+    "safetensors",
+    "msgspec",
+    "pyzmq",
+    "numpy",
+}
+EXTRAS = {"test", "bench", "nixl", "gpu"}
+IMPORTED_AS = {"ray[serve]": "ray", "pyzmq": "zmq"}
+# Modules that the packages may import because a runtime dependency brings them.
+BROUGHT_BY = {
+    "fastapi": "ray",
+    "starlette": "ray",
+    "uvicorn": "ray",
+    "yaml": "ray",
+    "jinja2": "torch",
+    "tokenizers": "transformers",
+    "tqdm": "transformers",
+}
+DISTRIBUTION = {"yaml": "pyyaml"}
+# Modules of the extras: their absence is an error where they are used, never at import.
+OPTIONAL = {"nixl", "pynvml", "psutil", "tabulate"}
+
+
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def requirement_name(requirement: str) -> str:
+    """Return the name with its extras, without versions and markers."""
+    match = re.match(r"[\w.-]+(\[[\w,]+\])?", requirement)
+    assert match is not None
+    return match.group()
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def top_level() -> set[str]:
+    """Return the tracked names; of an unpacked archive, the names that are no build product."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return {name.split("/")[0] for name in listed.stdout.split("\0") if name}
+    built = {"build", "dist", "venv", "__pycache__", "PKG-INFO"}
+    return {path.name for path in ROOT.iterdir() if path.name not in built}
+
+
+# --- layout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("Y04")
+def test_the_top_level_is_exactly_what_it_should_be() -> None:
+    assert {name for name in top_level() if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_no_folder_of_tests_is_a_package() -> None:
+    # tests/model/__init__.py would shadow the package model.
+    assert [relative(path) for path in (ROOT / "tests").rglob("__init__.py")] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_tells_its_story(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    assert re.match(rf"# {package}\b", text)
+
+
+def test_every_python_file_starts_with_a_docstring() -> None:
+    files = python_files(*PACKAGES, "tests", "examples")
+    without = [relative(f) for f in files if not ast.get_docstring(ast.parse(f.read_bytes()))]
+    assert without == []
+
+
+# --- dependencies ---------------------------------------------------------------------------
+
+
+@pytest.mark.feature("Y01")
+def test_runtime_dependencies_are_exactly_the_chosen_ones() -> None:
+    assert {requirement_name(line) for line in project()["dependencies"]} == RUNTIME
+
+
+@pytest.mark.feature("Y01")
+def test_everything_else_is_an_extra() -> None:
+    assert set(project()["optional-dependencies"]) == EXTRAS
+
+
+@pytest.mark.feature("Y01")
+def test_the_readme_gives_a_reason_for_every_runtime_dependency_and_no_other() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, head, table = text.partition("| runtime dependency | why |\n|---|---|\n")
+    assert head, "README.md: wanted the table `| runtime dependency | why |`, found none"
+    lines = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines())
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    assert sorted(name for name, _ in cells) == sorted(RUNTIME)
+    assert [name for name, reason in cells if len(reason.split()) < 2] == []
+
+
+def imported_modules(path: Path) -> set[tuple[str, bool]]:
+    """Return the outer names that a file imports, and whether it does so while it is imported."""
+    tree = ast.parse(path.read_bytes())
+    inner = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        found |= {(name.split(".")[0], node not in inner) for name in names}
+    return found
+
+
+@pytest.mark.feature("Y01")
+def test_the_packages_import_nothing_that_is_not_declared() -> None:
+    declared = {IMPORTED_AS.get(name, name) for name in RUNTIME} | set(BROUGHT_BY)
+    known = declared | set(PACKAGES) | set(sys.stdlib_module_names)
+    undeclared = [
+        f"{relative(path)}: {module}"
+        for path in python_files(*PACKAGES)
+        for module, at_import in sorted(imported_modules(path))
+        if module not in known and (at_import or module not in OPTIONAL)
+    ]
+    assert undeclared == []
+
+
+@pytest.mark.parametrize(("module", "owner"), BROUGHT_BY.items())
+def test_borrowed_modules_really_come_with_their_owner(module: str, owner: str) -> None:
+    requirements = importlib.metadata.requires(owner) or []
+    names = {requirement_name(line).split("[")[0].lower() for line in requirements}
+    assert DISTRIBUTION.get(module, module) in names
+
+
+# --- imports --------------------------------------------------------------------------------
+
+
+def test_the_engine_starts_without_ray_and_transformers() -> None:
+    # Each costs a rank seconds, and a bare GPU machine has neither.
+    modules = "cluster.engine.engine", "cluster.rank.runner"
+    code = f"import sys, {', '.join(modules)}; print(*sorted(sys.modules))"
+    loaded = set(run_python(code).split())
+    assert set(modules) <= loaded
+    assert loaded.isdisjoint({"ray", "transformers", "tokenizers", "starlette", "fastapi", "serve"})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_imports_alone(package: str) -> None:
+    lower = PACKAGES[PACKAGES.index(package) :]
+    loaded = set(run_python(f"import sys, {package}; print(*sys.modules)").split())
+    assert loaded.isdisjoint(set(PACKAGES) - set(lower))
+
+
+def test_the_application_builder_keeps_its_annotations_evaluated() -> None:
+    # Ray Serve reads the builder's annotation; as a string it silently hands over a raw dict.
+    tree = ast.parse((ROOT / "serve" / "app.py").read_bytes())
+    futures = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
+    assert futures == []
+
+
+def test_nobody_imports_compile_bare() -> None:
+    # It would hide the builtin of that name.
+    bare = [
+        relative(path)
+        for path in python_files(*PACKAGES, "tests", "examples")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Import) and any(a.name == "compile" for a in node.names)
+    ]
+    assert bare == []
+
+
+def test_import_rules_hold() -> None:
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+# --- commands -------------------------------------------------------------------------------
+
+
+def ci_run(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / ".ci" / "run"), *args]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_continuous_integration_runs_the_command_of_the_readme() -> None:
+    printed = ci_run(ROOT, "--print-command")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout == TEST_COMMAND + "\n"
+    assert f"```\n{TEST_COMMAND}\n```" in re.sub(
+        r"^```\w+$", "```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+
+
+FENCED = f"```sh\n{TEST_COMMAND}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("readme", "found"),
+    [
+        (None, "found none"),
+        (FENCED, "found no such block"),
+        ("<!-- test-command -->\n", "found no such block"),
+        (f"<!-- test-command -->\nSome text.\n{FENCED}", "found no such block"),
+        ("<!-- test-command -->\n```\npytest\n```\n", "found: pytest"),
+        ("<!-- test-command -->\n```\na\nb\n```\n", "of one line"),
+    ],
+    ids=["no-readme", "no-marker", "no-block", "text-between", "other-command", "two-lines"],
+)
+def test_a_readme_without_the_command_is_a_clear_error(
+    tmp_path: Path, readme: str | None, found: str
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme, encoding="utf-8")
+    done = ci_run(tmp_path)
+    assert done.returncode == 1
+    assert "README.md: wanted" in done.stderr
+    assert found in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_the_command_is_found_between_other_text(tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    text = f"# x\n```sh\nother\n```\n\n<!-- test-command -->\n\n{FENCED}\n```\nlater\n```\n"
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    assert ci_run(tmp_path, "--print-command").stdout == TEST_COMMAND + "\n"
+
+
+def test_every_tool_of_continuous_integration_is_a_hook() -> None:
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^  - repo: (.*)$", text, re.MULTILINE) == ["local"]
+    for entry in ("ruff check", "ruff format --check", "mypy", "lint-imports"):
+        assert f"entry: {entry}\n" in text
