@@ -23,6 +23,7 @@ from cluster.messages import (
     decode,
     encode,
 )
+from cluster.rank.contexts import end_context
 
 log = logging.getLogger("lockstep.tokens")
 
@@ -101,7 +102,9 @@ class TokenSocket:
     def shutdown(self) -> None:
         """Stop receiving and close all sockets."""
         self._task.cancel()
-        self._context.destroy(linger=100)
+        for socket in (self._socket, *self._engines.values()):
+            socket.close(linger=100)
+        end_context(self._context, "tokens")
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, defaultdict(list)

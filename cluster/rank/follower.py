@@ -30,6 +30,7 @@ from cluster.config import EngineConfig
 from cluster.engine.step_digest import StepDigester, check_digest
 from cluster.messages import PROTOCOL_VERSION, FrameError, header_bytes
 from cluster.rank.channel import StepReceiver
+from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
 from cluster.rank.groups import TensorParallelGroup
@@ -178,4 +179,4 @@ class Follower:
         self.transfer.close()
         self._receiver.close()
         self._group.close()
-        self._context.term()
+        end_context(self._context, self._name)

@@ -38,6 +38,7 @@ from cluster.messages import (
     header_bytes,
 )
 from cluster.rank.assembly import assemble_engine
+from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
 from cluster.rank.groups import TensorParallelGroup
@@ -227,7 +228,7 @@ class Leader:
         self._channel.close()
         self._group.close()
         self._inbox.close(linger=0)
-        self._context.term()
+        end_context(self._context, f"leader {self.config.role.value}")
 
 
 def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:

@@ -30,6 +30,7 @@ from cluster.messages import (
     header_bytes,
 )
 from cluster.rank.assembly import assemble_engine
+from cluster.rank.contexts import end_context
 from cluster.rank.leader import Leader
 from cluster.rank.runner import ModelRunner
 from serve.router import Router
@@ -271,7 +272,7 @@ class LocalPool:
     def close(self) -> None:
         self.leader.stop()
         self._thread.join(timeout=10)
-        self._context.destroy(linger=0)
+        end_context(self._context, "test", linger=0)
         assert not self._thread.is_alive()
 
 

@@ -27,6 +27,7 @@ from cluster.config import (
     TransferConfig,
 )
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, header_bytes
+from cluster.rank.contexts import end_context
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.rank.meeting import Meeting
@@ -98,7 +99,7 @@ class LocalPool:
         for thread in self._threads:
             thread.join(timeout=10)
             assert not thread.is_alive()
-        self._context.destroy(linger=0)
+        end_context(self._context, "test", linger=0)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from cluster.messages import (
     encode,
     header_bytes,
 )
+from cluster.rank.contexts import end_context
 
 pytestmark = pytest.mark.ray
 
@@ -64,10 +65,9 @@ async def generate(inbox: str, prompts: list[list[int]]) -> tuple[list[list[int]
     """Submit all prompts at once; return their greedy tokens, and how many were cached."""
     context = zmq.asyncio.Context()
     tokens: list[list[int]] = [[] for _ in prompts]
+    replies, leader = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     try:
-        replies = context.socket(zmq.PULL)
         port = replies.bind_to_random_port("tcp://127.0.0.1")
-        leader = context.socket(zmq.PUSH)
         leader.connect(inbox)
         sampling = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
         for i, prompt in enumerate(prompts):
@@ -85,7 +85,9 @@ async def generate(inbox: str, prompts: list[list[int]]) -> tuple[list[list[int]
                         num_left -= 1
                         num_cached += output.num_cached_tokens
     finally:
-        context.destroy(linger=0)
+        replies.close(linger=0)
+        leader.close(linger=0)
+        end_context(context, "test")
     return tokens, num_cached
 
 

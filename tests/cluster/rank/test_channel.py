@@ -21,6 +21,7 @@ from cluster.channel_messages import (
 )
 from cluster.messages import PROTOCOL_VERSION, FrameError, KVSource, StepPlan
 from cluster.rank.channel import ChannelAddress, StepReceiver, StepSender
+from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.lockstep import Lockstep
 
@@ -31,7 +32,7 @@ PLAN = StepPlan(1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield made
-    made.destroy(linger=0)
+    end_context(made, "test", linger=0)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.rank import groups
+from cluster.rank.contexts import end_context
 from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.meeting import Meeting
 
@@ -40,7 +41,7 @@ def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any
     finally:
         for socket in meeting.channel.sockets:
             socket.close(linger=0)
-        meeting.context.term()
+        end_context(meeting.context, "test")
 
 
 def test_ranks_sum_and_agree_on_the_smallest_number() -> None:

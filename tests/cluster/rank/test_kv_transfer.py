@@ -13,6 +13,7 @@ import zmq
 from cluster.engine import kv_reads
 from cluster.engine.handoff import KVHolder, KVReadResult
 from cluster.messages import KVHandoff, KVSource, header_bytes
+from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.kv_transfer.puller import KVPuller
 from cluster.rank.kv_transfer.server import KVServer
@@ -93,7 +94,7 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
     yield make
     for part in parts:
         part.close()
-    context.term()
+    end_context(context, "test")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

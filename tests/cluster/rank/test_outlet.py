@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from cluster.messages import EndedFrame, EngineOutput, OutputFrame, decode, header_bytes
+from cluster.rank.contexts import end_context
 from cluster.rank.outlet import Outlet
 
 
@@ -18,8 +19,9 @@ def output(request_id: str, finish_reason: str = "") -> EngineOutput:
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    with zmq.Context() as made:
-        yield made
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    end_context(made, "test", linger=0)
 
 
 def make(context: zmq.Context[zmq.Socket[bytes]], lease_s: float = 30.0) -> Outlet:
