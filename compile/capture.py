@@ -30,9 +30,6 @@ from compile.graphs import GraphPools
 
 logger = logging.getLogger(__name__)
 
-MIN_GRAPH_BYTES = 1 << 20
-"""What a graph costs at least beside its tensors: its nodes and their arguments on the device."""
-
 
 # --- the window and the seal --------------------------------------------------------------------
 
@@ -290,33 +287,3 @@ def _capture(case: CaptureCase, run: Callable[[CaptureCase], object], num_warmup
 
 def _ascending(graphs: list[tuple[CUDAGraphMode, BatchDescriptor]]) -> Any:
     return tuple(sorted(reversed(graphs), key=lambda graph: (graph[0].value, graph[1].num_tokens)))
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CaptureTrial:
-    """What the largest graphs of a mode took when they were captured for trial.
-
-    Invariant: `sizes` are the token counts of all graphs of the mode, descending; `second_bytes`
-    is 0 where there is one alone.
-    """
-
-    sizes: tuple[int, ...]
-    first_bytes: int
-    second_bytes: int
-
-
-def estimate_graph_bytes(trials: Iterable[CaptureTrial], *, policy: str = "shared") -> int:
-    """Return the memory to reserve for graphs before the rest goes to the KV cache.
-
-    In a shared pool the largest graph of any mode pays for tensors, and each further one for
-    itself alone, which the second one shows (vLLM). Separate pools hold tensors for each size,
-    in proportion to it.
-    """
-    held = [trial for trial in trials if trial.sizes]
-    further = sum((len(t.sizes) - 1) * max(t.second_bytes, MIN_GRAPH_BYTES) for t in held)
-    if policy == "shared":
-        return max((t.first_bytes for t in held), default=0) + further
-    return sum(-(-t.first_bytes * sum(t.sizes) // t.sizes[0]) for t in held)

@@ -169,6 +169,9 @@ class CompilationConfig:
     """shared: all graphs use one memory pool. per_bucket: one for each size."""
     poison_graph_pool: bool = False
     """For debugging, on CPU: overwrite what graphs let go of, so that its use shows."""
+    reserve_graph_memory: bool | None = None
+    """Capture the largest graphs for trial and leave their memory out of the KV cache; None: on
+    CUDA, where the KV cache takes what is left."""
     sealed: str = "warn"
     """What a compilation or capture after ready is: warn or strict (refused)."""
     passes: tuple[str, ...] | None = None
@@ -246,6 +249,7 @@ _KINDS: dict[str, Kind] = {
     "num_warmups_piecewise": validate.whole_number(0),
     "graph_pool": validate.one_of("shared", "per_bucket"),
     "poison_graph_pool": validate.flag(),
+    "reserve_graph_memory": validate.optional(validate.flag()),
     "sealed": validate.one_of("warn", "strict"),
     "passes": validate.optional(
         validate.list_of(

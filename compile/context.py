@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from compile.config import CUDAGraphMode
+from compile.gaps import GapTimer
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class ForwardContext:
     """The graph to capture or replay; None where the step runs eagerly."""
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     """NONE, PIECEWISE or FULL: what this forward captures or replays."""
+    gap_timer: GapTimer | None = field(default=None, compare=False)
+    """Where pieces book their replays, in a step that is timed."""
 
 
 class _PerThread(threading.local):

@@ -6,6 +6,7 @@ shared code that knows the two protocols below and not which device it is on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -70,6 +71,13 @@ def new_step_graph(pool: GraphPool) -> StepGraph:
     return CudaStepGraph(pool)
 
 
+class GraphHolder(Protocol):
+    """Who keeps graphs that lie in a pool."""
+
+    def forget(self) -> None:
+        """Let go of all of them."""
+
+
 class GraphPools:
     """The pools of a process: one for all graphs, or one for each padded number of tokens.
 
@@ -88,6 +96,7 @@ class GraphPools:
         self._new_pool = new_pool
         self._is_shared = policy == "shared"
         self._pools: dict[int, GraphPool] = {}
+        self._users: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
 
     @property
     def num_bytes(self) -> int:
@@ -100,3 +109,15 @@ class GraphPools:
         if bucket not in self._pools:
             self._pools[bucket] = self._new_pool()
         return self._pools[bucket]
+
+    def add_user(self, user: GraphHolder) -> None:
+        """Remember who keeps graphs that lie in these pools, as long as he lives."""
+        self._users.add(user)
+
+    def forget(self) -> None:
+        """Drop all pools, and all graphs in them: they were captured for trial."""
+        for user in self._users:
+            user.forget()
+        for pool in self._pools.values():
+            pool.trim()
+        self._pools.clear()

@@ -61,6 +61,7 @@ UNKEYED_FIELDS = (
     "num_warmups_piecewise",
     "graph_pool",
     "poison_graph_pool",
+    "reserve_graph_memory",
     "sealed",
     "graph_bs",
 )

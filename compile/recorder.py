@@ -218,7 +218,16 @@ def _call(
     call = functools.partial(fn, *args, **kwargs)
     if not any(target is not None for target in targets):
         return call
+    if isinstance(found, tuple | list) and all(type(item) is torch.Tensor for item in found):
+        pairs = [(i, _dense(target)) for i, target in enumerate(targets) if target is not None]
+        return functools.partial(_call_and_fill, call, pairs)
     return functools.partial(_call_and_copy, call, targets)
+
+
+def _call_and_fill(call: Call, pairs: list[tuple[int, torch.Tensor]]) -> None:
+    found = call()
+    for i, target in pairs:
+        target.copy_(_dense(found[i]))
 
 
 def _call_and_copy(call: Call, targets: list[torch.Tensor | None]) -> None:

@@ -12,6 +12,7 @@ The one thing to know: no rank looks at anything of its own to decide 3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from compile.config import CompilationConfig, CompilationLevel, CUDAGraphMode
 from compile.context import BatchDescriptor, Context, ForwardContext, KVCacheTensor, forward_context
 from compile.decorator import compile_as_is
 from compile.dispatch import CapturedGraphs, ForwardMode, decide
+from compile.gaps import GapTimer
+from compile.graph_memory import capture_trials, estimate_graph_bytes
 from compile.graphs import GraphPools
 from compile.wrapper import wrap_forward
 from model.layers.attention import Attention
@@ -69,6 +72,7 @@ class StepForward:
         self._model = model
         self.captured = CapturedGraphs()
         self.report: CaptureReport | None = None
+        self.gaps = GapTimer()
         self._layers = layers
         self._inputs = inputs
         self._group = group
@@ -107,13 +111,42 @@ class StepForward:
         if progress is not None:
             progress("compiling", 1, 1)
 
+    @torch.inference_mode()
+    def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> None:
+        """Run the largest step on padding: what it needs is to be had before KV takes the rest."""
+        if progress is not None:
+            progress("measuring the largest step", 0, 1)
+        batch = self._inputs.dummy(max_num_tokens, 1)
+        with forward_context(self._context(batch, 1, is_dummy_run=True)):
+            hidden = self._call(batch.input_ids, batch.positions)
+        self._model.compute_logits(hidden[: self._inputs.max_num_seqs])
+        self._synchronize()
+
+    @property
+    def taken_bytes(self) -> int:
+        """What graphs hold, those that a device keeps beside its pools excepted."""
+        return self._pools.num_bytes
+
+    @torch.inference_mode()
+    def graph_bytes(self) -> int:
+        """Return what to leave free for graphs: the largest are captured for trial, and dropped."""
+        trials = capture_trials(
+            self._cases(),
+            self._run_case,
+            pools=self._pools,
+            warmups=warmups_of(self.config),
+            synchronize=self._synchronize,
+            used_bytes=self._used_bytes,
+        )
+        return estimate_graph_bytes(trials, policy=self.config.graph_pool)
+
     def capture(self, progress: Progress | None = None) -> None:
         """Capture every graph that the configuration replays, and seal the process."""
-        graphs = graphs_to_capture(self.config)
-        if graphs:
+        cases = self._cases()
+        if cases:
             self._group.barrier("allocated")
             self.report = capture_all(
-                [self._case(mode, key) for mode, key in graphs],
+                cases,
                 self._run_case,
                 rank=self._group.shard.rank,
                 pools=self._pools,
@@ -123,6 +156,9 @@ class StepForward:
             )
             self.captured = CapturedGraphs(self.report.graph_bs, self.report.num_tokens)
         seal(self.config.sealed)
+
+    def _cases(self) -> list[CaptureCase]:
+        return [self._case(mode, key) for mode, key in graphs_to_capture(self.config)]
 
     def _case(self, mode: CUDAGraphMode, key: BatchDescriptor) -> CaptureCase:
         def prepare() -> ForwardContext:
@@ -142,6 +178,12 @@ class StepForward:
         if self._inputs.device.type == "cuda":
             torch.cuda.synchronize(self._inputs.device)
 
+    def _used_bytes(self) -> int:
+        if self._inputs.device.type != "cuda":
+            return self._pools.num_bytes
+        free, total = torch.cuda.mem_get_info(self._inputs.device)
+        return total - free
+
     # --- in a step ---
 
     def mode_of(self, agreed: StepAgreement) -> ForwardMode:
@@ -157,7 +199,9 @@ class StepForward:
 
     def run(self, batch: StepBatch, mode: ForwardMode, num_seqs: int) -> torch.Tensor:
         """Run a padded batch of `num_seqs` real sequences. Returns [T, E], padded."""
-        with forward_context(self._context(batch, num_seqs, mode)):
+        is_pieces = mode.mode is CUDAGraphMode.PIECEWISE
+        timed = self.gaps.step() if is_pieces else nullcontext()
+        with timed, forward_context(self._context(batch, num_seqs, mode)):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
         return hidden
 
@@ -182,6 +226,7 @@ class StepForward:
             ),
             batch_descriptor=mode.descriptor if mode else None,
             cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,
+            gap_timer=self.gaps if mode and mode.mode is CUDAGraphMode.PIECEWISE else None,
         )
 
 

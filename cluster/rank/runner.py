@@ -5,6 +5,7 @@ Leaders and followers share it: a follower's whole loop is receive and execute.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,14 @@ from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.inputs import StepInputs
 from cluster.rank.memory import available_memory_bytes
 from cluster.rank.results import prompt_logprobs, to_host
+from compile.config import CompilationConfig
 from compile.scope import compile_scope
 from model.kv_cache import KVCacheSpec
 from model.loader import load_model
 from model.parallel import Shard
 from model.sampler import sample
+
+log = logging.getLogger("lockstep.rank")
 
 
 class ModelRunner:
@@ -91,14 +95,17 @@ class ModelRunner:
         scratch = self.kv_spec.allocate(0, self.device)
         self.forward.use_cache(self.kv_spec.views(scratch, list(layers)))
         self.forward.compile(limits.max_num_batched_tokens, progress)
+        graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
-        self.num_blocks = group.minimum("num_blocks", self._num_blocks())
+        self.num_blocks = group.minimum("num_blocks", self._num_blocks(graph_bytes))
         size = (self.num_blocks + 1) * self.kv_spec.block_bytes
         self.kv_pool = self.kv_spec.allocate(
             self.num_blocks, self.device, storage=storage(size) if storage else None
         )
         self.forward.use_cache(self.kv_spec.views(self.kv_pool, list(layers)))
         self.forward.capture(progress)
+        if graph_bytes:
+            log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
@@ -126,20 +133,32 @@ class ModelRunner:
             torch.cuda.current_stream().synchronize()
         return SampledTokens(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
 
-    def _num_blocks(self) -> int:
+    def _graph_bytes(self, compilation: CompilationConfig, progress: Progress | None) -> int:
+        """Return what the KV cache leaves for graphs: nothing where its size was given."""
+        is_on_cuda = self.device.type == "cuda"
+        if is_on_cuda and not self.config.cache.num_kv_blocks:
+            # What the largest step takes stays in the allocator, and counts as used below.
+            self.forward.run_largest(self.config.scheduler.max_num_batched_tokens, progress)
+        is_reserved = compilation.reserve_graph_memory
+        if is_reserved is None:
+            is_reserved = is_on_cuda and not self.config.cache.num_kv_blocks
+        return self.forward.graph_bytes() if is_reserved else 0
+
+    def _num_blocks(self, graph_bytes: int) -> int:
         given = self.config.cache.num_kv_blocks
-        num_blocks = given or self.kv_spec.num_blocks_for(self._kv_memory_bytes()) - 1
+        num_blocks = given or self.kv_spec.num_blocks_for(self._kv_memory_bytes(graph_bytes)) - 1
         check_num_blocks(self.config, self.model_config.kv_window, num_blocks)
         # More than every row at its longest can never be used.
         useful = self.config.max_blocks_per_seq * self.config.scheduler.max_num_seqs * 4
         return given or min(num_blocks, useful)
 
-    def _kv_memory_bytes(self) -> int:
+    def _kv_memory_bytes(self, graph_bytes: int) -> int:
         if self.device.type == "cpu":
             wanted, available = self.config.cache.kv_memory_bytes, available_memory_bytes()
-            if wanted > available:
-                found = f"at most the {available} bytes that are available"
+            if wanted > available - graph_bytes:
+                of_them = f", {graph_bytes} of them for graphs" if graph_bytes else ""
+                found = f"at most the {available} bytes that are available{of_them}"
                 raise ConfigError("kv_memory", found, wanted)
             return wanted
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(total * self.config.cache.gpu_memory_utilization) - (total - free)
+        return int(total * self.config.cache.gpu_memory_utilization) - (total - free) - graph_bytes

@@ -10,12 +10,18 @@ block, M columns of the block table.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 
 from model.kernels import paged_attention as twin
 from model.kernels.native import int64_array, native_function, native_library
 
 MAX_HEAD_DIM = 256
+
+Strides = tuple[int, ...]
+"""Or a shape."""
 
 
 def paged_decode(
@@ -30,29 +36,65 @@ def paged_decode(
 ) -> None:
     """Attend as `paged_attention.paged_decode` does, reading each byte of KV once."""
     kernel = native_function("paged_decode", q.dtype) if q.device.type == "cpu" else None
-    is_served = _has_rows(q, k_cache, v_cache, block_table, seq_lens, out)
-    is_served = is_served and q.shape[2] <= MAX_HEAD_DIM and sliding_window is None
-    if kernel is None or not is_served or k_cache.stride() != v_cache.stride():
+    sizes = None
+    if kernel is not None and sliding_window is None:
+        sizes = _decode_sizes(
+            q.shape,
+            k_cache.shape,
+            q.stride(),
+            k_cache.stride(),
+            v_cache.stride(),
+            block_table.stride(),
+            seq_lens.stride(),
+            out.stride(),
+            torch.get_num_threads(),
+        )
+    if kernel is None or sizes is None:
         twin.paged_decode(q, k_cache, v_cache, block_table, seq_lens, scale, out, sliding_window)
         return
-    num_seqs, num_heads, dim = q.shape
-    block_stride, slot_stride, head_stride, _ = k_cache.stride()
-    sizes = int64_array(
+    kernel(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_table.data_ptr(),
+        seq_lens.data_ptr(),
+        out.data_ptr(),
+        sizes,
+        scale,
+    )
+
+
+# What a step asks for is what the last one did: looking it up takes a tenth of working it out.
+@functools.lru_cache(maxsize=4096)
+def _decode_sizes(
+    q_shape: Strides,
+    cache_shape: Strides,
+    q: Strides,
+    k_cache: Strides,
+    v_cache: Strides,
+    block_table: Strides,
+    seq_lens: Strides,
+    out: Strides,
+    num_threads: int,
+) -> ctypes.Array[ctypes.c_int64] | None:
+    """Return what the kernel is told of shapes and strides; None if it does not serve them."""
+    num_seqs, num_heads, dim = q_shape
+    if dim > MAX_HEAD_DIM or k_cache != v_cache:
+        return None
+    if not _has_rows(q, k_cache, block_table, seq_lens, out):
+        return None
+    return int64_array(
         num_seqs,
         num_heads,
-        k_cache.shape[2],
+        cache_shape[2],
         dim,
-        block_stride,
-        slot_stride,
-        head_stride,
-        k_cache.shape[1],
-        *q.stride()[:2],
-        *out.stride()[:2],
-        block_table.stride(0),
-        torch.get_num_threads(),
+        *k_cache[:3],
+        cache_shape[1],
+        *q[:2],
+        *out[:2],
+        block_table[0],
+        num_threads,
     )
-    pointers = (t.data_ptr() for t in (q, k_cache, v_cache, block_table, seq_lens, out))
-    kernel(*pointers, sizes, scale)
 
 
 def write_kv(
@@ -64,20 +106,50 @@ def write_kv(
 ) -> None:
     """Write as `paged_attention.write_kv` does."""
     library = native_library() if k.device.type == "cpu" else None
-    is_served = _has_rows(k, v, k_cache, v_cache, slot_mapping) and k.dtype == k_cache.dtype
-    if library is None or not is_served or k_cache.stride() != v_cache.stride():
+    sizes = None
+    if library is not None and k.dtype == k_cache.dtype:
+        sizes = _write_sizes(
+            k.shape,
+            k_cache.shape[1],
+            k.element_size(),
+            k.stride(),
+            v.stride(),
+            k_cache.stride(),
+            v_cache.stride(),
+            slot_mapping.stride(),
+        )
+    if library is None or sizes is None:
         twin.write_kv(k, v, k_cache, v_cache, slot_mapping)
         return
-    size = k.element_size()
-    strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3])
-    num_tokens, num_heads, dim = k.shape
-    sizes = int64_array(
-        num_tokens, num_heads, dim * size, *(n * size for n in strides), k_cache.shape[1]
+    library.write_kv(
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        sizes,
     )
-    pointers = (t.data_ptr() for t in (k, v, k_cache, v_cache, slot_mapping))
-    library.write_kv(*pointers, sizes)
 
 
-def _has_rows(*tensors: torch.Tensor) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _write_sizes(
+    shape: Strides,
+    block_size: int,
+    itemsize: int,
+    k: Strides,
+    v: Strides,
+    k_cache: Strides,
+    v_cache: Strides,
+    slot_mapping: Strides,
+) -> ctypes.Array[ctypes.c_int64] | None:
+    """Return what the kernel is told, strides in bytes; None if it does not serve them."""
+    if k_cache != v_cache or not _has_rows(k, v, k_cache, slot_mapping):
+        return None
+    num_tokens, num_heads, dim = shape
+    strides = (n * itemsize for n in (*k[:2], *v[:2], *k_cache[:3]))
+    return int64_array(num_tokens, num_heads, dim * itemsize, *strides, block_size)
+
+
+def _has_rows(*strides: Strides) -> bool:
     """Tell whether every tensor's last dimension is contiguous."""
-    return all(t.stride(-1) == 1 for t in tensors)
+    return all(each[-1] == 1 for each in strides)

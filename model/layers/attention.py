@@ -97,6 +97,11 @@ class Attention(nn.Module):
         """Write the attended values into `output`; the cache already holds k and v."""
         n = metadata.num_decodes
         table, lengths = metadata.block_table, metadata.seq_lens
+        if n == lengths.shape[0] == q.shape[0]:
+            # A step of decodes alone, as the next lines would compute it, without eight slices.
+            arguments = (table, lengths, self.scale, output, self.sliding_window)
+            dispatch.paged_decode(q, k_cache, v_cache, *arguments)
+            return
         if n:
             decodes = (table[:n], lengths[:n], self.scale, output[:n])
             dispatch.paged_decode(q[:n], k_cache, v_cache, *decodes, self.sliding_window)

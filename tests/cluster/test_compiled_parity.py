@@ -8,11 +8,13 @@ compiles, captures or reads what a graph let go of fails.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.engine import Engine
@@ -22,6 +24,7 @@ from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor
 from compile.counters import counter
+from model.layers.attention import Attention
 
 MAX_NUM_SEQS = 12
 GRAPH_BS = (1, 2, 4, 8, 12)
@@ -156,6 +159,34 @@ def test_both_graph_sets_exist_and_each_kind_of_step_takes_its_own(
         modes.append((mode.mode, mode.descriptor))
     assert modes[0] == (PIECEWISE, BatchDescriptor(16))
     assert set(modes[1:]) == {(FULL, BatchDescriptor(2, 2, True))}
+
+
+@pytest.mark.feature("N09")
+def test_each_step_of_pieces_reports_what_it_spends_between_them(
+    make_oracle: Callable[[str], Any], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = make_oracle("six heads")
+    engine, runner = make_engine(oracle, cache_dir, 3, BOTH)
+    gaps, shares = runner.forward.gaps, []
+
+    def prefill(name: str) -> None:
+        engine.submit(Submit(GenerateRequest(name, [1, 2, 3], [], greedy(3), ""), None))
+        while engine.has_unfinished:
+            engine.step()
+        shares.append(gaps.last_share)
+
+    attend = Attention.attend
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    prefill("as it is")
+    assert gaps.num_steps == 1  # the two steps of decodes replay whole graphs
+    monkeypatch.setattr(Attention, "attend", lambda *args: (time.sleep(0.02), attend(*args)))
+    prefill("slow between pieces")
+    assert gaps.num_steps == 2
+    assert 0 < shares[0] < shares[1] < 1
+    assert shares[1] > 0.5
+    assert shares[0] < gaps.share < shares[1]
+    # Attention holds nothing that compiles while pieces are replayed.
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
 
 
 @pytest.mark.feature("A01")

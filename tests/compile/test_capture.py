@@ -16,13 +16,10 @@ import torch
 
 from compile import capture
 from compile.capture import (
-    MIN_GRAPH_BYTES,
     CaptureCase,
     CaptureReport,
-    CaptureTrial,
     capture_all,
     capture_window,
-    estimate_graph_bytes,
     graphs_to_capture,
     is_in_capture_window,
     is_sealed,
@@ -324,36 +321,6 @@ def test_ranks_meet_before_each_graph_and_skip_what_one_has_no_room_for() -> Non
     ]  # fmt: skip
     assert report.skipped == (IN_ORDER[0], IN_ORDER[4])
     assert (report.num_tokens, report.graph_bs) == ((1, 8), (1, 4))
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-def test_in_a_shared_pool_the_largest_graph_pays_for_all_tensors() -> None:
-    mib = MIN_GRAPH_BYTES
-    pieces = CaptureTrial((16, 8, 4), first_bytes=100 * mib, second_bytes=3 * mib)
-    whole = CaptureTrial((4, 2), first_bytes=40 * mib, second_bytes=mib // 2)
-    assert estimate_graph_bytes([pieces, whole]) == (100 + 2 * 3 + 1) * mib
-    assert estimate_graph_bytes([pieces]) == 106 * mib
-    assert estimate_graph_bytes([CaptureTrial((4,), 5, 0)]) == 5
-    assert estimate_graph_bytes([CaptureTrial((), 0, 0)]) == 0
-
-
-def test_separate_pools_pay_for_each_size_in_proportion() -> None:
-    pieces = CaptureTrial((16, 8, 4), first_bytes=160, second_bytes=0)
-    whole = CaptureTrial((3, 1), first_bytes=10, second_bytes=0)
-    assert estimate_graph_bytes([pieces, whole], policy="per_bucket") == 280 + 14
-
-
-def test_the_estimate_of_a_shared_pool_is_no_less_than_what_is_captured() -> None:
-    trial = Recorder()
-    grown = [0]
-    trial.capture(trial.cases()[:2], progress=lambda *_: grown.append(trial.pools.num_bytes))
-    first, second = (after - before for before, after in itertools.pairwise(grown))
-    recorder = Recorder()
-    report = recorder.capture()
-    estimate = estimate_graph_bytes([CaptureTrial((16, 8, 1), first, second)])
-    assert first <= report.num_bytes <= estimate
 
 
 # --- the window and the seal --------------------------------------------------------------------

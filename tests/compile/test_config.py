@@ -183,6 +183,7 @@ BAD = {
     "num_warmups_piecewise": (-1, "3"),
     "graph_pool": ("private",),
     "poison_graph_pool": ("no",),
+    "reserve_graph_memory": ("auto", 1),
     "sealed": (True, "off"),
     "passes": ("fuse", ["a b"], ["fuse", "fuse"], [1]),
 }
@@ -357,6 +358,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "num_warmups_piecewise": st.integers(0, 5),
     "graph_pool": st.sampled_from(["shared", "per_bucket"]),
     "poison_graph_pool": st.booleans(),
+    "reserve_graph_memory": st.none() | st.booleans(),
     "sealed": st.just("warn"),
     "passes": st.none() | st.lists(st.sampled_from(["fuse", "reinplace"]), unique=True),
 }

@@ -59,6 +59,7 @@ CHANGES_NO_CODE: dict[str, Any] = {
     "num_warmups_piecewise": 5,
     "graph_pool": "per_bucket",
     "poison_graph_pool": True,
+    "reserve_graph_memory": True,
     "sealed": "strict",
     "graph_bs": (1, 2),
 }

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "num_warmups_piecewise": 4,
     "graph_pool": "per_bucket",
     "poison_graph_pool": True,
+    "reserve_graph_memory": True,
     "sealed": "warn",
     "passes": ["fuse_add_rms_norm"],
 }

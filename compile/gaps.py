@@ -1,0 +1,49 @@
+"""How much of a piecewise step is spent between its replayed pieces.
+
+The one thing to know: replaying pieces saves nothing of what runs between them. In prefill that is
+attention with its metadata on the host, and its share of the step says what a faster replay could
+still gain. Host seconds: on a GPU a replay takes as long as launching it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class GapTimer:
+    """Sums up host time of piecewise steps. Belongs to the step thread; anybody may read it.
+
+    Invariant: 0 <= `last_share` <= 1, and likewise `share`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.num_steps = 0
+        self.last_share = 0.0
+        """Of the last step that was timed."""
+        self._replayed_s = 0.0
+        self._steps_s = 0.0
+        self._gaps_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """The share of gaps in all steps so far; 0 before the first one."""
+        return self._gaps_s / self._steps_s if self._steps_s else 0.0
+
+    def add_replay(self, seconds: float) -> None:
+        """Book the replay of one piece of the current step."""
+        self._replayed_s += seconds
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time a step. One that fails is not booked."""
+        self._replayed_s, began = 0.0, self.clock()
+        yield
+        seconds = self.clock() - began
+        gaps = max(0.0, seconds - self._replayed_s)
+        self.num_steps += 1
+        self.last_share = gaps / seconds if seconds else 0.0
+        self._steps_s += seconds
+        self._gaps_s += gaps
