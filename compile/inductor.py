@@ -29,6 +29,7 @@ from compile.builds import inductor_builds
 from compile.compilers import Handle, Runnable, Shape
 from compile.config import CompilationConfig, CompilationConfigError
 from compile.counters import counter
+from compile.direct import DirectCall
 from compile.inductor_directory import DIRECTORY, InductorDirectory
 
 ARTIFACT = "artifact.bin"
@@ -96,7 +97,8 @@ class InductorAdaptor:
         counter.num_inductor_compiles += 1
         if self._store is None or self._directory is None or key is None:
             with inductor_builds(), _no_caches():
-                return self._compiled(graph, example_inputs, compiler_config), None
+                compiled = self._compiled(graph, example_inputs, compiler_config)
+                return DirectCall(compiled), None
         scratch = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
         directory = InductorDirectory(Path(scratch.name), self._directory.probes)
         fresh, data = self._saved_in(directory, graph, example_inputs, compiler_config)
@@ -109,7 +111,7 @@ class InductorAdaptor:
         except ArtifactError as error:
             logger.warning("a piece was saved and cannot be loaded: %s", error)
         _kept.append(scratch)
-        return fresh, None
+        return DirectCall(fresh), None
 
     def _saved_in(
         self,
@@ -182,7 +184,7 @@ class InductorAdaptor:
             except Exception as error:
                 message = f"artifact {handle[1][:12]}: wanted to load it, found {_line(error)}"
                 raise ArtifactError(message) from error
-        return loaded
+        return DirectCall(loaded)
 
 
 class StandaloneInductorAdaptor(InductorAdaptor):

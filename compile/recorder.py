@@ -219,15 +219,18 @@ def _call(
     if not any(target is not None for target in targets):
         return call
     if isinstance(found, tuple | list) and all(type(item) is torch.Tensor for item in found):
-        pairs = [(i, _dense(target)) for i, target in enumerate(targets) if target is not None]
-        return functools.partial(_call_and_fill, call, pairs)
+        places = {i: target for i, target in enumerate(targets) if target is not None}
+        if all(_dense(target) is target for target in places.values()):
+            fill = functools.partial(torch._foreach_copy_, list(places.values()))
+            return functools.partial(_call_and_fill, call, fill, list(places))
     return functools.partial(_call_and_copy, call, targets)
 
 
-def _call_and_fill(call: Call, pairs: list[tuple[int, torch.Tensor]]) -> None:
+def _call_and_fill(
+    call: Call, fill: Callable[[list[torch.Tensor]], Any], places: list[int]
+) -> None:
     found = call()
-    for i, target in pairs:
-        target.copy_(_dense(found[i]))
+    fill([found[i] for i in places])
 
 
 def _call_and_copy(call: Call, targets: list[torch.Tensor | None]) -> None:
