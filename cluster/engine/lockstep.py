@@ -25,6 +25,10 @@ ShapeOf = Callable[[StepAgreement], StepShape]
 """Dispatch: pure, and the same function on every rank."""
 
 
+PURE_DECODE = 1
+"""`kind` of a step in which every sequence decodes as many tokens."""
+
+
 class PeersSilent(RuntimeError):
     """Leaders that a step waits for have not spoken in time; the message names them."""
 
@@ -91,6 +95,10 @@ class _Peer:
         self._check("step", self.step + 1, vote.step, vote.step)
         if self.has_to_confirm:
             raise StepDivergence(self.name, self.step, "confirms", 1, 0)
+        if vote.kind == PURE_DECODE:
+            # What dispatch relies on: an agreement on anything else has no shape.
+            wanted = vote.num_seqs * vote.max_query_len
+            self._check("num_tokens", wanted, vote.num_tokens, vote.step)
         self.step += 1
         self.has_to_confirm = True
         self.votes.append(vote)

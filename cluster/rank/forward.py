@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cluster.engine.lockstep import PURE_DECODE
 from cluster.lockstep_messages import StepShape
 from cluster.messages import StepAgreement, checksum
 from cluster.rank.capture_room import CaptureRoom
@@ -49,9 +50,6 @@ from model.layers.decoder import CausalLM
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
-
-PURE_DECODE = 1
-"""`StepAgreement.kind` of a step in which every sequence decodes one token."""
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on. Tracing takes 0 and 1 for special."""

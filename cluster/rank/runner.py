@@ -13,13 +13,13 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.blocks import check_num_blocks
-from cluster.engine.lockstep import num_tokens_to_run
+from cluster.engine.lockstep import PURE_DECODE, num_tokens_to_run
 from cluster.engine.step_log import StepLog, StepRecord
 from cluster.lockstep_messages import StepShape
 from cluster.messages import SampledTokens, StepAgreement, StepPlan, TokenLogprobs
 from cluster.rank.capture_room import CaptureRoom, bytes_per_token
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.forward import PURE_DECODE, Progress, StepForward
+from cluster.rank.forward import Progress, StepForward
 from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.memory import available_memory_bytes
@@ -133,9 +133,9 @@ class ModelRunner:
         mode, shape = self.forward.mode_of(agreed), self.forward.shape_of(agreed)
         across = num_tokens_to_run(agreed, shape)
         batch = self._build(plan, agreed, shape, across)
-        self.steps.add(StepRecord(agreed, shape, batch.attention.seq_lens.shape[0]))
         if confirm is not None:
             confirm()
+        self.steps.add(StepRecord(agreed, shape, batch.attention.seq_lens.shape[0]))
         hidden = self.forward.run(batch, mode, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
         token_ids: list[int] = []
