@@ -51,14 +51,17 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    lockstep: bool = True
+    """Whether data-parallel ranks step together; if not, each is on its own."""
 
     def __post_init__(self) -> None:
         _positive("tensor_parallel_size", self.tensor_parallel_size)
         _positive("data_parallel_size", self.data_parallel_size)
-        if self.data_parallel_size != 1:
-            # Refused by name until data-parallel ranks step together.
-            wanted = "1 (data-parallel groups are not built yet)"
-            raise ConfigError("data_parallel_size", wanted, self.data_parallel_size)
+
+    @property
+    def lockstep_size(self) -> int:
+        """Data-parallel ranks that step together."""
+        return self.data_parallel_size if self.lockstep else 1
 
     @property
     def world_size(self) -> int:

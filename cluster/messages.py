@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -259,7 +259,7 @@ class PromptTargets(Wire, frozen=True):
     num_logprobs: int
 
 
-class Vote(Wire, frozen=True):
+class Vote(Wire, frozen=True, tag=True):
     """What one data-parallel rank wants to do in a step. No field has a default."""
 
     epoch: int
@@ -272,10 +272,14 @@ class Vote(Wire, frozen=True):
     graph_allowed: bool
     has_work: bool
     draining: bool
+    """The rank was told to end, and does as soon as all were."""
 
 
 class StepAgreement(Wire, frozen=True):
-    """What all ranks agreed to do in a step: every field is identical on every rank."""
+    """What all ranks agreed to do in a step: every field is identical on every rank.
+
+    Without work the group sleeps until somebody votes for step + 1.
+    """
 
     epoch: int
     step: int
@@ -284,8 +288,13 @@ class StepAgreement(Wire, frozen=True):
     max_seqs: int
     max_query_len: int
     graph_allowed: bool
+    """On all ranks."""
     has_work: bool
+    """On any rank, unless the group ends."""
     draining: bool
+    """All ranks were told to end: this step is not run and no other follows."""
+    num_tokens_across_dp: tuple[int, ...]
+    """Of each data-parallel rank, without padding."""
 
 
 class StepPlan(Wire, frozen=True):
@@ -319,7 +328,7 @@ class StepPlan(Wire, frozen=True):
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def vote(self) -> Vote:
+    def vote(self, *, draining: bool = False) -> Vote:
         """Return this rank's vote for the step."""
         is_decode = self.num_decodes == len(self.rows)
         kind = (1 if is_decode else 2) if self.rows else 0
@@ -332,7 +341,7 @@ class StepPlan(Wire, frozen=True):
             max_query_len=max(self.num_new, default=0),
             graph_allowed=True,
             has_work=bool(self.rows),
-            draining=False,
+            draining=draining,
         )
 
 

@@ -7,8 +7,9 @@ signatures (tensors and a name), so the traced graph does not depend on the batc
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,6 +42,55 @@ class KVCacheTensor:
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DPMetadata:
+    """Token counts of the data-parallel ranks in a step, padding included (after ATOM and vLLM).
+
+    Invariant: every field is identical on every rank; there are several ranks, each with tokens.
+    """
+
+    num_tokens_across_dp: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int
+    ) -> DPMetadata | None:
+        """Return the counts for a rank that runs `num_tokens`; None where it is alone.
+
+        Raises:
+            ValueError: the rank runs another number of tokens than the others believe.
+        """
+        if len(num_tokens_across_dp) == 1:
+            return None
+        if num_tokens_across_dp[dp_rank] != num_tokens:
+            wanted = f"{num_tokens_across_dp[dp_rank]} as all ranks agreed"
+            raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
+        return cls(tuple(num_tokens_across_dp))
+
+    @property
+    def max_tokens_across_dp(self) -> int:
+        """The longest rank's tokens."""
+        return max(self.num_tokens_across_dp)
+
+    @property
+    def cu_tokens_across_dp(self) -> tuple[int, ...]:
+        """Each rank's tokens with those of all ranks before it."""
+        return tuple(itertools.accumulate(self.num_tokens_across_dp))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks have as many tokens, so that collectives of equal shapes do."""
+        return len(set(self.num_tokens_across_dp)) == 1
+
+    def chunked_sizes(self, max_chunk: int, index: int) -> tuple[int, ...]:
+        """Return each rank's tokens in chunk `index` of at most `max_chunk`.
+
+        A rank that has none left has one: it takes part in as many collectives as the others.
+        """
+        before = max_chunk * index
+        return tuple(max(1, min(max_chunk, n - before)) for n in self.num_tokens_across_dp)
 
 
 @dataclass(frozen=True)
@@ -115,7 +165,7 @@ class ForwardContext:
     kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=_registered_kv_cache_data)
     """KV caches by layer; unless given, those of `set_kv_cache_data`."""
     context: Context | None = None
-    dp_metadata: Any = None
+    dp_metadata: DPMetadata | None = None
     """Token counts of the data-parallel ranks; None where there is one."""
     spec_decode_metadata: Any = None
     """Draft tokens of a speculating step."""

@@ -40,6 +40,7 @@ from serve.compilation import (
     resolved,
     shared_facts,
 )
+from serve.routing import Routing
 
 BUNDLED_NAME = "lockstep-tiny"
 
@@ -54,6 +55,7 @@ class PoolArgs(_Strict, frozen=True):
     replicas: int = 1
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    routing: str = Routing.LEAST_REQUESTS.value
     num_cpus: float = DEFAULT_NUM_CPUS
 
 
@@ -114,6 +116,8 @@ class PoolConfig:
     replicas: int
     num_cpus: float
     engine: EngineConfig
+    routing: Routing = Routing.LEAST_REQUESTS
+    """Of requests to the group's data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +197,9 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     args = parse_args({"pools": "mixed", **raw})
     if args.pools != "mixed":
         raise ConfigError("pools", "mixed for an engine in process", args.pools)
-    size = args.mixed.tensor_parallel_size
-    if size != 1:
-        raise ConfigError("mixed.tensor_parallel_size", "1 for an engine in process", size)
+    for field in ("tensor_parallel_size", "data_parallel_size"):
+        if (size := getattr(args.mixed, field)) != 1:
+            raise ConfigError(f"mixed.{field}", "1 for an engine in process", size)
     return _pool_config("mixed", args, Role.MIXED, num_ranks=1).engine
 
 
@@ -219,8 +223,8 @@ def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
     fields = given_fields(args.compilation, **sections)
     args = msgspec.structs.replace(args, compilation=fields)
     refuse_speculation(args.speculative_config or {})
-    if args.lockstep != "on":
-        raise ConfigError("lockstep", "on (turning it off is not built yet)", args.lockstep)
+    if args.lockstep not in ("on", "off"):
+        raise ConfigError("lockstep", "on or off", args.lockstep)
     if args.debug:
         raise ConfigError("debug", "false (debug routes are not built yet)", args.debug)
     return args
@@ -317,8 +321,11 @@ def _fields_at(field: str) -> tuple[str, ...]:
 def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
     model_path, model = _model(args)
+    lockstep = _lockstep(args.lockstep, model_path)
     try:
-        parallel = ParallelConfig(pool.tensor_parallel_size, pool.data_parallel_size)
+        parallel = ParallelConfig(
+            pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep
+        )
     except ConfigError as error:
         raise ConfigError(f"{name}.{error.field}", error.wanted, error.found) from None
     _check_heads(f"{name}.tensor_parallel_size", pool.tensor_parallel_size, model)
@@ -348,7 +355,25 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
     num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)
-    return PoolConfig(name, pool.replicas, num_cpus, engine)
+    return PoolConfig(name, pool.replicas, num_cpus, engine, _routing(name, pool.routing))
+
+
+def _lockstep(lockstep: str, model_path: Path) -> bool:
+    """Data-parallel ranks that share experts meet in every layer: they cannot step apart."""
+    if lockstep == "on":
+        return True
+    fields = json.loads((model_path / "config.json").read_text())
+    if any(fields.get(name) for name in ("num_local_experts", "num_experts")):
+        raise ConfigError("lockstep", "on for a model with experts", lockstep)
+    return False
+
+
+def _routing(name: str, routing: str) -> Routing:
+    try:
+        return Routing(routing)
+    except ValueError:
+        known = ", ".join(known.value for known in Routing)
+        raise ConfigError(f"{name}.routing", f"one of {known}", routing) from None
 
 
 def _num_ranks(name: str, pool: PoolArgs) -> int:

@@ -23,6 +23,7 @@ from cluster.messages import (
     EndedFrame,
     EngineOutput,
     FrameError,
+    Submit,
     Watch,
     check_header,
     decode,
@@ -31,6 +32,7 @@ from cluster.messages import (
 )
 from serve.config import PoolConfig
 from serve.router import PoolUnavailable
+from serve.routing import LeaderRouter, Routing
 
 log = logging.getLogger("lockstep.pool")
 
@@ -52,7 +54,8 @@ class Pool:
         self._state, self._error = "loading", ""
         self._header = header_bytes(config_hash)
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
-        self._next_leader = 0
+        num_leaders = pool.engine.parallel.data_parallel_size
+        self._router = LeaderRouter(pool.routing, num_leaders)
         self._zmq = zmq.asyncio.Context()
         self._tasks: list[asyncio.Task[None]] = []
         placement_group = ray.util.get_current_placement_group()
@@ -85,8 +88,9 @@ class Pool:
             raise PoolUnavailable(
                 f"wanted a ready rank group, found it {self._state}: {self._error}"
             )
-        leader = self._leaders[self._next_leader % len(self._leaders)]
-        self._next_leader += 1
+        num_tokens = _num_tokens(frame) if self._router.routing is Routing.LEAST_TOKENS else 0
+        dp_rank = self._router.take(num_tokens)
+        leader = self._leaders[dp_rank]
         ended = self._open[request_id] = asyncio.get_running_loop().create_future()
         try:
             await leader.send_multipart([self._header, frame])
@@ -96,6 +100,7 @@ class Pool:
             leader.send_multipart([self._header, encode(Abort([request_id]))])
             raise
         finally:
+            self._router.give_back(dp_rank, num_tokens)
             self._open.pop(request_id, None)
 
     async def check_health(self) -> None:
@@ -168,3 +173,8 @@ class Pool:
 
     def _spawn(self, coroutine: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
+
+
+def _num_tokens(frame: bytes) -> int:
+    request = decode(frame, Submit).request
+    return len(request.prompt_token_ids) + len(request.output_token_ids)

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -63,12 +63,13 @@ class RankActor:
         self._rank: Leader | Follower | None = None
 
     def meet(self) -> Rendezvous | None:
-        """Open where a leader's followers will find it; None where it has none."""
+        """Open where followers and other leaders will find this one; None where it has none."""
         self._meeting = Meeting(
             self._config,
             host=ray.util.get_node_ip_address(),
             config_hash=self._config_hash,
             epoch=self._place.epoch,
+            dp_rank=self._place.dp_rank,
         )
         return self._meeting.rendezvous
 
@@ -79,12 +80,13 @@ class RankActor:
             A leader's endpoint that takes requests; nothing of a follower.
         """
         self._state = "loading"
-        rank = self._lead() if self._place.tp_rank == 0 else self._follow(rendezvous)
+        is_leader = self._place.tp_rank == 0
+        rank = self._lead(rendezvous) if is_leader else self._follow(rendezvous)
         self._rank = rank
         self._state = "ready"
         return getattr(rank, "inbox", "")
 
-    def _lead(self) -> Leader:
+    def _lead(self, rendezvous: Rendezvous | None) -> Leader:
         # Imported here: the owner of the group imports this module too, and must not pay for
         # torch (2 s and 180 MB).
         from cluster.rank.leader import Leader
@@ -95,8 +97,10 @@ class RankActor:
             epoch=self._place.epoch,
             host=ray.util.get_node_ip_address(),
             config_hash=self._config_hash,
+            dp_rank=self._place.dp_rank,
             progress=self._on_progress,
             meeting=self._meeting,
+            rendezvous=rendezvous,
         )
 
     def _follow(self, rendezvous: Rendezvous | None) -> Follower:
@@ -143,6 +147,10 @@ class RankActor:
             step=0,
         )
         return stats, self._progress
+
+    def step_log(self) -> list[dict[str, Any]]:
+        """Return the last steps that the rank ran, as plain data; nothing before it is ready."""
+        return self._rank.step_log() if self._rank is not None else []
 
     def stop(self) -> None:
         """End the step loop at its next border."""

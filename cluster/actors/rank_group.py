@@ -1,7 +1,7 @@
 """`RankGroup`: the ranks that step together, and their owner's view of them.
 
 1. One actor per (dp_rank, tp_rank) is created in its bundle of the placement group.
-2. Leaders open where their followers will find them; the addresses go through here.
+2. Leaders open where followers and other leaders will find them; the addresses go through here.
 3. All load together; then all run. The reference of `run()` is a rank's sentinel.
 4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
 
@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
-from cluster.rank.meeting import Rendezvous
+from cluster.rank.meeting import Rendezvous, introduce
 from cluster.rank.stats import RankStats
 
 log = logging.getLogger("lockstep.group")
@@ -67,7 +67,7 @@ class RankGroup:
             first_bundle: the bundle of rank 0; those before it belong to the owner.
         """
         self.epoch = epoch
-        self._tensor_parallel_size = config.parallel.tensor_parallel_size
+        self._parallel = config.parallel
         self._is_stopping = False
         self.inboxes: list[str] = []
         self.places = [
@@ -114,8 +114,9 @@ class RankGroup:
         ]
 
     async def _meet(self) -> list[Rendezvous | None]:
-        """Return where the ranks of each data-parallel rank meet; None where one is alone."""
-        if self._tensor_parallel_size == 1:
+        """Return by data-parallel rank what its ranks must be told; None where one is alone."""
+        parallel = self._parallel
+        if parallel.tensor_parallel_size * parallel.lockstep_size == 1:
             return [None] * len(self.places)
         meets = {
             place: actor.meet.options(concurrency_group="step").remote()
@@ -123,11 +124,13 @@ class RankGroup:
             if place.tp_rank == 0
         }
         try:
-            return [await meet for meet in meets.values()]
+            offers = [await meet for meet in meets.values()]
         except ray.exceptions.RayError as error:
             self.kill()
             [leader, *_] = meets
             raise RankDied(f"{_name(leader)} ended before loading: {_cause(error)}") from error
+        # Without lockstep each data-parallel rank is a group of its own, with its own store.
+        return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
 
     async def wait_for_end(self) -> str:
         """Wait until the first rank ends and return who it was and why.
@@ -158,10 +161,19 @@ class RankGroup:
             loading=[progress for _, progress in answers if progress is not None],
         )
 
+    async def step_logs(self) -> list[list[dict[str, Any]]]:
+        """Return every rank's last steps, in the order of `places`.
+
+        Raises:
+            ray.exceptions.RayError: a rank is gone.
+        """
+        refs = [actor.step_log.options(concurrency_group="ctl").remote() for actor in self._actors]
+        return list(await asyncio.gather(*refs))
+
     async def stop(self) -> None:
         """End every rank at its next step's border and wait for it, then kill what is left.
 
-        Only leaders are told: each tells its followers behind its last step.
+        Only leaders are told: they agree on the step, and tell their followers behind it.
         """
         self._is_stopping = True
         for actor, place in zip(self._actors, self.places, strict=True):

@@ -7,13 +7,15 @@ books the result:
 1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
 2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
 3. `channel.send(plan, agreed)` hands the plan to the followers.
-4. `execute(plan, agreed)` runs the model and samples; followers do the same.
+4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
+   a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank holds the
+   step for the same; hardly ever in fact, because inputs take longer to build.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and tells who gets what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from cluster.engine.scheduler import Scheduler
@@ -27,6 +29,9 @@ class Lockstep(Protocol):
     def agree(self, vote: Vote) -> StepAgreement:
         """Return the agreement on this step: the same value on every rank."""
 
+    def confirm(self) -> None:
+        """Wait until every rank is known to have agreed on the same; raise if one has not."""
+
 
 class Channel(Protocol):
     """The leader's side of the channel to its tensor-parallel followers."""
@@ -38,15 +43,21 @@ class Channel(Protocol):
 class Executor(Protocol):
     """Runs a plan on this rank; shared by leaders and followers."""
 
-    def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
-        """Run the model on the plan's batch and return what it sampled."""
+    def execute(
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
+    ) -> SampledTokens:
+        """Run the model on the plan's batch, or a dummy one, and return what it sampled.
+
+        `confirm` is called when the inputs are ready, before the first collective.
+        """
 
 
 class Engine:
     """One data-parallel rank's scheduler with the executors of its tensor-parallel ranks.
 
     `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
-    sleep until a request, a finished KV read or an ended lease rings.
+    sleep until a peer votes for the next step, or a request, a finished KV read or an ended lease
+    rings. `is_draining` tells that this rank was asked to end; the group does when all ranks were.
     """
 
     def __init__(
@@ -57,15 +68,17 @@ class Engine:
         self.channel = channel
         self.executor = executor
         self.agreed: StepAgreement | None = None
+        self.is_draining = False
 
     def step(self) -> list[EngineOutput]:
         """Run one step and return what it produced, requests that ended without running too."""
         plan = self.scheduler.schedule()
-        agreed = self.agreed = self.lockstep.agree(plan.vote())
+        agreed = self.agreed = self.lockstep.agree(plan.vote(draining=self.is_draining))
         if not agreed.has_work:
+            self.lockstep.confirm()
             return self.scheduler.take_outputs()
         self.channel.send(plan, agreed)
-        sampled = self.executor.execute(plan, agreed)
+        sampled = self.executor.execute(plan, agreed, self.lockstep.confirm)
         return self.scheduler.update(plan, sampled)
 
     def submit(self, submit: Submit) -> None:
@@ -80,6 +93,11 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether the last step found nothing to run."""
         return self.agreed is not None and not self.agreed.has_work
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ranks have agreed to end: no step follows."""
+        return self.agreed is not None and self.agreed.draining
 
     @property
     def has_unfinished(self) -> bool:

@@ -13,14 +13,31 @@ from cluster.messages import StepAgreement, StepPlan, checksum
 
 
 class StepDivergence(RuntimeError):
-    """A follower's step is not its leader's; the message names rank, step and field."""
+    """One rank's step is not another's; the message's last line names rank, step and field.
 
-    def __init__(self, rank: str, step: int, field: str, wanted: int, found: int) -> None:
-        super().__init__(f"{rank} step {step}: {field}: wanted {wanted}, found {found}")
+    The lines before it are the end of the step log of the rank that found out.
+    """
+
+    def __init__(
+        self,
+        rank: str,
+        step: int,
+        field: str,
+        wanted: object,
+        found: object,
+        log: tuple[str, ...] = (),
+    ) -> None:
+        lines = [*log, f"{rank} step {step}: {field}: wanted {wanted}, found {found}"]
+        super().__init__("\n".join(lines))
         self.parts = (rank, step, field, wanted, found)
+        self.log = log
 
-    def __reduce__(self) -> tuple[type[StepDivergence], tuple[str, int, str, int, int]]:
-        return type(self), self.parts
+    def after(self, log: tuple[str, ...]) -> StepDivergence:
+        """Return the error with the end of a step log."""
+        return StepDivergence(*self.parts, log)
+
+    def __reduce__(self) -> tuple[type[StepDivergence], tuple[object, ...]]:
+        return type(self), (*self.parts, self.log)
 
 
 class StepDigester:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.config import EngineConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.engine import Channel, Engine
+from cluster.engine.engine import Lockstep as LockstepProtocol
 from cluster.engine.handoff import HandoffTerms, Holder, KVReader
 from cluster.engine.scheduler import Scheduler
 from cluster.rank.channel import NoFollowers
@@ -18,6 +19,7 @@ def assemble_engine(
     *,
     epoch: int = 0,
     channel: Channel | None = None,
+    lockstep: LockstepProtocol | None = None,
     holder: Holder | None = None,
     terms: HandoffTerms | None = None,
     reader: KVReader | None = None,
@@ -26,6 +28,7 @@ def assemble_engine(
 
     Args:
         channel: leads to the tensor-parallel followers; None where there are none.
+        lockstep: with the other data-parallel leaders; None where there are none.
         holder, terms: where a prefill engine keeps its tickets, and what it writes into them.
         reader: what reads KV for a decode engine.
     """
@@ -47,4 +50,4 @@ def assemble_engine(
         vocab_size=runner.model_config.vocab_size,
         max_prompt_len=model.max_prompt_len,
     )
-    return Engine(scheduler, Lockstep.alone(), channel or NoFollowers(), runner)
+    return Engine(scheduler, lockstep or Lockstep.alone(), channel or NoFollowers(), runner)

@@ -34,6 +34,7 @@ from cluster.channel_messages import (
     ToFollower,
 )
 from cluster.engine.step_digest import StepDigester
+from cluster.lockstep_messages import PeerHello
 from cluster.messages import PROTOCOL_VERSION, FrameError, StepAgreement, StepPlan, decode, encode
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.memory import node_id
@@ -99,8 +100,8 @@ class StepSender:
     ) -> None:
         self._hello = LeaderHello(PROTOCOL_VERSION, config_hash, epoch)
         self._digester = StepDigester()
-        self.sockets = tuple(_pair(context) for _ in range(num_followers))
-        self.addresses = [_bind(socket, host) for socket in self.sockets]
+        self.sockets = tuple(open_pair(context) for _ in range(num_followers))
+        self.addresses = [bind_pair(socket, host) for socket in self.sockets]
 
     def accept(self) -> list[FollowerHello]:
         """Wait until every follower has loaded; return their hellos by rank.
@@ -165,8 +166,8 @@ class StepReceiver:
 
     def __init__(self, context: Context, address: ChannelAddress, doorbell: Doorbell) -> None:
         self._doorbell = doorbell
-        self._socket = _pair(context)
-        self._socket.connect(address.ipc if address.node == channel_node() else address.tcp)
+        self._socket = open_pair(context)
+        connect_pair(self._socket, address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
@@ -199,13 +200,13 @@ class StepReceiver:
         self._socket.close(linger=CLOSE_LINGER_MS)
 
 
-def check_hello(found: Any, wanted: LeaderHello | FollowerHello) -> None:
+def check_hello(found: Any, wanted: LeaderHello | FollowerHello | PeerHello) -> None:
     """Compare the other side's hello with our own.
 
     Raises:
         FrameError: names what was found instead of a hello, or the field that differs.
     """
-    if not isinstance(found, LeaderHello | FollowerHello):
+    if not isinstance(found, LeaderHello | FollowerHello | PeerHello):
         raise FrameError(f"channel: wanted a hello, found {type(found).__name__}")
     for field in ("protocol", "config_hash", "epoch"):
         ours, theirs = getattr(wanted, field), getattr(found, field)
@@ -213,15 +214,22 @@ def check_hello(found: Any, wanted: LeaderHello | FollowerHello) -> None:
             raise FrameError(f"{field}: wanted {ours}, found {theirs}")
 
 
-def _pair(context: Context) -> zmq.Socket[bytes]:
+def open_pair(context: Context) -> zmq.Socket[bytes]:
+    """Return one end of a connection, whose queues have no bound."""
     socket = context.socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0
     return socket
 
 
-def _bind(socket: zmq.Socket[bytes], host: str) -> ChannelAddress:
+def bind_pair(socket: zmq.Socket[bytes], host: str) -> ChannelAddress:
+    """Let the other end come to this one; return where it goes."""
     # An abstract name leaves no file behind, whoever is killed.
     ipc = f"ipc://@lockstep-{uuid4().hex}"
     socket.bind(ipc)
     port = socket.bind_to_random_port(f"tcp://{host}")
     return ChannelAddress(channel_node(), ipc, f"tcp://{host}:{port}")
+
+
+def connect_pair(socket: zmq.Socket[bytes], address: ChannelAddress) -> None:
+    """Go to the other end."""
+    socket.connect(address.ipc if address.node == channel_node() else address.tcp)

@@ -11,6 +11,8 @@ collectives. That ends `run`, and the owner of the group learns who it was and w
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
 
 from cluster.channel_messages import (
@@ -27,7 +29,7 @@ from cluster.channel_messages import (
     TicketsEnded,
 )
 from cluster.config import EngineConfig
-from cluster.engine.step_digest import StepDigester, check_digest
+from cluster.engine.step_digest import StepDigester, StepDivergence, check_digest
 from cluster.messages import PROTOCOL_VERSION, FrameError, header_bytes
 from cluster.rank.channel import StepReceiver
 from cluster.rank.contexts import end_context
@@ -67,7 +69,15 @@ class Follower:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorbell = Doorbell()
 
-        self._group = TensorParallelGroup.follow(rendezvous, tp_rank, config.device, host)
+        dp_size = config.parallel.lockstep_size
+        self._group = TensorParallelGroup.follow(
+            rendezvous,
+            tp_rank,
+            config.device,
+            host,
+            dp_rank=dp_rank if dp_size > 1 else 0,
+            dp_size=dp_size,
+        )
         self.transfer = TransferEnd(config, tp_rank)
         self.runner = ModelRunner(
             config,
@@ -139,9 +149,16 @@ class Follower:
             kv_bytes_received=self.transfer.bytes_received,
         )
 
+    def step_log(self) -> list[dict[str, Any]]:
+        """Return the last steps as plain data, oldest first. Any thread may call it."""
+        return self.runner.steps.as_dicts()
+
     def _execute(self, frame: StepFrame) -> None:
         mine = self._digester.digest(frame.plan, frame.agreed)
-        check_digest(self._name, frame.digest, mine)
+        try:
+            check_digest(self._name, frame.digest, mine)
+        except StepDivergence as error:
+            raise error.after(self.runner.steps.tail()) from None
         self._step = frame.plan.step
         self.runner.execute(frame.plan, frame.agreed)
 

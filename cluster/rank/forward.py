@@ -4,6 +4,7 @@
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
 3. `mode_of` says how a step runs: a pure function of the agreement and of what all ranks captured.
+   `shape_of` is what of it other ranks are told.
 4. `run` runs it: a replay, pieces that replay, or the model itself.
 
 The one thing to know: no rank looks at anything of its own to decide 3.
@@ -11,13 +12,16 @@ The one thing to know: no rank looks at anything of its own to decide 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from cluster.messages import StepAgreement
+from cluster.engine.lockstep import PURE_DECODE
+from cluster.lockstep_messages import StepShape
+from cluster.messages import StepAgreement, checksum
+from cluster.rank.capture_room import CaptureRoom
 from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.inputs import StepBatch, StepInputs
 from compile.capture import (
@@ -30,7 +34,14 @@ from compile.capture import (
     warmups_of,
 )
 from compile.config import CompilationConfig, CompilationLevel, CUDAGraphMode
-from compile.context import BatchDescriptor, Context, ForwardContext, KVCacheTensor, forward_context
+from compile.context import (
+    BatchDescriptor,
+    Context,
+    DPMetadata,
+    ForwardContext,
+    KVCacheTensor,
+    forward_context,
+)
 from compile.decorator import compile_as_is
 from compile.dispatch import CapturedGraphs, ForwardMode, decide
 from compile.gaps import GapTimer
@@ -42,9 +53,6 @@ from model.layers.decoder import CausalLM
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
-
-PURE_DECODE = 1
-"""`StepAgreement.kind` of a step in which every sequence decodes one token."""
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on. Tracing takes 0 and 1 for special."""
@@ -66,9 +74,15 @@ class StepForward:
         *,
         group: TensorParallelGroup,
         pools: GraphPools,
+        room: CaptureRoom,
     ) -> None:
-        """Prepare to run `model`, which was built in the scope of `config`."""
+        """Prepare to run `model`, which was built in the scope of `config`.
+
+        Args:
+            room: tells before each graph whether it fits into the memory of all ranks.
+        """
         self.config = config
+        self._room = room
         self._model = model
         self.captured = CapturedGraphs()
         self.report: CaptureReport | None = None
@@ -85,6 +99,13 @@ class StepForward:
     def num_replays(self) -> dict[BatchDescriptor, int]:
         """How often each whole graph was replayed."""
         return dict(getattr(self._call, "num_replays", {}))
+
+    def checksum(self) -> int:
+        """Return what is equal on ranks that dispatch over the same graphs in the same modes."""
+        captured = self.captured
+        mixed = [(key.num_tokens, key.num_seqs) for key in captured.mixed]
+        mode = self.config.graph_mode.name
+        return checksum((mode, captured.graph_bs, captured.num_tokens, mixed))
 
     def use_cache(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
         """Attend to this KV cache from now on. Graphs that were captured stay with theirs."""
@@ -148,10 +169,11 @@ class StepForward:
             self.report = capture_all(
                 cases,
                 self._run_case,
-                rank=self._group.shard.rank,
+                rank=self._group.rank,
                 pools=self._pools,
                 warmups=warmups_of(self.config),
                 synchronize=self._synchronize,
+                has_room=self._room.has_room,
                 progress=None if progress is None else _named(progress, "capturing graphs"),
             )
             self.captured = CapturedGraphs(self.report.graph_bs, self.report.num_tokens)
@@ -197,11 +219,35 @@ class StepForward:
             is_graph_allowed=agreed.graph_allowed,
         )
 
-    def run(self, batch: StepBatch, mode: ForwardMode, num_seqs: int) -> torch.Tensor:
-        """Run a padded batch of `num_seqs` real sequences. Returns [T, E], padded."""
+    def shape_of(self, agreed: StepAgreement) -> StepShape:
+        """Return what all ranks must make of the agreement alike."""
+        mode = self.mode_of(agreed)
+        is_padded = agreed.kind == PURE_DECODE or mode.mode is not CUDAGraphMode.NONE
+        return StepShape(mode.mode.value, mode.num_tokens, mode.num_seqs, is_padded)
+
+    def run(
+        self,
+        batch: StepBatch,
+        mode: ForwardMode,
+        num_seqs: int,
+        num_tokens_across_dp: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Run a padded batch of `num_seqs` real sequences, or none. Returns [T, E], padded.
+
+        Args:
+            num_tokens_across_dp: of all data-parallel ranks, padding included; None where this
+                is the only one.
+        """
+        context = self._context(
+            batch,
+            num_seqs,
+            mode,
+            is_dummy_run=not num_seqs,
+            num_tokens_across_dp=num_tokens_across_dp,
+        )
         is_pieces = mode.mode is CUDAGraphMode.PIECEWISE
         timed = self.gaps.step() if is_pieces else nullcontext()
-        with timed, forward_context(self._context(batch, num_seqs, mode)):
+        with timed, forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
         return hidden
 
@@ -212,8 +258,11 @@ class StepForward:
         mode: ForwardMode | None = None,
         *,
         is_dummy_run: bool = False,
+        num_tokens_across_dp: Sequence[int] | None = None,
     ) -> ForwardContext:
-        padded = batch.attention.seq_lens.shape[0]
+        padded, num_tokens = batch.attention.seq_lens.shape[0], batch.input_ids.shape[0]
+        # Before the rank is ready all ranks run the same padding.
+        across = num_tokens_across_dp or (num_tokens,) * self._group.dp_size
         return ForwardContext(
             no_compile_layers=self._layers,
             attn_metadata=batch.attention,
@@ -224,6 +273,7 @@ class StepForward:
                 batch_size=num_seqs,
                 graph_bs=padded,
             ),
+            dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
             batch_descriptor=mode.descriptor if mode else None,
             cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,
             gap_timer=self.gaps if mode and mode.mode is CUDAGraphMode.PIECEWISE else None,

@@ -1,6 +1,7 @@
 """The process group of one tensor-parallel group: gloo on CPU, NCCL on CUDA.
 
-The leader's process keeps a store, on a listener that it opened before; all ranks join through it.
+The first leader's process keeps a store, on a listener that it opened before. All ranks that step
+together join through it, those of other data-parallel ranks too, and wait for one another in it.
 The one thing to know: every wait here has a bound in seconds. torch's own is half an hour, and a
 rank inside a collective can only be freed by ending its process.
 """
@@ -35,29 +36,64 @@ END_TIMEOUT_S = 2.0
 
 
 class TensorParallelGroup:
-    """One rank's membership. `shard` is the model's view of it."""
+    """One rank's membership. `shard` is the model's view of it.
 
-    def __init__(self, store: TCPStore | None, shard: Shard) -> None:
+    Invariant: `rank` of `size` counts all ranks that step together, tensor-parallel ranks of one
+    data-parallel rank first.
+    """
+
+    def __init__(
+        self, store: TCPStore | None, shard: Shard, *, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
         self._store = store
         self.shard = shard
+        self.rank = dp_rank * shard.size + shard.rank
+        self.size = dp_size * shard.size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
 
     @classmethod
-    def lead(cls, meeting: Meeting, size: int, device: str) -> TensorParallelGroup:
-        """Join as rank 0 of the group that meets here; alone where nobody else does."""
-        if meeting.rendezvous is None or meeting.listener is None:
+    def lead(
+        cls,
+        meeting: Meeting,
+        size: int,
+        device: str,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        where: Rendezvous | None = None,
+    ) -> TensorParallelGroup:
+        """Join as tensor-parallel rank 0 of those that meet here; alone where nobody else does.
+
+        Args:
+            size: of the tensor-parallel group.
+            where: what the owner told; None where this leader's own meeting is all there is.
+        """
+        where = where or meeting.rendezvous
+        if where is None:
             return cls(None, Shard())
-        where = meeting.rendezvous
         # The store listens on the group's address only, and closes the descriptor at its end.
-        listen_fd = meeting.listener.detach()
-        store = _open_store(where, size, listen_fd)
-        return cls(store, _join(store, 0, size, device, where.store_host))
+        listen_fd = meeting.listener.detach() if meeting.listener is not None else None
+        store = _open_store(where, size * dp_size, listen_fd)
+        shard = _join(store, dp_rank, 0, size, device, meeting.host)
+        return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
     @classmethod
-    def follow(cls, where: Rendezvous, tp_rank: int, device: str, host: str) -> TensorParallelGroup:
+    def follow(
+        cls,
+        where: Rendezvous,
+        tp_rank: int,
+        device: str,
+        host: str,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> TensorParallelGroup:
         """Join as a follower. `host` is this node's address."""
         size = len(where.channels) + 1
-        store = _open_store(where, size, None)
-        return cls(store, _join(store, tp_rank, size, device, host))
+        store = _open_store(where, size * dp_size, None)
+        shard = _join(store, dp_rank, tp_rank, size, device, host)
+        return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
     def minimum(self, name: str, value: int) -> int:
         """Return the smallest of all ranks' values; each name can be used once.
@@ -66,13 +102,13 @@ class TensorParallelGroup:
         """
         if self._store is None:
             return value
-        self._store.set(f"{name}/{self.shard.rank}", str(value))
-        keys = [f"{name}/{rank}" for rank in range(self.shard.size)]
+        self._store.set(f"{name}/{self.rank}", str(value))
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
         self._store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
         return min(int(self._store.get(key)) for key in keys)
 
     def barrier(self, name: str) -> None:
-        """Wait until every rank of the group is here; each name can be used once."""
+        """Wait until every rank that steps together is here; each name can be used once."""
         self.minimum(f"barrier/{name}", 0)
 
     def close(self) -> None:
@@ -81,9 +117,9 @@ class TensorParallelGroup:
             return
         # The store of a rank that was killed answers with an error, and so does a wait in vain.
         with contextlib.suppress(dist.DistError):
-            self._store.set(f"ended/{self.shard.rank}", "")
-            if self.shard.rank == 0:
-                keys = [f"ended/{rank}" for rank in range(self.shard.size)]
+            self._store.set(f"ended/{self.rank}", "")
+            if self.rank == 0:
+                keys = [f"ended/{rank}" for rank in range(self.size)]
                 self._store.wait(keys, timedelta(seconds=END_TIMEOUT_S))
         if self.shard.group is not None:
             self.shard.group.shutdown()
@@ -102,9 +138,11 @@ def _open_store(where: Rendezvous, size: int, listen_fd: int | None) -> TCPStore
     )
 
 
-def _join(store: TCPStore, rank: int, size: int, device: str, host: str) -> Shard:
+def _join(store: TCPStore, dp_rank: int, rank: int, size: int, device: str, host: str) -> Shard:
+    if size == 1:
+        return Shard()
     make = _nccl if device == "cuda" else _gloo
-    group = make(PrefixStore("tensors", store), rank, size, host)
+    group = make(PrefixStore(f"tensors/{dp_rank}", store), rank, size, host)
     # A backend has the methods of a group. It is no member of torch's table of groups: one
     # process may hold several, and nothing global is left when it ends.
     return Shard(rank, size, cast(ProcessGroup, group))

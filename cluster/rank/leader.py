@@ -4,10 +4,11 @@ A step's border is the only place where anything from outside comes in:
 
 1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
    followers' reports of KV that was read or released to the group's holder and reader.
-2. `engine.step()` runs one step.
+2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
-4. If the step found nothing to run, the leader sleeps in one wait over its inbox, its followers'
-   reports and its doorbell (a finished KV read, an ended lease, a stop).
+4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
+   reports, its peers' votes and its doorbell (a finished KV read, an ended lease, a stop).
+5. Leaders that were stopped say so in their votes, and all end at the same step.
 
 The one thing to know: nothing but the step thread runs Python here for more than a fraction of a
 millisecond at a time; a busy second thread would slow every step a hundredfold.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
+from typing import Any
 
 import zmq
 
@@ -26,7 +28,11 @@ from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
 from cluster.engine.group_kv import GroupHolder, GroupReader
 from cluster.engine.handoff import HandoffTerms
+from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.step_digest import StepDivergence
+from cluster.lockstep_messages import PeerHello
 from cluster.messages import (
+    PROTOCOL_VERSION,
     Abort,
     FrameError,
     Inbound,
@@ -43,7 +49,8 @@ from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
 from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.kv_transfer.end import TransferEnd
-from cluster.rank.meeting import Meeting
+from cluster.rank.lockstep import JoinedLockstep, Lockstep
+from cluster.rank.meeting import Meeting, Rendezvous
 from cluster.rank.outlet import Outlet
 from cluster.rank.runner import ModelRunner
 from cluster.rank.stats import RankStats
@@ -68,28 +75,46 @@ class Leader:
         epoch: int,
         host: str,
         config_hash: str,
+        dp_rank: int = 0,
         progress: Progress | None = None,
         meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        """Load, and wait until all followers have.
+        """Load, and wait until all followers and all other leaders have.
 
         Args:
             meeting: where the followers were told to go; needed where there are any.
+            rendezvous: where to find other leaders; needed where there are any.
         """
         self.config = config
         self.epoch = epoch
+        self._name = f"rank dp={dp_rank} tp=0 epoch={epoch}"
         self._header = header_bytes(config_hash)
-        meeting = meeting or Meeting(config, host=host, config_hash=config_hash, epoch=epoch)
+        meeting = meeting or Meeting(
+            config, host=host, config_hash=config_hash, epoch=epoch, dp_rank=dp_rank
+        )
         self._context = meeting.context
         self._channel = meeting.channel
+        self._peers = meeting.peers
         self._doorbell = Doorbell()
         self._is_stopping = False
 
-        size = config.parallel.tensor_parallel_size
-        self._group = TensorParallelGroup.lead(meeting, size, config.device)
+        dp_size = config.parallel.lockstep_size
+        self._group = TensorParallelGroup.lead(
+            meeting,
+            config.parallel.tensor_parallel_size,
+            config.device,
+            dp_rank=dp_rank if dp_size > 1 else 0,
+            dp_size=dp_size,
+            where=rendezvous,
+        )
         self.transfer = TransferEnd(config, tp_rank=0)
         self.runner = ModelRunner(
-            config, group=self._group, progress=progress, storage=self.transfer.storage
+            config,
+            dp_rank=dp_rank,
+            group=self._group,
+            progress=progress,
+            storage=self.transfer.storage,
         )
         self.transfer.start(
             self.runner.kv_pool,
@@ -100,7 +125,7 @@ class Leader:
         )
         self._holder: GroupHolder | None = None
         self._reader: GroupReader | None = None
-        self.engine = self._assemble(self._channel.accept())
+        self.engine = self._assemble(self._channel.accept(), self._join(rendezvous, config_hash))
 
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = 0  # a submission is never dropped; queues are bounded at the ingress
@@ -117,14 +142,18 @@ class Leader:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
-        for socket in self._channel.sockets:
+        for socket in (*self._channel.sockets, *(self._peers.sockets if self._peers else ())):
             self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Step until stopped. Returns normally only after `stop`."""
-        while not self._is_stopping:
+        """Step until all leaders are stopped. Returns normally only after `stop`.
+
+        Raises:
+            StepDivergence: another leader's step is not this one's; names rank, step and field.
+        """
+        while not self.engine.has_ended:
             self.step()
-            if self.engine.is_idle:
+            if self.engine.is_idle and not self.engine.has_ended:
                 self._poller.poll(MAX_SLEEP_MS)
                 self._doorbell.clear()
         self._close()
@@ -133,7 +162,11 @@ class Leader:
         """Take what waits in the inbox, run one step and send its outputs."""
         self._take_inbox()
         self._take_reports()
-        outputs = self.engine.step()
+        self.engine.is_draining = self._is_stopping
+        try:
+            outputs = self.engine.step()
+        except StepDivergence as error:
+            raise error.after(self.runner.steps.tail()) from None
         lost = self._outlet.send(outputs) if outputs else []
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
@@ -142,7 +175,10 @@ class Leader:
             self.engine.abort(lost)
 
     def stop(self) -> None:
-        """Make `run` return at the next step's border. Any thread may call it."""
+        """Make `run` return at the border of the step in which all leaders were stopped.
+
+        Any thread may call it.
+        """
         self._is_stopping = True
         self._doorbell.ring()
 
@@ -162,6 +198,10 @@ class Leader:
             kv_bytes_received=self.transfer.bytes_received,
             **{name: numbers[name] for name in _SCHEDULER_STATS},
         )
+
+    def step_log(self) -> list[dict[str, Any]]:
+        """Return the last steps as plain data, oldest first. Any thread may call it."""
+        return self.runner.steps.as_dicts()
 
     def _take_inbox(self) -> None:
         while True:
@@ -195,7 +235,32 @@ class Leader:
                     error = f"tp={tp_rank}: {report.error}" if report.error else ""
                     self._reader.on_read_ended(report.request_id, error)
 
-    def _assemble(self, followers: list[FollowerHello]) -> Engine:
+    def _join(self, rendezvous: Rendezvous | None, config_hash: str) -> JoinedLockstep | None:
+        """Greet the other leaders; return the lockstep with them, or None where there are none."""
+        if self._peers is None:
+            return None
+        assert rendezvous is not None, f"{self._name}: wanted its peers' rendezvous, found None"
+        group, forward = self._group, self.runner.forward
+        self._peers.open(
+            rendezvous.earlier,
+            PeerHello(
+                protocol=PROTOCOL_VERSION,
+                config_hash=config_hash,
+                epoch=self.epoch,
+                dp_rank=group.dp_rank,
+                dp_size=group.dp_size,
+                graphs=forward.checksum(),
+            ),
+        )
+        machine = LockstepMachine(
+            dp_rank=group.dp_rank,
+            dp_size=group.dp_size,
+            epoch=self.epoch,
+            shape_of=forward.shape_of,
+        )
+        return Lockstep.joined(machine, self._peers)
+
+    def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
             _check_follower(hello, self.runner)
         tell, transfer = self._channel.tell, self.transfer
@@ -209,6 +274,7 @@ class Leader:
             self.runner,
             epoch=self.epoch,
             channel=self._channel,
+            lockstep=lockstep,
             holder=self._holder,
             terms=None if self.config.role is Role.MIXED else self._terms(sources),
             reader=self._reader,
@@ -226,9 +292,11 @@ class Leader:
         self.transfer.close()
         self._outlet.close()
         self._channel.close()
+        if self._peers is not None:
+            self._peers.close()
         self._group.close()
         self._inbox.close(linger=0)
-        end_context(self._context, f"leader {self.config.role.value}")
+        end_context(self._context, f"{self._name} of role {self.config.role.value}")
 
 
 def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:

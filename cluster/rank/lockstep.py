@@ -1,12 +1,26 @@
-"""Agreement on a step among data-parallel leaders.
+"""Agreement on a step among data-parallel leaders: the lockstep over its channel.
 
-What follows an agreement is a pure function of it; no rank branches on a local value around a
-collective. A rank without peers agrees with itself.
+The rules are in `cluster/engine/lockstep.py`. What follows an agreement is a pure function of it;
+no rank branches on a local value around a collective. A rank without peers agrees with itself.
 """
 
 from __future__ import annotations
 
-from cluster.messages import StepAgreement, Vote
+from typing import Protocol
+
+from cluster.engine.lockstep import LockstepMachine, agree
+from cluster.lockstep_messages import ToPeer
+from cluster.messages import FrameError, StepAgreement, Vote, decode, encode
+
+
+class VoteChannel(Protocol):
+    """Ordered frames between this leader and each other one."""
+
+    def send(self, body: bytes) -> None:
+        """Send a frame to every peer."""
+
+    def receive(self, dp_rank: int) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in time."""
 
 
 class AloneLockstep:
@@ -14,17 +28,56 @@ class AloneLockstep:
 
     def agree(self, vote: Vote) -> StepAgreement:
         """Return the agreement that a single vote amounts to."""
-        return StepAgreement(
-            epoch=vote.epoch,
-            step=vote.step,
-            kind=vote.kind,
-            max_tokens=vote.num_tokens,
-            max_seqs=vote.num_seqs,
-            max_query_len=vote.max_query_len,
-            graph_allowed=vote.graph_allowed,
-            has_work=vote.has_work,
-            draining=vote.draining,
-        )
+        return agree((vote,))
+
+    def confirm(self) -> None:
+        """Ask nobody."""
+
+
+class JoinedLockstep:
+    """The agreement of several leaders. Belongs to the step thread."""
+
+    def __init__(self, machine: LockstepMachine, channel: VoteChannel) -> None:
+        self._machine = machine
+        self._channel = channel
+
+    def agree(self, vote: Vote) -> StepAgreement:
+        """Exchange votes and return what they amount to: the same value on every rank.
+
+        Raises:
+            StepDivergence: a peer is in another step; names rank, step and field.
+            PeersSilent: a peer has not voted in time; names it.
+        """
+        machine = self._machine
+        self._channel.send(encode(machine.vote(vote)))
+        while missing := machine.missing_votes:
+            self._receive(missing)
+        confirm = machine.conclude()
+        self._channel.send(encode(confirm))
+        return confirm.agreed
+
+    def confirm(self) -> None:
+        """Wait until every rank holds the step for what this one does.
+
+        Call it once per agreement, before the first collective that follows from it.
+
+        Raises:
+            StepDivergence: a peer agreed on something else; names rank, step and field.
+            PeersSilent: a peer has not confirmed in time; names it.
+        """
+        while missing := self._machine.missing_confirms:
+            self._receive(missing)
+
+    def _receive(self, missing: list[int]) -> None:
+        body = self._channel.receive(missing[0])
+        if body is None:
+            self._machine.on_silence(missing)
+            return
+        try:
+            frame = decode(body, ToPeer)
+        except FrameError as error:
+            raise FrameError(f"rank dp={missing[0]} tp=0: {error}") from error
+        self._machine.on_frame(missing[0], frame)
 
 
 class Lockstep:
@@ -34,3 +87,8 @@ class Lockstep:
     def alone() -> AloneLockstep:
         """Return the lockstep of a group with one data-parallel rank."""
         return AloneLockstep()
+
+    @staticmethod
+    def joined(machine: LockstepMachine, channel: VoteChannel) -> JoinedLockstep:
+        """Return the lockstep of one of several data-parallel ranks."""
+        return JoinedLockstep(machine, channel)

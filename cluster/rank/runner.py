@@ -14,11 +14,15 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.blocks import check_num_blocks
+from cluster.engine.lockstep import PURE_DECODE, num_tokens_to_run
+from cluster.engine.step_log import StepLog, StepRecord
+from cluster.lockstep_messages import StepShape
 from cluster.messages import SampledTokens, StepAgreement, StepPlan, TokenLogprobs
+from cluster.rank.capture_room import CaptureRoom, bytes_per_token
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
 from cluster.rank.groups import TensorParallelGroup
-from cluster.rank.inputs import StepInputs
+from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.memory import available_memory_bytes
 from cluster.rank.results import prompt_logprobs, to_host
 from compile.config import CompilationConfig
@@ -57,6 +61,8 @@ class ModelRunner:
         """
         group = group or TensorParallelGroup(None, Shard())
         self.shard = group.shard
+        self._dp_rank = group.dp_rank
+        self.steps = StepLog()
         self.config = config
         self.device = torch.device(config.device)
         if config.device == "cpu":
@@ -88,7 +94,13 @@ class ModelRunner:
             device=self.device,
         )
         self.forward = StepForward(
-            self.model, layers, self.inputs, scope.config, group=group, pools=pools
+            self.model,
+            layers,
+            self.inputs,
+            scope.config,
+            group=group,
+            pools=pools,
+            room=CaptureRoom(group, self.device, bytes_per_token(self.model_config, config.dtype)),
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
@@ -108,17 +120,30 @@ class ModelRunner:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
+    def execute(
+        self,
+        plan: StepPlan,
+        agreed: StepAgreement,
+        confirm: Callable[[], None] | None = None,
+    ) -> SampledTokens:
         """Run the plan's batch and return the sampled tokens in batch order.
 
-        Which collectives run, and in which order, follows from the plan alone: those of the
-        forward, one that gathers logits for each piece of scored prompt, and one where a sequence
-        is sampled. Rank 0 gets the logits and samples; others return nothing, and learn the
-        tokens from the next plan.
+        Which collectives run, and in which order, follows from agreement and plan alone: those of
+        the forward from the agreement, on all ranks; from the plan, on its tensor-parallel ranks,
+        one that gathers logits for each piece of scored prompt, and one where a sequence is
+        sampled. Rank 0 gets the logits and samples; others return nothing, and learn the tokens
+        from the next plan. A step without a sequence of its own is a dummy: it computes padding.
+
+        Args:
+            confirm: called when the inputs are ready and no collective has begun.
         """
-        mode = self.forward.mode_of(agreed)
-        batch = self.inputs.build(plan, mode.num_tokens, mode.num_seqs)
-        hidden = self.forward.run(batch, mode, plan.num_seqs)
+        mode, shape = self.forward.mode_of(agreed), self.forward.shape_of(agreed)
+        across = num_tokens_to_run(agreed, shape)
+        batch = self._build(plan, agreed, shape, across)
+        if confirm is not None:
+            confirm()
+        self.steps.add(StepRecord(agreed, shape, batch.attention.seq_lens.shape[0]))
+        hidden = self.forward.run(batch, mode, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -132,6 +157,20 @@ class ModelRunner:
             # the host arrays that this one's copies read.
             torch.cuda.current_stream().synchronize()
         return SampledTokens(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _build(
+        self, plan: StepPlan, agreed: StepAgreement, shape: StepShape, across: tuple[int, ...]
+    ) -> StepBatch:
+        """Return the plan's batch, or a dummy one, padded as all ranks agreed.
+
+        Sequences are padded where all decode alone: attention is the only one to look at them.
+        """
+        num_tokens = across[self._dp_rank]
+        is_uniform = agreed.kind == PURE_DECODE
+        num_seqs = shape.num_seqs if is_uniform else max(plan.num_seqs, 1)
+        if not plan.num_seqs:
+            return self.inputs.dummy(num_tokens, num_seqs)
+        return self.inputs.build(plan, num_tokens, num_seqs)
 
     def _graph_bytes(self, compilation: CompilationConfig, progress: Progress | None) -> int:
         """Return what the KV cache leaves for graphs: nothing where its size was given."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +40,8 @@ def test_groups_of_different_sizes_do_not_talk() -> None:
             "(other sizes are not built yet), found 2",
         ),
         (
-            {"decode.data_parallel_size": 2},
-            "decode.data_parallel_size: wanted 1 (data-parallel groups are not built yet), found 2",
+            {"decode.data_parallel_size": 0},
+            "decode.data_parallel_size: wanted a whole number of at least 1, found 0",
         ),
     ],
 )
@@ -49,6 +51,22 @@ def test_sizes_that_cannot_be_had_are_refused_by_name(raw: dict[str, Any], messa
     assert str(error.value) == message
 
 
-def test_an_engine_in_process_is_one_rank() -> None:
-    with pytest.raises(ConfigError, match=r"^mixed\.tensor_parallel_size: wanted 1 for an engine"):
-        engine_config({"mixed.tensor_parallel_size": 2})
+@pytest.mark.parametrize("field", ["tensor_parallel_size", "data_parallel_size"])
+def test_an_engine_in_process_is_one_rank(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^mixed\.{field}: wanted 1 for an engine"):
+        engine_config({f"mixed.{field}": 2})
+
+
+def test_data_parallel_ranks_of_a_dense_model_step_together_unless_told_otherwise() -> None:
+    raw = {"prefill.data_parallel_size": 2, "decode.data_parallel_size": "3"}
+    parallel = [pool.engine.parallel for pool in deploy_config(raw).pools]
+    assert [(p.data_parallel_size, p.lockstep_size) for p in parallel] == [(2, 2), (3, 3)]
+    parallel = [pool.engine.parallel for pool in deploy_config({**raw, "lockstep": "off"}).pools]
+    assert [(p.data_parallel_size, p.lockstep_size) for p in parallel] == [(2, 1), (3, 1)]
+
+
+def test_ranks_that_share_experts_cannot_step_apart(tmp_path: Path) -> None:
+    fields = {"architectures": ["LlamaForCausalLM"], "num_local_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"^lockstep: wanted on for a model with experts"):
+        deploy_config({"model": str(tmp_path), "lockstep": "off", "decode.data_parallel_size": 2})

@@ -91,9 +91,11 @@ def test_an_altered_plan_is_named_by_its_field(change: dict[str, Any], field: st
 def test_every_field_of_the_agreement_counts(field: str) -> None:
     agreed = agree(PLANS[0])
     value = getattr(agreed, field)
-    other = msgspec.structs.replace(
-        agreed, **{field: not value if isinstance(value, bool) else value + 1}
-    )
+    if isinstance(value, tuple):
+        changed = (*value, 0)
+    else:
+        changed = not value if isinstance(value, bool) else value + 1
+    other = msgspec.structs.replace(agreed, **{field: changed})
     with pytest.raises(StepDivergence, match="agreement: wanted"):
         follow(PLANS, [(PLANS[0], other)])
 

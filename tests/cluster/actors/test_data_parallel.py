@@ -1,0 +1,175 @@
+"""Groups of tp x dp real actors: one step for all of them, or one for each leader."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.messages import (
+    GenerateRequest,
+    OutputFrame,
+    Sampling,
+    Submit,
+    decode,
+    encode,
+    header_bytes,
+)
+from cluster.rank.contexts import end_context
+from compile.config import CompilationConfig
+
+pytestmark = pytest.mark.ray
+
+HASH = "test"
+NUM_TOKENS = 24
+
+
+def config(oracle: Any, parallel: ParallelConfig, **compilation: Any) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=128,
+        cache=CacheConfig(block_size=4, num_kv_blocks=80),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
+        parallel=parallel,
+        compilation=CompilationConfig(sealed="strict", **compilation),
+    )
+
+
+@asynccontextmanager
+async def running_group(engine: EngineConfig, epoch: int) -> AsyncIterator[Any]:
+    import ray
+
+    from cluster.actors.placement import create_placement_group
+    from cluster.actors.rank_group import RankGroup
+
+    placement = create_placement_group(engine)
+    group = RankGroup(
+        engine, placement, first_bundle=0, engine_id="test", config_hash=HASH, epoch=epoch
+    )
+    try:
+        await group.start()
+        yield group
+    finally:
+        group.kill()
+        ray.util.remove_placement_group(placement)
+
+
+async def generate(inboxes: list[str], prompts: list[list[int]]) -> list[list[int]]:
+    """Submit the prompts, each to the inbox of its place; return their greedy tokens."""
+    context = zmq.asyncio.Context()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    replies = context.socket(zmq.PULL)
+    leaders = {inbox: context.socket(zmq.PUSH) for inbox in set(inboxes)}
+    try:
+        port = replies.bind_to_random_port("tcp://127.0.0.1")
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
+        for inbox, leader in leaders.items():
+            leader.connect(inbox)
+        for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
+            request = GenerateRequest(str(i), prompt, [], sampling, f"tcp://127.0.0.1:{port}")
+            frame = encode(Submit(request, None))
+            await leaders[inbox].send_multipart([header_bytes(HASH), frame])
+            await asyncio.sleep(0.02)
+        num_left = len(prompts)
+        async with asyncio.timeout(60):
+            while num_left:
+                _, body = await replies.recv_multipart()
+                for output in decode(body, OutputFrame).outputs:
+                    assert not output.error, output
+                    tokens[int(output.request_id)] += output.token_ids
+                    num_left -= bool(output.finish_reason)
+    finally:
+        for socket in (replies, *leaders.values()):
+            socket.close(linger=0)
+        end_context(context, "test")
+    return tokens
+
+
+def prompts_for(oracle: Any) -> list[list[int]]:
+    rng = random.Random(5)
+    vocab = oracle.model.config.vocab_size
+    return [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(8)]
+
+
+def check(oracle: Any, prompts: list[list[int]], results: list[list[int]]) -> None:
+    for prompt, tokens in zip(prompts, results, strict=True):
+        assert len(tokens) == NUM_TOKENS
+        oracle.check_greedy(prompt, tokens)
+    oracle.report_ties()
+
+
+@pytest.mark.feature("P01", "P02", "P04", "P11", "P19", "P20", "P21")
+def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
+    ray_cluster: Any, make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    oracle = make_oracle("one kv head")
+    prompts = prompts_for(oracle)
+    engine = config(
+        oracle,
+        ParallelConfig(2, 2),
+        level=3,
+        compiler="eager",
+        cudagraph_mode="FULL_AND_PIECEWISE",
+        cudagraph_capture_sizes=(1, 2, 4),
+        capture_num_tokens=(16, 32),
+        cache_dir=str(tmp_path),
+    )
+
+    async def scenario() -> None:
+        async with running_group(engine, epoch=4) as group:
+            # Two thirds to the first leader, then all to the second.
+            first, second = group.inboxes
+            results = await generate([first, second, first, first, second], prompts[:5])
+            results += await generate([second] * 3, prompts[5:])
+            check(oracle, prompts, results)
+            report = await group.report()
+            found = [(r.dp_rank, r.tp_rank, r.epoch, r.state) for r in report.ranks]
+            assert found == [(dp, tp, 4, "ready") for dp in range(2) for tp in range(2)]
+            assert len({r.pid for r in report.ranks}) == 4
+            logs = await group.step_logs()
+            decodes = [step for step in logs[0] if step["kind"] == 1]
+            mixed = [step for step in logs[0] if step["kind"] == 2]
+            assert len(decodes) > NUM_TOKENS
+            assert all(step["graph_mode"] == 2 for step in decodes)
+            assert all(step["graph_mode"] == 1 for step in mixed)
+            for log in logs:
+                # Also the padded batch that each rank ran, where all decode.
+                assert [step for step in log if step["kind"] == 1] == decodes
+                assert [{**step, "graph_bs": 0} for step in log if step["kind"] == 2] == [
+                    {**step, "graph_bs": 0} for step in mixed
+                ]
+            ended = asyncio.create_task(group.wait_for_end())
+            await group.stop()
+            assert (await ended).endswith("ended: stopped")
+
+    asyncio.run(scenario())
+    # Each rank has a directory of its own, named by its place and not by its device.
+    names = {path.name for path in tmp_path.glob("*/rank_*")}
+    assert names == {"rank_0_0", "rank_1_0", "rank_0_1", "rank_1_1"}
+
+
+@pytest.mark.feature("P19")
+def test_without_lockstep_each_leader_steps_for_itself(
+    ray_cluster: Any, make_oracle: Callable[[str], Any]
+) -> None:
+    oracle = make_oracle("tied")
+    prompts = prompts_for(oracle)[:3]
+    engine = config(oracle, ParallelConfig(1, 2, lockstep=False), level=0, cudagraph_mode="NONE")
+
+    async def scenario() -> None:
+        async with running_group(engine, epoch=0) as group:
+            check(oracle, prompts, await generate([group.inboxes[1]] * 3, prompts))
+            idle, busy = await group.step_logs()
+            assert not idle
+            assert {step["num_tokens_across_dp"] for step in busy} >= {(1,), (3,)}
+            await group.stop()
+
+    asyncio.run(scenario())

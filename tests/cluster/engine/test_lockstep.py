@@ -1,0 +1,256 @@
+"""The lockstep without I/O: any order of frames gives one agreement, any wrong frame a name."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.engine.lockstep import (
+    LockstepMachine,
+    PeersSilent,
+    agree,
+    get_dp_padding,
+    num_tokens_to_run,
+)
+from cluster.engine.step_digest import StepDivergence
+from cluster.engine.step_log import StepLog, StepRecord
+from cluster.lockstep_messages import StepConfirm, StepShape
+from cluster.messages import StepAgreement, Vote
+
+EPOCH = 3
+
+
+def shape_of(agreed: StepAgreement) -> StepShape:
+    return StepShape(0, agreed.max_tokens, agreed.max_seqs, agreed.kind == 1)
+
+
+def vote(step: int = 1, **fields: Any) -> Vote:
+    given = {
+        "epoch": EPOCH,
+        "kind": 1,
+        "num_tokens": 2,
+        "num_seqs": 2,
+        "max_query_len": 1,
+        "graph_allowed": True,
+        "has_work": True,
+        "draining": False,
+    }
+    return Vote(step=step, **{**given, **fields})
+
+
+@st.composite
+def votes_of(draw: st.DrawFn, step: int) -> Vote:
+    kind = draw(st.integers(0, 2))
+    num_seqs = draw(st.integers(1, 8)) if kind else 0
+    longest = {0: 0, 1: 1, 2: draw(st.integers(2, 40))}[kind]
+    return vote(
+        step,
+        kind=kind,
+        num_seqs=num_seqs,
+        num_tokens=num_seqs - 1 + longest if num_seqs else 0,
+        max_query_len=longest,
+        graph_allowed=draw(st.booleans()),
+        has_work=kind > 0,
+        draining=draw(st.booleans()),
+    )
+
+
+class Leader:
+    """One machine in a simulated network, doing what the driver over sockets does."""
+
+    def __init__(self, rank: int, size: int, votes: list[Vote]) -> None:
+        self.machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, shape_of=shape_of)
+        self.votes = deque(votes)
+        self.agreements: list[StepAgreement] = []
+        self.state = "voting"
+
+    def advance(self) -> list[Any]:
+        """Do what can be done; return what is sent to all peers, in order."""
+        sent: list[Any] = []
+        while True:
+            if self.state == "voting" and self.votes:
+                sent.append(self.machine.vote(self.votes.popleft()))
+                self.state = "agreeing"
+            elif self.state == "agreeing" and not self.machine.missing_votes:
+                sent.append(self.machine.conclude())
+                self.agreements.append(sent[-1].agreed)
+                self.state = "confirming"
+            elif self.state == "confirming" and not self.machine.missing_confirms:
+                self.state = "voting"
+            else:
+                return sent
+
+
+def run_network(rounds: list[list[Vote]], seed: int) -> list[Leader]:
+    """Deliver frames in a random order, which keeps that of each connection."""
+    size, rng = len(rounds[0]), random.Random(seed)
+    leaders = [Leader(r, size, [votes[r] for votes in rounds]) for r in range(size)]
+    links: dict[tuple[int, int], deque[Any]] = {
+        (a, b): deque() for a in range(size) for b in range(size) if a != b
+    }
+    idle = set(range(size))
+    while idle or any(links.values()):
+        starts = sorted(idle)
+        ready = [link for link, queue in links.items() if queue]
+        choice = rng.randrange(len(starts) + len(ready))
+        if choice < len(starts):
+            rank = starts[choice]
+            idle.discard(rank)
+        else:
+            sender, rank = ready[choice - len(starts)]
+            leaders[rank].machine.on_frame(sender, links[sender, rank].popleft())
+            if rank in idle:  # it has not voted yet: frames wait for it
+                continue
+        for frame in leaders[rank].advance():
+            for peer in range(size):
+                if peer != rank:
+                    links[rank, peer].append(frame)
+    return leaders
+
+
+@pytest.mark.feature("P02")
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32))
+def test_whatever_the_order_of_frames_all_ranks_agree_on_the_same(
+    data: st.DataObject, size: int, num_steps: int, seed: int
+) -> None:
+    rounds = [[data.draw(votes_of(step)) for _ in range(size)] for step in range(1, num_steps + 1)]
+    leaders = run_network(rounds, seed)
+    for leader in leaders:
+        assert leader.agreements == leaders[0].agreements
+        assert leader.state == "voting"
+    assert [agreed.step for agreed in leaders[0].agreements] == [*range(1, num_steps + 1)]
+    for votes, agreed in zip(rounds, leaders[0].agreements, strict=True):
+        assert agreed.num_tokens_across_dp == tuple(v.num_tokens for v in votes)
+        assert agreed.max_tokens == max(v.num_tokens for v in votes)
+        assert agreed.draining == all(v.draining for v in votes)
+        assert agreed.has_work == (any(v.has_work for v in votes) and not agreed.draining)
+        # All or none use a graph, and a decode step is one on all ranks.
+        assert agreed.graph_allowed == all(v.graph_allowed for v in votes)
+        assert (agreed.kind <= 1) == all(v.kind <= 1 for v in votes)
+
+
+def machine(size: int = 2) -> LockstepMachine:
+    made = LockstepMachine(dp_rank=0, dp_size=size, epoch=EPOCH, shape_of=shape_of)
+    made.vote(vote())
+    return made
+
+
+@pytest.mark.feature("P13")
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([vote(epoch=4)], "step 1: epoch: wanted 3, found 4"),
+        ([vote(step=2)], "step 2: step: wanted 1, found 2"),
+        ([vote(step=0)], "step 0: step: wanted 1, found 0"),
+        ([vote(), vote()], "step 1: votes: wanted 1, found 2"),
+        ([vote(), vote(step=2)], "step 1: confirms: wanted 1, found 0"),
+    ],
+)
+def test_a_vote_that_does_not_come_next_is_named(frames: list[Vote], message: str) -> None:
+    mine = machine()
+    with pytest.raises(StepDivergence, match=rf"^rank dp=1 tp=0 epoch=3 {message}$"):
+        for frame in frames:
+            mine.on_frame(1, frame)
+
+
+def test_a_confirm_that_does_not_come_next_is_named() -> None:
+    agreed = agree((vote(), vote()))
+    confirm = StepConfirm(agreed, shape_of(agreed))
+    for frames, message in [
+        ([confirm], "step 1: step: wanted 0, found 1"),
+        ([vote(), confirm, confirm], "step 1: confirms: wanted 1, found 2"),
+        ([vote(), confirm, vote(2), confirm], "step 1: step: wanted 2, found 1"),
+    ]:
+        mine = machine()
+        with pytest.raises(StepDivergence, match=rf"^rank dp=1 tp=0 epoch=3 {message}$"):
+            for frame in frames:
+                mine.on_frame(1, frame)
+
+
+@pytest.mark.feature("P13")
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ("agreed", field)
+        for field in StepAgreement.__struct_fields__
+        if field not in ("epoch", "step")
+    ]
+    + [("shape", field) for field in StepShape.__struct_fields__],
+)
+def test_a_peer_that_made_something_else_of_the_votes_is_named_by_the_field(
+    part: str, field: str, is_late: bool
+) -> None:
+    agreed = agree((vote(), vote()))
+    right = StepConfirm(agreed, shape_of(agreed))
+    value = getattr(getattr(right, part), field)
+    other: Any = (2, 3) if isinstance(value, tuple) else 1 - value
+    altered = msgspec.structs.replace(getattr(right, part), **{field: other})
+    wrong = msgspec.structs.replace(right, **{part: altered})
+    mine = machine()
+    mine.on_frame(1, vote())
+    message = rf"^rank dp=1 tp=0 epoch=3 step 1: {field}: wanted .*, found .*$"
+    if is_late:
+        mine.conclude()
+        with pytest.raises(StepDivergence, match=message):
+            mine.on_frame(1, wrong)
+    else:
+        mine.on_frame(1, wrong)
+        with pytest.raises(StepDivergence, match=message):
+            mine.conclude()
+
+
+def test_a_leader_that_skips_a_step_of_its_own_is_named() -> None:
+    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, shape_of=shape_of)
+    with pytest.raises(StepDivergence, match=r"^rank dp=1 tp=0 epoch=3 step 1: step: wanted 1, fo"):
+        mine.vote(vote(step=2))
+    with pytest.raises(StepDivergence, match=r"epoch: wanted 3, found 2"):
+        mine.vote(vote(epoch=2))
+
+
+def test_who_is_waited_for_in_vain_is_named() -> None:
+    mine = machine(4)
+    mine.on_frame(2, vote())
+    assert mine.missing_votes == [1, 3]
+    with pytest.raises(PeersSilent, match=r"^rank dp=1 .*, rank dp=3 tp=0 epoch=3 step 1: wanted"):
+        mine.on_silence(mine.missing_votes)
+
+
+def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> None:
+    log = StepLog()
+    for step in range(1, 1201):
+        agreed = agree((vote(step), vote(step, num_tokens=3, num_seqs=3)))
+        log.add(StepRecord(agreed, shape_of(agreed), 3))
+    assert [record["step"] for record in log.as_dicts()] == [*range(201, 1201)]
+    error = StepDivergence("rank dp=1 tp=0 epoch=3", 1201, "kind", 1, 2).after(log.tail())
+    *told, last = str(error).splitlines()
+    assert last == "rank dp=1 tp=0 epoch=3 step 1201: kind: wanted 1, found 2"
+    assert told[-1].startswith("ran epoch 3 step 1200: kind=1 max_tokens=3")
+    assert "num_tokens_across_dp=(2, 3)" in told[-1]
+    assert len(told) == 8
+    kind, arguments = error.__reduce__()
+    assert str(kind(*arguments)) == str(error)  # as it arrives from another process
+
+
+@pytest.mark.feature("P03")
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=5), st.booleans())
+def test_padding_fills_up_to_the_longest_rank(tokens: list[int], is_padded: bool) -> None:
+    votes = [vote(num_tokens=n, num_seqs=n, kind=int(n > 0), has_work=n > 0) for n in tokens]
+    agreed = agree(votes)
+    for rank, own in enumerate(tokens):
+        padding, across = get_dp_padding(agreed, rank)
+        if len(tokens) == 1:
+            assert (padding, across) == (0, None)
+        else:
+            assert own + padding == max(tokens)
+            assert across == tuple(tokens)
+    shape = StepShape(2 * is_padded, 512, 512, is_padded)
+    run = num_tokens_to_run(agreed, shape)
+    # Nobody has nothing to run: it would miss a collective.
+    assert run == ((512,) * len(tokens) if is_padded else tuple(max(1, n) for n in tokens))

@@ -1,0 +1,58 @@
+"""Token counts across data-parallel ranks, against gloo collectives that compute the same."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from cluster.engine.lockstep import agree, get_dp_padding
+from cluster.messages import Vote
+from compile.context import DPMetadata
+
+CASES = [(3, 9), (5, 5), (1, 7, 4), (12, 2, 12, 1)]
+
+
+def all_reduced(rank: int, tokens: tuple[int, ...], store: Any) -> torch.Tensor:
+    """Return all ranks' counts as engines get them that have no agreement (after ATOM)."""
+    group = ProcessGroupGloo(store, rank, len(tokens), timedelta(seconds=10))
+    counts = torch.zeros(len(tokens), dtype=torch.int32)
+    counts[rank] = tokens[rank]
+    dist.all_reduce(counts, group=group)  # an all-gather, spelled as a sum
+    return counts
+
+
+@pytest.mark.feature("P03")
+@pytest.mark.parametrize("tokens", CASES)
+def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]) -> None:
+    store, size = dist.HashStore(), len(tokens)
+    with ThreadPoolExecutor(size) as threads:
+        counts = list(threads.map(lambda rank: all_reduced(rank, tokens, store), range(size)))
+    votes = [Vote(0, 1, 2, n, 1, n, True, True, False) for n in tokens]
+    for rank, across in enumerate(counts):
+        padding, found = get_dp_padding(agree(votes), rank)
+        assert padding == int(across.max()) - tokens[rank]
+        assert found == tuple(across.tolist())
+        made = DPMetadata.make(tokens, rank, tokens[rank])
+        assert made is not None
+        assert made.max_tokens_across_dp == int(across.max())
+        assert list(made.cu_tokens_across_dp) == across.cumsum(0).tolist()
+        assert made.is_uniform == bool((across == across[0]).all())
+        for max_chunk in (1, 3, 4, 100):
+            for index in range(-(-max(tokens) // max_chunk)):
+                chunk = (across - max_chunk * index).clamp(max=max_chunk).clamp(min=1)
+                assert list(made.chunked_sizes(max_chunk, index)) == chunk.tolist()
+
+
+def test_a_rank_that_runs_other_tokens_than_agreed_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens: wanted 9 as all ranks agreed, found 8"):
+        DPMetadata.make((3, 9), 1, 8)
+
+
+def test_one_rank_has_no_metadata() -> None:
+    assert DPMetadata.make((3,), 0, 3) is None

@@ -1,0 +1,330 @@
+"""Leaders over real sockets: they greet, step, diverge by name, sleep and wake together."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.engine.lockstep import LockstepMachine, PeersSilent
+from cluster.engine.step_digest import StepDivergence
+from cluster.lockstep_messages import PeerHello, StepShape, ToPeer
+from cluster.messages import (
+    PROTOCOL_VERSION,
+    FrameError,
+    GenerateRequest,
+    OutputFrame,
+    Sampling,
+    StepAgreement,
+    Submit,
+    Vote,
+    decode,
+    encode,
+    header_bytes,
+)
+from cluster.rank import groups, peers
+from cluster.rank.contexts import end_context
+from cluster.rank.leader import Leader
+from cluster.rank.lockstep import JoinedLockstep, Lockstep
+from cluster.rank.meeting import Meeting, introduce
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.dispatch import ForwardMode
+
+HOST, HASH, EPOCH = "127.0.0.1", "test", 2
+
+
+def shape_of(agreed: StepAgreement) -> StepShape:
+    return StepShape(0, agreed.max_tokens, agreed.max_seqs, False)
+
+
+def vote(step: int, rank: int) -> Vote:
+    return Vote(EPOCH, step, 1, rank + 1, rank + 1, 1, True, True, False)
+
+
+def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
+    """Yield what joining came to on each rank, lockstep or error; `hello` alters fields by rank."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(1, size))
+    meetings = [
+        Meeting(config, host=HOST, config_hash=HASH, epoch=EPOCH, dp_rank=rank)
+        for rank in range(size)
+    ]
+    told = introduce([m.rendezvous for m in meetings if m.rendezvous is not None])
+
+    def join(rank: int) -> JoinedLockstep | FrameError:
+        mine = PeerHello(PROTOCOL_VERSION, HASH, EPOCH, rank, size, 0)
+        changed = {name: by_rank[rank] for name, by_rank in hello.items() if rank in by_rank}
+        sockets = meetings[rank].peers
+        assert sockets is not None
+        try:
+            sockets.open(told[rank].earlier, msgspec.structs.replace(mine, **changed))
+        except FrameError as error:
+            return error
+        machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, shape_of=shape_of)
+        return Lockstep.joined(machine, sockets)
+
+    with ThreadPoolExecutor(size) as threads:
+        yield list(threads.map(join, range(size)))
+    for meeting in meetings:
+        if meeting.listener is not None:
+            meeting.listener.close()
+        end_context(meeting.context, "test", linger=0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_leaders_agree_over_sockets(size: int) -> None:
+    def step(rank: int, lockstep: JoinedLockstep) -> list[StepAgreement]:
+        found = []
+        for number in range(1, 51):
+            found.append(lockstep.agree(vote(number, rank)))
+            lockstep.confirm()
+        return found
+
+    for joined in join_all(size):
+        with ThreadPoolExecutor(size) as threads:
+            results = list(threads.map(step, range(size), joined))
+    assert all(found == results[0] for found in results)
+    assert results[0][-1].num_tokens_across_dp == tuple(range(1, size + 1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("epoch", 1, "epoch: wanted 2, found 1"),
+        ("config_hash", "other", "config_hash: wanted test, found other"),
+        ("dp_rank", 0, "leader dp=1: dp_rank: wanted 1, found 0"),
+        ("dp_size", 3, "leader dp=1: dp_size: wanted 2, found 3"),
+        ("graphs", 7, "leader dp=1: graphs: wanted 0, found 7"),
+    ],
+)
+def test_a_leader_of_another_group_is_refused_by_name(
+    field: str, value: object, message: str
+) -> None:
+    for first, _ in join_all(2, **{field: {1: value}}):
+        assert isinstance(first, FrameError)
+        assert str(first) == message
+
+
+def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 0.2)
+    for first, *_ in join_all(3):
+        with pytest.raises(PeersSilent, match=r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "):
+            first.agree(vote(1, 0))
+
+
+# --- whole leaders ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Pair:
+    """Two leaders, on threads of this process; what they serve arrives at `replies`."""
+
+    leaders: list[Leader]
+    context: zmq.Context[zmq.Socket[bytes]]
+    replies: zmq.Socket[bytes]
+    inboxes: list[zmq.Socket[bytes]]
+    reply_to: str
+    threads: list[threading.Thread] = dataclasses.field(default_factory=list)
+    noticed_at: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def submit(self, rank: int, request_id: str, num_tokens: int) -> None:
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None)
+        request = GenerateRequest(request_id, [1, 2, 3], [], sampling, self.reply_to)
+        body = encode(Submit(request, None))
+        self.inboxes[rank].send_multipart([header_bytes(HASH), body])
+
+    def receive(self, timeout_s: float) -> list[tuple[str, list[int], str]]:
+        """Return request, tokens and finish reason of each output of the next frame, or nothing."""
+        if not self.replies.poll(int(timeout_s * 1000)):
+            return []
+        frame = decode(self.replies.recv_multipart()[1], OutputFrame)
+        return [(o.request_id, o.token_ids, o.finish_reason) for o in frame.outputs]
+
+
+@pytest.fixture
+def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    # Who does not notice itself that its peer has stopped ends soon.
+    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(groups, "END_TIMEOUT_S", 0.05)
+    config = EngineConfig(
+        model_path=str(make_oracle("tied").path),
+        max_model_len=128,
+        cache=CacheConfig(block_size=4, num_kv_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
+        parallel=ParallelConfig(1, 2),
+        compilation=CompilationConfig(level=0, cudagraph_mode="NONE"),
+    )
+    common: dict[str, Any] = {"host": HOST, "config_hash": HASH, "epoch": EPOCH}
+    meetings = [Meeting(config, dp_rank=rank, **common) for rank in range(2)]
+    told = introduce([m.rendezvous for m in meetings if m.rendezvous is not None])
+
+    def lead(rank: int) -> Leader:
+        return Leader(
+            config,
+            engine_id="",
+            dp_rank=rank,
+            meeting=meetings[rank],
+            rendezvous=told[rank],
+            **common,
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        leaders = list(threads.map(lead, range(2)))
+    # The first step of a process may have to build the attention kernel.
+    runner = leaders[0].runner
+    batch = runner.inputs.dummy(2, 1)
+    runner.forward.run(batch, ForwardMode(CUDAGraphMode.NONE, None, 2, 1), 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    replies = context.socket(zmq.PULL)
+    port = replies.bind_to_random_port(f"tcp://{HOST}")
+    inboxes = [context.socket(zmq.PUSH) for _ in leaders]
+    for inbox, leader in zip(inboxes, leaders, strict=True):
+        inbox.connect(leader.inbox)
+    made = Pair(leaders, context, replies, inboxes, f"tcp://{HOST}:{port}")
+    yield made
+    for thread in made.threads:
+        thread.join(timeout=5)
+    end_context(context, "test", linger=0)
+
+
+def run_both(pair: Pair) -> dict[int, Exception]:
+    """Set both leaders running; return where their errors will be."""
+    errors: dict[int, Exception] = {}
+
+    def run(rank: int) -> None:
+        leader = pair.leaders[rank]
+        try:
+            leader.run()
+        except Exception as error:
+            errors[rank] = error
+            pair.noticed_at[rank] = time.monotonic()
+            leader._close()
+
+    pair.threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in pair.threads:
+        thread.start()
+    return errors
+
+
+class AlteringChannel:
+    """A leader's sockets to its peers that change fields of the vote in one step."""
+
+    def __init__(self, sockets: Any, step: int, fields: dict[str, Any]) -> None:
+        self._sockets, self._step, self._fields = sockets, step, fields
+        self.receive = sockets.receive
+
+    def send(self, body: bytes) -> None:
+        frame = decode(body, ToPeer)
+        if isinstance(frame, Vote) and frame.step == self._step:
+            body = encode(msgspec.structs.replace(frame, **self._fields))
+        self._sockets.send(body)
+
+
+def alter_dispatch(machine: Any, step: int, fields: dict[str, Any]) -> None:
+    """Let a leader make something else of the votes of one step."""
+    shape_of = machine._shape_of
+
+    def altered(agreed: StepAgreement) -> StepShape:
+        shape: StepShape = shape_of(agreed)
+        return msgspec.structs.replace(shape, **fields) if agreed.step == step else shape
+
+    machine._shape_of = altered
+
+
+@pytest.mark.feature("P13")
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        (Vote, {"epoch": 1}, "epoch: wanted 2, found 1"),
+        (Vote, {"step": 7}, "step: wanted 4, found 7"),
+        (Vote, {"kind": 2}, "kind: wanted 2, found 1"),
+        (Vote, {"num_tokens": 2}, "num_tokens: wanted 1, found 2"),
+        (Vote, {"num_seqs": 3}, "num_tokens: wanted 3, found 1"),
+        (Vote, {"max_query_len": 9}, "num_tokens: wanted 9, found 1"),
+        (Vote, {"num_tokens": 2, "num_seqs": 2}, "max_tokens: wanted 2, found 1"),
+        (Vote, {"kind": 0, "max_query_len": 9}, "max_query_len: wanted 9, found 1"),
+        (Vote, {"graph_allowed": False}, "graph_allowed: wanted False, found True"),
+        (
+            Vote,
+            {"num_tokens": 0, "num_seqs": 0},
+            r"num_tokens_across_dp: wanted \(1, 0\), found \(1, 1\)",
+        ),
+        (StepShape, {"graph_mode": 2}, "graph_mode: wanted 0, found 2"),
+        (StepShape, {"num_tokens": 8}, "num_tokens: wanted 1, found 8"),
+    ],
+)
+def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
+    pair: Pair, kind: type, fields: dict[str, Any], named: str
+) -> None:
+    """Whose frames are altered from step 4 on is named by its peer; no token of step 4 is told."""
+    lockstep: Any = pair.leaders[1].engine.lockstep
+    if kind is Vote:
+        lockstep._channel = AlteringChannel(lockstep._channel, 4, fields)
+    else:
+        alter_dispatch(lockstep._machine, 4, fields)
+    pair.submit(0, "a", 20)
+    pair.submit(1, "b", 20)
+    while not all(leader._inbox.poll(10) for leader in pair.leaders):
+        pass
+    began = time.monotonic()
+    errors = run_both(pair)
+    pair.threads[0].join(timeout=10)
+    assert not pair.threads[0].is_alive()
+    took = pair.noticed_at[0] - began
+    *log, last = str(errors[0]).splitlines()
+    assert isinstance(errors[0], StepDivergence)
+    with pytest.raises(StepDivergence, match=rf"rank dp=1 tp=0 epoch=2 step [47]: {named}$"):
+        raise errors[0]
+    assert [line.split(":")[0] for line in log] == [f"ran epoch 2 step {n}" for n in (1, 2, 3)]
+    print(f"{last!r} after {took:.3f} s")
+    assert took < 2.0
+    # One token of each sequence in each of the three steps; nothing of the fourth.
+    tokens: dict[str, int] = {}
+    while outputs := pair.receive(0.1):
+        for request_id, token_ids, _ in outputs:
+            tokens[request_id] = tokens.get(request_id, 0) + len(token_ids)
+    assert tokens == {"a": 3, "b": 3}
+    assert [step["step"] for step in pair.leaders[0].step_log()] == [1, 2, 3]
+
+
+@pytest.mark.feature("P02")
+def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together(
+    pair: Pair,
+) -> None:
+    errors = run_both(pair)
+    for i in range(6):
+        time.sleep(0.03)
+        steps = [leader.engine.agreed.step for leader in pair.leaders]  # type: ignore[union-attr]
+        assert all(leader.engine.is_idle for leader in pair.leaders)
+        pair.submit(i % 2, str(i), 2)
+        finish = ""
+        while not finish:
+            [(request_id, _, finish)] = pair.receive(5.0)
+            assert request_id == str(i)
+        time.sleep(0.02)
+        # Two steps with work and the one that lets them sleep; nobody spins, and at most one
+        # leader has looked around by itself meanwhile.
+        ended = [leader.engine.agreed.step for leader in pair.leaders]  # type: ignore[union-attr]
+        assert ended[0] == ended[1]
+        assert 3 <= ended[0] - steps[0] <= 5
+    # The rank without a request ran all the same steps, as dummies.
+    first, second = (leader.step_log() for leader in pair.leaders)
+    assert first == second
+    assert [step["num_tokens_across_dp"] for step in first[:4]] == [(3, 0), (1, 0), (0, 3), (0, 1)]
+    pair.leaders[1].stop()
+    pair.threads[1].join(timeout=0.2)
+    assert pair.threads[1].is_alive()  # its peer was not told to end
+    pair.submit(1, "last", 2)
+    assert pair.receive(5.0) and pair.receive(5.0)  # and until then it serves
+    pair.leaders[0].stop()
+    for thread in pair.threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+    assert not errors
