@@ -154,8 +154,13 @@ class EngineConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     threads: int = 1
     """Threads of one rank's tensor operations on CPU."""
+    watchdog_s: float = 10.0
+    """How long a rank may stay in one phase of a step before its group is rebuilt; longer where
+    steps of so many tokens have taken a fifth of it."""
 
     def __post_init__(self) -> None:
+        if not self.watchdog_s > 0:
+            raise ConfigError("watchdog_s", "seconds above 0", self.watchdog_s)
         _positive("max_model_len", self.max_model_len)
         _positive("threads_per_rank", self.threads)
         if self.dtype not in ("float32", "bfloat16", "float16"):

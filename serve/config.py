@@ -96,12 +96,12 @@ class DeployArgs(_Strict, frozen=True):
     speculative_config: dict[str, Any] | None = None
     max_queued_requests: int = 256
     request_timeout_s: float = 600.0
+    watchdog_s: float = 10.0
     max_body_bytes: int = 8 << 20
     debug: bool = False
 
 
 NOT_BUILT = {
-    "watchdog_s": "the watchdog",
     "api_keys": "API keys",
 }
 """Arguments that are named already and refused until what they configure is built."""
@@ -347,6 +347,7 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
         scheduler=scheduler,
         compilation=resolved(args.compilation, scheduler, name, enforce_eager=args.enforce_eager),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
+        watchdog_s=args.watchdog_s,
     )
     threads = args.threads_per_rank
     if threads is None:

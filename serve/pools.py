@@ -36,6 +36,8 @@ from serve.routing import LeaderRouter, Routing
 
 log = logging.getLogger("lockstep.pool")
 
+MAX_FAILED_STARTS = 3
+"""In a row; then what is wrong is not that a rank died."""
 REPORT_PERIOD_S = 0.1
 """Figures of `/ready` are at most half a second old: a push and a poll fit into that."""
 
@@ -58,15 +60,11 @@ class Pool:
         self._router = LeaderRouter(pool.routing, num_leaders)
         self._zmq = zmq.asyncio.Context()
         self._tasks: list[asyncio.Task[None]] = []
+        self._leaders: list[zmq.asyncio.Socket] = []
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "pool: wanted a placement group, found none"
-        self._group = RankGroup(
-            pool.engine,
-            placement_group,
-            first_bundle=1,
-            engine_id=f"{pool.name}/{self._replica_id}",
-            config_hash=config_hash,
-        )
+        self._placement_group, self._config_hash = placement_group, config_hash
+        self._group = self._new_group(epoch=0)
         self._spawn(self._report())
         try:
             await self._group.start()
@@ -74,6 +72,10 @@ class Pool:
             self._fail(str(error))
             await asyncio.sleep(2 * REPORT_PERIOD_S)  # the reason reaches `/ready`
             raise
+        host = ray.util.get_node_ip_address()
+        self._ends = self._zmq.socket(zmq.PULL)
+        self._ends.rcvhwm = 0
+        self._ends_address = f"tcp://{host}:{self._ends.bind_to_random_port(f'tcp://{host}')}"
         await self._connect()
         self._spawn(self._receive_ends())
         self._spawn(self._watch_group())
@@ -89,7 +91,8 @@ class Pool:
                 f"wanted a ready rank group, found it {self._state}: {self._error}"
             )
         num_tokens = _num_tokens(frame) if self._router.routing is Routing.LEAST_TOKENS else 0
-        dp_rank = self._router.take(num_tokens)
+        router = self._router  # a rebuilt group has another one
+        dp_rank = router.take(num_tokens)
         leader = self._leaders[dp_rank]
         ended = self._open[request_id] = asyncio.get_running_loop().create_future()
         try:
@@ -97,10 +100,11 @@ class Pool:
             output: EngineOutput = await ended
             return output.finish_reason
         except asyncio.CancelledError:
-            leader.send_multipart([self._header, encode(Abort([request_id]))])
+            if not leader.closed:
+                leader.send_multipart([self._header, encode(Abort([request_id]))])
             raise
         finally:
-            self._router.give_back(dp_rank, num_tokens)
+            router.give_back(dp_rank, num_tokens)
             self._open.pop(request_id, None)
 
     async def check_health(self) -> None:
@@ -116,18 +120,15 @@ class Pool:
             task.cancel()
 
     async def _connect(self) -> None:
-        """Open the sockets to and from the leaders."""
-        host = ray.util.get_node_ip_address()
-        self._ends = self._zmq.socket(zmq.PULL)
-        self._ends.rcvhwm = 0
-        port = self._ends.bind_to_random_port(f"tcp://{host}")
+        """Open the sockets to the group's leaders, and tell them where their ends are awaited."""
+        for leader in self._leaders:
+            leader.close(linger=0)
         self._leaders = []
         for inbox in self._group.inboxes:
             leader = self._zmq.socket(zmq.PUSH)
             leader.sndhwm = 0
             leader.connect(inbox)
-            watch = Watch(f"tcp://{host}:{port}")
-            await leader.send_multipart([self._header, encode(watch)])
+            await leader.send_multipart([self._header, encode(Watch(self._ends_address))])
             self._leaders.append(leader)
 
     async def _receive_ends(self) -> None:
@@ -145,14 +146,46 @@ class Pool:
                 if future is not None and not future.done():
                     future.set_result(output)
 
+    def _new_group(self, epoch: int) -> RankGroup:
+        return RankGroup(
+            self._pool.engine,
+            self._placement_group,
+            first_bundle=1,
+            engine_id=f"{self._pool.name}/{self._replica_id}",
+            config_hash=self._config_hash,
+            epoch=epoch,
+        )
+
     async def _watch_group(self) -> None:
+        """Rebuild the group under a new epoch whenever it ends, until that fails too often."""
+        num_failures = 0
         reason = await self._group.wait_for_end()
-        if self._state != "stopping":
-            self._fail(reason)
+        while self._state != "stopping":
+            self._lose("restarting", reason)
+            self._group = self._new_group(self._group.epoch + 1)
+            try:
+                await self._group.start()
+            except RankDied as error:
+                num_failures += 1
+                reason = str(error)
+                if num_failures == MAX_FAILED_STARTS:
+                    self._fail(reason)
+                    return
+                continue
+            await self._connect()
+            self._router = LeaderRouter(self._pool.routing, len(self._leaders))
+            log.warning("%s pool: serves again, epoch %d", self._pool.name, self._group.epoch)
+            self._state, self._error, num_failures = "ready", "", 0
+            reason = await self._group.wait_for_end()
 
     def _fail(self, reason: str) -> None:
+        """Give up: Serve replaces this replica."""
+        self._lose("failed", reason)
+
+    def _lose(self, state: str, reason: str) -> None:
+        """Say so, and end the calls of all open requests: the router submits them again."""
         log.error("%s pool: %s", self._pool.name, reason)
-        self._state, self._error = "failed", reason
+        self._state, self._error = state, reason
         for future in self._open.values():
             if not future.done():
                 future.set_exception(RankDied(reason))
@@ -161,12 +194,13 @@ class Pool:
         """Push this replica's figures to the board for as long as it lives."""
         group = GroupReport([], [])
         while True:
-            state = self._state
+            is_answered = True
             try:
                 group = await self._group.report()
             except (TimeoutError, ray.exceptions.RayError):
-                # Loading imports torch, which keeps a rank from answering for seconds.
-                state = "stuck" if state == "ready" else state
+                is_answered = False
+            # Loading imports torch, which keeps a rank from answering for seconds.
+            state = "stuck" if self._state == "ready" and not is_answered else self._state
             name, replica_id = self._pool.name, self._replica_id
             await self._board.push(ReplicaReport(name, replica_id, state, group, self._error))
             await asyncio.sleep(REPORT_PERIOD_S)

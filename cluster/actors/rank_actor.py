@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.config import EngineConfig
+from cluster.engine.watchdog import Heartbeat
 from cluster.rank.meeting import Meeting, Rendezvous
 from cluster.rank.stats import RankStats
 from compile.environment import apply_log_level
@@ -147,6 +148,12 @@ class RankActor:
             step=0,
         )
         return stats, self._progress
+
+    def heartbeat(self) -> Heartbeat | None:
+        """Return what the step thread does; None before the rank is ready and after its end."""
+        if self._state != "ready" or self._rank is None:
+            return None
+        return self._rank.heartbeat()
 
     def step_log(self) -> list[dict[str, Any]]:
         """Return the last steps that the rank ran, as plain data; nothing before it is ready."""

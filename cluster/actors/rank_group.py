@@ -4,6 +4,7 @@
 2. Leaders open where followers and other leaders will find them; the addresses go through here.
 3. All load together; then all run. The reference of `run()` is a rank's sentinel.
 4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
+   So it is when a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
 
 The one thing to know: a rank that dies pulls its peers along, out of their collectives with an
 error within milliseconds. Who is named is the one whose process died, if there is one.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +25,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
+from cluster.engine.watchdog import Watchdog
 from cluster.rank.meeting import Rendezvous, introduce
 from cluster.rank.stats import RankStats
 
 log = logging.getLogger("lockstep.group")
 
 STATS_TIMEOUT_S = 1.0
+HEARTBEAT_PERIOD_S = 1.0
 BLAME_S = 0.5
 """Between a rank's error and the news of a process that died and may have caused it."""
 
@@ -68,6 +72,7 @@ class RankGroup:
         """
         self.epoch = epoch
         self._parallel = config.parallel
+        self._watchdog_s = config.watchdog_s
         self._is_stopping = False
         self.inboxes: list[str] = []
         self.places = [
@@ -138,14 +143,42 @@ class RankGroup:
         Ranks that were not told to end are of no use any more: all are killed.
         """
         tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
-        first = await _first_to_blame(tasks, is_end=lambda end: True)
-        assert first is not None
-        for task in tasks:
+        blamed = asyncio.ensure_future(_first_to_blame(tasks, is_end=lambda end: True))
+        watched = asyncio.ensure_future(self._watch())
+        await asyncio.wait([blamed, watched], return_when=asyncio.FIRST_COMPLETED)
+        first = blamed.result() if blamed.done() else None
+        for task in (*tasks, blamed, watched):
             task.cancel()
         if not self._is_stopping:
             self.kill()
+        if first is None:
+            return watched.result()
         cause = tasks[first].result().cause or "stopped"
         return f"{_name(self.places[first])} ended: {cause}"
+
+    async def _watch(self) -> str:
+        """Ask every rank for its heartbeat once a second; return who keeps the group from stepping.
+
+        An owner that was held up itself judges nobody before it has listened again.
+        """
+        names = [_name(place) for place in self.places]
+        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=time.monotonic())
+        asked: dict[int, asyncio.Task[_End]] = {}
+        while True:
+            for i, actor in enumerate(self._actors):
+                if i not in asked:
+                    beat = actor.heartbeat.options(concurrency_group="ctl").remote()
+                    asked[i] = asyncio.ensure_future(_end_of(beat))
+            began = time.monotonic()
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            now = time.monotonic()
+            for i in [i for i, task in asked.items() if task.done()]:
+                if (found := asked.pop(i).result().value) is not None:
+                    watchdog.on_heartbeat(i, found, now)
+            if now - began > 2 * HEARTBEAT_PERIOD_S or self._is_stopping:
+                continue
+            if (named := watchdog.on_tick(now)) is not None:
+                return named
 
     async def report(self) -> GroupReport:
         """Return every rank's figures.

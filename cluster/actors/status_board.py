@@ -27,7 +27,7 @@ class ReplicaReport:
     pool: str
     replica_id: str
     state: str
-    """loading, ready, stuck (its ranks do not answer) or failed."""
+    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch) or failed."""
     group: GroupReport
     error: str = ""
 

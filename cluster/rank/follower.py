@@ -30,6 +30,7 @@ from cluster.channel_messages import (
 )
 from cluster.config import EngineConfig
 from cluster.engine.step_digest import StepDigester, StepDivergence, check_digest
+from cluster.engine.watchdog import Heartbeat
 from cluster.messages import PROTOCOL_VERSION, FrameError, header_bytes
 from cluster.rank.channel import StepReceiver
 from cluster.rank.contexts import end_context
@@ -114,6 +115,7 @@ class Follower:
             StepDivergence: a step is not the leader's; names rank, step and field.
         """
         while not self._is_stopping:
+            self.runner.pulse.wait(self._step + 1, is_asleep=False)
             match self._receiver.receive():
                 case StepFrame() as frame:
                     self._execute(frame)
@@ -148,6 +150,10 @@ class Follower:
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
         )
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what the step thread does. Any thread may call it."""
+        return self.runner.pulse.heartbeat()
 
     def step_log(self) -> list[dict[str, Any]]:
         """Return the last steps as plain data, oldest first. Any thread may call it."""

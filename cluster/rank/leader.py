@@ -30,6 +30,7 @@ from cluster.engine.group_kv import GroupHolder, GroupReader
 from cluster.engine.handoff import HandoffTerms
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.step_digest import StepDivergence
+from cluster.engine.watchdog import Heartbeat
 from cluster.lockstep_messages import PeerHello
 from cluster.messages import (
     PROTOCOL_VERSION,
@@ -154,12 +155,22 @@ class Leader:
         while not self.engine.has_ended:
             self.step()
             if self.engine.is_idle and not self.engine.has_ended:
-                self._poller.poll(MAX_SLEEP_MS)
-                self._doorbell.clear()
+                self._sleep()
         self._close()
+
+    def _sleep(self) -> None:
+        """Wait until something is to be done, here or on a peer."""
+        self.runner.pulse.wait(self._last_step, is_asleep=True)
+        self._poller.poll(MAX_SLEEP_MS)
+        self._doorbell.clear()
+
+    @property
+    def _last_step(self) -> int:
+        return self.engine.agreed.step if self.engine.agreed else 0
 
     def step(self) -> None:
         """Take what waits in the inbox, run one step and send its outputs."""
+        self.runner.pulse.plan(self._last_step + 1)
         self._take_inbox()
         self._take_reports()
         self.engine.is_draining = self._is_stopping
@@ -185,7 +196,6 @@ class Leader:
     def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
         """Return the rank's counters. Any thread may call it: it reads plain numbers."""
         numbers = asdict(self.engine.stats())
-        agreed = self.engine.agreed
         return RankStats(
             tp_rank=tp_rank,
             dp_rank=dp_rank,
@@ -193,11 +203,15 @@ class Leader:
             node=node,
             state="ready",
             epoch=self.epoch,
-            step=agreed.step if agreed else 0,
+            step=self._last_step,
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
             **{name: numbers[name] for name in _SCHEDULER_STATS},
         )
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what the step thread does. Any thread may call it."""
+        return self.runner.pulse.heartbeat()
 
     def step_log(self) -> list[dict[str, Any]]:
         """Return the last steps as plain data, oldest first. Any thread may call it."""

@@ -24,6 +24,7 @@ from cluster.rank.forward import Progress, StepForward
 from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.memory import available_memory_bytes
+from cluster.rank.pulse import Pulse
 from cluster.rank.results import prompt_logprobs, to_host
 from compile.config import CompilationConfig
 from compile.scope import compile_scope
@@ -63,6 +64,7 @@ class ModelRunner:
         self.shard = group.shard
         self._dp_rank = group.dp_rank
         self.steps = StepLog()
+        self.pulse = Pulse()
         self.config = config
         self.device = torch.device(config.device)
         if config.device == "cpu":
@@ -139,10 +141,12 @@ class ModelRunner:
         """
         mode, shape = self.forward.mode_of(agreed), self.forward.shape_of(agreed)
         across = num_tokens_to_run(agreed, shape)
+        self.pulse.build(agreed.step, across[self._dp_rank])
         batch = self._build(plan, agreed, shape, across)
         if confirm is not None:
             confirm()
         self.steps.add(StepRecord(agreed, shape, batch.attention.seq_lens.shape[0]))
+        self.pulse.run()
         hidden = self.forward.run(batch, mode, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
         token_ids: list[int] = []
@@ -156,6 +160,7 @@ class ModelRunner:
             # A step that sampled nothing has not waited for the device, and the next one writes
             # the host arrays that this one's copies read.
             torch.cuda.current_stream().synchronize()
+        self.pulse.book()
         return SampledTokens(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
 
     def _build(

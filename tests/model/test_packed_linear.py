@@ -22,6 +22,9 @@ from model.parallel import Shard
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
+HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+"""oneDNN tiles bfloat16 where the CPU multiplies it; elsewhere it keeps it transposed."""
+TILED_DTYPES = DTYPES if HAS_BFLOAT16 else DTYPES[:1]
 SHAPES = [(64, 64), (96, 48), (509, 48), (100, 37), (1, 8), (1152, 896), (256, 768)]
 
 
@@ -55,7 +58,7 @@ def test_product_equals_the_plain_one(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TILED_DTYPES)
 def test_one_row_is_the_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
@@ -94,7 +97,7 @@ def test_one_row_is_right_without_the_kernel(
     assert_equal_to_rounding(packed_linear(x, packed.handle, None, 96), x, weight, None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TILED_DTYPES)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
 def test_rows_and_the_whole_come_back_bit_by_bit(
     shape: tuple[int, int], dtype: torch.dtype
@@ -235,8 +238,9 @@ def test_every_product_of_a_model_is_packed(
     model, _ = load_model(path, dtype=dtype, device="cpu")
     products = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     plain = [name for name, m in products.items() if not m.weight.is_meta]
-    # An embedding that scores nothing is read by rows alone.
-    assert plain == ([] if tied else ["model.embed_tokens"])
+    # An embedding that scores nothing is read by rows alone, and so is one without tiles.
+    is_packed = tied and dtype in TILED_DTYPES
+    assert plain == ([] if is_packed else ["model.embed_tokens"])
     found = model.model.embed_tokens(torch.tensor([0, 508, 7]))
     assert torch.equal(found, reference.model.embed_tokens.weight[[0, 508, 7]].to(dtype))
 

@@ -1,0 +1,97 @@
+"""Who keeps a group from stepping: two clocks over what ranks say of themselves.
+
+1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
+   `SILENT_AFTER_S` is named, followers included: its process is stopped, or its machine is.
+2. Step. A rank that answers but does not advance is stuck after `watchdog_s`, or five times what
+   its step was expected to take if that is longer. Ranks wait for one another, so most of a stuck
+   group only waits; named is the one that is furthest behind.
+
+The one thing to know: there is no I/O and no clock here. Whoever owns a group tells it when
+heartbeats arrive and what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+SILENT_AFTER_S = 3.0
+"""A process answers on a thread of its own, in milliseconds. What keeps Python from running for so
+long is a stop signal, a dead machine, or memory that is being swapped."""
+EXPECTED_TIMES = 5.0
+
+
+class Phase(IntEnum):
+    """What a rank does, in the order of a step: a smaller one is further behind."""
+
+    PLANNING = 0
+    """A leader schedules, votes, and waits for other leaders' votes."""
+    WAITING = 1
+    """A follower waits for its leader's plan, or a group sleeps: nobody waits for this rank."""
+    BUILDING = 2
+    """Inputs are built; no collective of the step has begun."""
+    RUNNING = 3
+    """Inside the forward, and perhaps inside a collective."""
+    BOOKING = 4
+    """A leader books what was sampled and sends it."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank says of itself. `step` is the one that it does, or waits for."""
+
+    step: int
+    phase: Phase
+    phase_s: float
+    """Seconds in this phase of this step."""
+    expected_s: float
+    """What steps of so many tokens take; 0 where nothing is known."""
+    is_asleep: bool
+    """The group agreed that there is no work."""
+
+
+class Watchdog:
+    """The owner's judgement of one group under one epoch."""
+
+    def __init__(self, names: Sequence[str], *, watchdog_s: float, now: float) -> None:
+        """Watch the ranks with these names from `now` on."""
+        self._names = list(names)
+        self._watchdog_s = watchdog_s
+        self._answered_at = [now] * len(names)
+        self._beats: list[Heartbeat | None] = [None] * len(names)
+
+    def on_heartbeat(self, rank: int, beat: Heartbeat, now: float) -> None:
+        """Take a rank's answer."""
+        self._beats[rank] = beat
+        self._answered_at[rank] = now
+
+    def on_tick(self, now: float) -> str | None:
+        """Return who keeps the group from stepping and why, in a line; None while nobody does."""
+        silent_s = [now - at for at in self._answered_at]
+        longest = max(range(len(silent_s)), key=silent_s.__getitem__)
+        if silent_s[longest] > SILENT_AFTER_S:
+            return f"{self._names[longest]}: no heartbeat for {silent_s[longest]:.1f} s"
+        return self._stuck(now)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `on_tick` can have a new answer although no heartbeat comes."""
+        return min(self._answered_at) + SILENT_AFTER_S
+
+    def _stuck(self, now: float) -> str | None:
+        """Name the rank that is furthest behind, once any rank has waited for too long."""
+        beats = [beat for beat in self._beats if beat is not None]
+        if len(beats) < len(self._names) or not any(self._is_overdue(beat) for beat in beats):
+            return None
+        # Of equals the one that came there first: the others may have waited for it before.
+        ranks = range(len(beats))
+        behind = min(ranks, key=lambda i: (beats[i].step, beats[i].phase, -beats[i].phase_s))
+        beat = beats[behind]
+        where = f"{beat.phase.name.lower()} for {beat.phase_s:.1f} s"
+        return f"{self._names[behind]}: does not advance in step {beat.step}: {where}"
+
+    def _is_overdue(self, beat: Heartbeat) -> bool:
+        if beat.is_asleep or beat.phase is Phase.WAITING:
+            return False
+        return beat.phase_s > max(self._watchdog_s, EXPECTED_TIMES * beat.expected_s)

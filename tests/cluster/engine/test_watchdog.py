@@ -1,0 +1,127 @@
+"""Who is named when a group does not step."""
+
+from __future__ import annotations
+
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
+from cluster.rank.pulse import Pulse
+
+NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
+PLANNING, WAITING, BUILDING, RUNNING = (
+    Phase.PLANNING,
+    Phase.WAITING,
+    Phase.BUILDING,
+    Phase.RUNNING,
+)
+
+
+def beat(
+    step: int, phase: Phase, phase_s: float, *, expected_s: float = 0.0, is_asleep: bool = False
+) -> Heartbeat:
+    return Heartbeat(step, phase, phase_s, expected_s, is_asleep)
+
+
+def verdict(*beats: Heartbeat, watchdog_s: float = 10.0) -> str | None:
+    watchdog = Watchdog(NAMES[: len(beats)], watchdog_s=watchdog_s, now=0.0)
+    for rank, each in enumerate(beats):
+        watchdog.on_heartbeat(rank, each, 1.0)
+    return watchdog.on_tick(1.5)
+
+
+@pytest.mark.feature("P09")
+def test_a_rank_that_does_not_answer_is_named_followers_included() -> None:
+    watchdog = Watchdog(NAMES, watchdog_s=10, now=0.0)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        for rank in (0, 2):
+            watchdog.on_heartbeat(rank, beat(7, RUNNING, 0.1), now)
+        named = watchdog.on_tick(now)
+        if now <= SILENT_AFTER_S:
+            assert named is None
+    assert named == "rank dp=0 tp=1 epoch=3: no heartbeat for 4.0 s"
+    assert watchdog.next_deadline == SILENT_AFTER_S
+
+
+@pytest.mark.feature("P09")
+@pytest.mark.parametrize(
+    ("beats", "named"),
+    [
+        # The follower never came into the collective that its leader is in.
+        ([beat(5, RUNNING, 11), beat(5, WAITING, 11.2)], "tp=1 epoch=3: .* step 5: waiting for 11"),
+        # The leader does not plan: its follower waits for it, and so does the other leader.
+        ([beat(5, PLANNING, 11), beat(5, WAITING, 11)], "dp=0 tp=0 epoch=3: .* planning for 11"),
+        # A leader stands in the step that the other one wants to leave.
+        (
+            [beat(6, PLANNING, 11), beat(6, WAITING, 11), beat(5, RUNNING, 11.5)],
+            "dp=1 tp=0 epoch=3: .* step 5: running",
+        ),
+        # A leader that sleeps although its peer votes.
+        (
+            [beat(6, PLANNING, 11), beat(6, WAITING, 11), beat(5, WAITING, 40, is_asleep=True)],
+            "dp=1 tp=0 epoch=3: .* step 5: waiting for 40",
+        ),
+        # Both are in the collective: who came first waits for the other, or both for a device.
+        ([beat(5, RUNNING, 12), beat(5, RUNNING, 11)], "dp=0 tp=0 epoch=3"),
+    ],
+)
+def test_of_a_group_that_does_not_advance_the_rank_furthest_behind_is_named(
+    beats: list[Heartbeat], named: str
+) -> None:
+    found = verdict(*beats)
+    assert found is not None
+    assert re.search(f"^rank .*{named}", found), found
+
+
+def test_nobody_is_named_who_has_time_left_or_nothing_to_do() -> None:
+    assert verdict(beat(5, RUNNING, 9.9), beat(5, WAITING, 100)) is None
+    assert verdict(beat(5, WAITING, 1e6, is_asleep=True)) is None
+    # Steps of so many tokens take long: five times as long as they did is the bound.
+    assert verdict(beat(5, RUNNING, 49, expected_s=10)) is None
+    assert verdict(beat(5, RUNNING, 51, expected_s=10)) is not None
+    # A rank that has not told anything yet is not judged by the second clock.
+    watchdog = Watchdog(NAMES, watchdog_s=1, now=0.0)
+    watchdog.on_heartbeat(0, beat(1, RUNNING, 2), 1.0)
+    assert watchdog.on_tick(1.0) is None
+
+
+@given(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=60), st.integers(1, 3))
+def test_ranks_that_answer_and_advance_are_never_named(waits: list[float], num_ranks: int) -> None:
+    now, watchdog = 0.0, Watchdog(NAMES[:num_ranks], watchdog_s=1.0, now=0.0)
+    for step, wait in enumerate(waits):
+        now += wait
+        for rank in range(num_ranks):
+            watchdog.on_heartbeat(rank, beat(step, RUNNING, wait), now)
+        assert watchdog.on_tick(now) is None
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
+    assert pulse.heartbeat() == beat(0, WAITING, 0, is_asleep=True)
+    pulse.plan(1)
+    clock.now = 0.5
+    assert pulse.heartbeat() == beat(1, PLANNING, 0.5)
+    pulse.build(1, 10)
+    clock.now = 1.5
+    pulse.run()
+    assert pulse.heartbeat() == beat(1, RUNNING, 0)
+    clock.now = 2.5
+    pulse.book()
+    assert pulse.heartbeat().phase is Phase.BOOKING
+    pulse.build(2, 40)  # ten tokens took two seconds
+    pulse.run()
+    assert pulse.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0)
+    pulse.book()
+    pulse.wait(3, is_asleep=False)
+    assert pulse.heartbeat() == beat(3, WAITING, 0)
