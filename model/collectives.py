@@ -35,7 +35,12 @@ def register_group(kind: str, group: dist.ProcessGroup) -> str:
         return next(name for name in names if _groups.setdefault(name, group) is group)
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def find_group(name: str) -> dist.ProcessGroup:
+    """Return the group that ops call `name`.
+
+    Raises:
+        LookupError: no group has this name.
+    """
     try:
         return _groups[name]
     except KeyError:
@@ -46,12 +51,12 @@ def _group(name: str) -> dist.ProcessGroup:
 
 def _all_reduce(x: torch.Tensor, group_name: str) -> None:
     """Sum `x` over the ranks, in place."""
-    dist.all_reduce(x, group=_group(group_name))
+    dist.all_reduce(x, group=find_group(group_name))
 
 
 def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str) -> torch.Tensor:
     """Join the ranks' tensors along `dim` in rank order; rank i's has `sizes[i]` there."""
-    group = _group(group_name)
+    group = find_group(group_name)
     if len(sizes) != group.size() or x.shape[dim] != sizes[group.rank()]:
         wanted = f"{group.size()} with {x.shape[dim]} at rank {group.rank()}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
@@ -77,6 +82,26 @@ def _all_gather_fake(
     shape = list(x.shape)
     shape[dim] = sum(sizes)
     return x.new_empty(shape)
+
+
+def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> torch.Tensor:
+    """Return this rank's rows of the sum of `x` over the ranks; rank i's are `sizes[i]`.
+
+    A plain function for the inside of opaque ops. x: [sum of sizes, ...].
+    """
+    group = find_group(group_name)
+    if len(sizes) != group.size() or x.shape[0] != sum(sizes):
+        wanted = f"{group.size()} with the sum {x.shape[0]}"
+        raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
+    shape = [max(sizes), *x.shape[1:]]
+    # Backends scatter equal shapes alone.
+    parts = [
+        part if len(part) == shape[0] else _padded(part, shape, 0)
+        for part in x.contiguous().split(list(sizes))
+    ]
+    found = x.new_empty(shape)
+    dist.reduce_scatter(found, parts, group=group)
+    return found[: sizes[group.rank()]]
 
 
 all_reduce = direct_register_custom_op("all_reduce", _all_reduce, mutates_args=["x"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.experts import Experts, read_experts
 from model.fields import LARGEST, Fields, ModelError, read_json, whole_number
 from model.rope import DynamicRope, Rope, longest_context, read_rope
 
@@ -39,6 +40,25 @@ _QWEN: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+_MISTRAL: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+    "dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 # By Hugging Face architecture name: the values of fields that its config.json leaves out.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {
@@ -60,26 +80,43 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    "MistralForCausalLM": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "sliding_window": 4096,
-        "dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+    "MistralForCausalLM": _MISTRAL,
+    "MixtralForCausalLM": _MISTRAL
+    | {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
     },
     "Qwen2ForCausalLM": _QWEN | {"head_dim": None},
     "Qwen3ForCausalLM": _QWEN | {"head_dim": 128, "attention_bias": False},
+    "Qwen3MoeForCausalLM": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
 }
 
 # Fields that change what is computed, in ways that no family here implements.
@@ -116,6 +153,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    experts: Experts | None
+    """None for a dense model."""
     hidden_act: str
     dtype: str
     """Of the tensors in the checkpoint: one of CHECKPOINT_DTYPES."""
@@ -139,18 +178,25 @@ class ModelConfig:
         windows = [window for window in self.layer_windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
-    def tensor_parallel_sizes(self) -> list[int]:
-        """Return how many ranks can hold the model together.
+    @property
+    def has_dense_layers(self) -> bool:
+        """Tell whether any layer has a dense MLP."""
+        return self.experts is None or not all(self.experts.is_sparse)
 
-        Query heads and MLP inputs are split evenly. So are KV heads, or each lives on several
-        ranks.
+    def tensor_parallel_sizes(self, data_parallel_size: int = 1) -> list[int]:
+        """Return how many ranks can hold the model together, with so many of them that do.
+
+        Query heads and dense MLPs are split evenly. So are KV heads, or each lives on several
+        ranks. Whole experts are spread over the ranks of all data-parallel ranks.
         """
         kv_heads = self.num_kv_heads
+        num_split = self.intermediate_size if self.has_dense_layers else 0
+        num_experts = 0 if self.experts is None else self.experts.num_experts
         return [
             n
             for n in range(1, self.num_heads + 1)
-            if self.num_heads % n == 0
-            and self.intermediate_size % n == 0
+            if self.num_heads % n == num_split % n == 0
+            and num_experts % (n * data_parallel_size) == 0
             and (kv_heads % n == 0 or n % kv_heads == 0)
         ]
 
@@ -216,6 +262,7 @@ class ModelConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             attention_bias=fields.flag("attention_bias"),
             mlp_bias=fields.flag("mlp_bias"),
+            experts=read_experts(fields, num_layers),
             hidden_act=fields.choice("hidden_act", ("silu",)),
             dtype=_dtype(fields),
             eos_token_ids=eos_token_ids,
@@ -253,13 +300,13 @@ def _layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if "sliding_window" not in fields.defaults:
         return (None,) * num_layers
     window = fields.optional_integer("sliding_window")
+    if "use_sliding_window" in fields.defaults and not fields.flag("use_sliding_window"):
+        window = None
     if "layer_types" not in fields.defaults:
         if fields.values.get("layer_types") is not None:
             wanted = "none (the layers of this architecture are alike)"
             raise ModelError.of("layer_types", wanted, fields.values["layer_types"], fields.source)
         return (window,) * num_layers
-    if not fields.flag("use_sliding_window"):
-        window = None
     types = _layer_types(fields, num_layers, window)
     return tuple(window if kind == SLIDING else None for kind in types)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,8 +33,8 @@ _HALVES = ("F16", "BF16")
 class Loadable(Protocol):
     """A model that describes its weights."""
 
-    def weight_slices(self) -> Iterator[WeightSlice]:
-        """Describe every tensor that the checkpoint must hold."""
+    def weight_slices(self, names: Collection[str]) -> Iterator[WeightSlice]:
+        """Describe every tensor that a checkpoint must hold that has tensors of these names."""
 
     def is_ignored(self, tensor_name: str) -> bool:
         """Tell whether a checkpoint may hold this tensor although no parameter wants it."""
@@ -55,15 +55,17 @@ def load_weights(
         ModelError: a file or tensor is missing, unknown, broken, of another shape or not finite;
             names the file and the tensor. The parameters' values mean nothing then.
     """
-    wanted = {piece.name: piece for piece in model.weight_slices()}
+    directory = Path(checkpoint_dir)
+    files = _tensor_files(directory)
+    wanted = {piece.name: piece for piece in model.weight_slices(files.keys())}
     missing = Counter(piece.home for piece in wanted.values())
-    by_file = _plan(wanted, model, Path(checkpoint_dir))
+    by_file = _plan(wanted, files, model, directory)
     report = progress or (lambda _done, _total: None)
     report(0, len(wanted))
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_opened(path)) for path in by_file}
+        opened = {path: stack.enter_context(_opened(path)) for path in by_file}
         for done, (piece, path) in enumerate(_largest_first(by_file), 1):
-            _read(piece, files[path], path)
+            _read(piece, opened[path], path)
             missing[piece.home] -= 1
             if not missing[piece.home]:
                 piece.layer.loaded(piece.parameter)
@@ -71,10 +73,9 @@ def load_weights(
 
 
 def _plan(
-    wanted: dict[str, WeightSlice], model: Loadable, directory: Path
+    wanted: dict[str, WeightSlice], files: dict[str, Path], model: Loadable, directory: Path
 ) -> dict[Path, list[WeightSlice]]:
     """Return what to read from which file, after comparing names, shapes and dtypes."""
-    files = _tensor_files(directory)
     by_file: dict[Path, list[WeightSlice]] = {path: [] for path in files.values()}
     for name, piece in wanted.items():
         if name not in files:

@@ -396,6 +396,8 @@ def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
 def _check_heads(field: str, size: int, model: ModelConfig) -> None:
     if size not in (sizes := model.tensor_parallel_sizes()):
         heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
+        if model.experts is not None:
+            heads += f" and {model.experts.num_experts} experts"
         wanted = f"one of {', '.join(map(str, sizes))} for a model with {heads}"
         raise ConfigError(field, wanted, size)
 

@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[str, float]] = {
     "prefill": ("gpu_check_kernels", 240.0),
     "rope": ("gpu_check_kernels", 120.0),
     "elementwise": ("gpu_check_kernels", 120.0),
+    "experts": ("gpu_check_kernels", 240.0),
     "model": ("gpu_check_models", 240.0),
     "runner": ("gpu_check_models", 240.0),
     "step": ("gpu_check_models", 300.0),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from gpu_check_rows import Row, Setting, error_of
 
-from model.kernels import dispatch, paged_attention
+from model.kernels import dispatch, paged_attention, sparse_mlp
 from model.kv_cache import KVCacheSpec
 from model.layers.activation import silu_and_mul
 from model.layers.norm import RMSNorm
@@ -239,3 +239,40 @@ def part_elementwise(at: Setting) -> Iterator[Row]:
         seconds=at.time(lambda: silu_and_mul(gate_up)),
         num_bytes=3 * gate_up.numel(),
     )
+
+
+def part_experts(at: Setting) -> Iterator[Row]:
+    """Routed experts: one token, a batch of decodes, a prompt, and a rank with half of them."""
+    num_experts, top_k = at.pick(128, 6), at.pick(8, 2)
+    hidden, size = at.pick(2048, 64), at.pick(768, 48)
+    gate_up = at.randn(num_experts, 2 * size, hidden) / hidden**0.5
+    down = at.randn(num_experts, hidden, size) / size**0.5
+    half = num_experts // 2
+    cases = [
+        ("one token", 1, slice(0, num_experts)),
+        ("decodes", at.pick(64, 4), slice(0, num_experts)),
+        ("prompt", at.pick(4096, 32), slice(0, num_experts)),
+        ("half of the experts", at.pick(64, 4), slice(half, num_experts)),
+    ]
+    for name, num_tokens, own in cases:
+        x = at.randn(num_tokens, hidden)
+        logits = at.randn(num_tokens, num_experts, dtype=torch.float32)
+        experts, weights = sparse_mlp.route(logits, top_k, True)
+        routed = (x.float().cpu(), experts.cpu(), weights.cpu())
+        matrices = (gate_up[own].float().cpu(), down[own].float().cpu())
+        wanted = sparse_mlp.expert_mlp(*routed, *matrices, own.start).to(at.device)
+        args = (x, experts, weights, gate_up[own], down[own], size, own.start)
+
+        def call(args: Any = args) -> torch.Tensor:
+            return dispatch.expert_mlp(*args)
+
+        is_own = (experts >= own.start) & (experts < own.stop)
+        num_read, num_pairs = int(experts[is_own].unique().numel()), int(is_own.sum())
+        yield Row(
+            f"experts, {name}: {num_tokens} to {top_k} of {num_experts}",
+            error=error_of(call(), wanted),
+            limit=2e-2,
+            seconds=at.time(call),
+            num_bytes=num_read * 6 * size * hidden + 4 * x.numel(),
+            num_flops=6 * num_pairs * size * hidden,
+        )

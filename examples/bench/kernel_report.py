@@ -33,9 +33,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from model.kernels import triton_decode, triton_norm, triton_prefill, triton_rope, triton_silu
+from model.kernels import (
+    triton_decode,
+    triton_experts,
+    triton_norm,
+    triton_prefill,
+    triton_rope,
+    triton_silu,
+)
 
-KERNEL_MODULES = (triton_decode, triton_norm, triton_prefill, triton_rope, triton_silu)
+KERNEL_MODULES = (
+    triton_decode,
+    triton_experts,
+    triton_norm,
+    triton_prefill,
+    triton_rope,
+    triton_silu,
+)
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -79,7 +93,24 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
     yield "E4096", lambda: triton_norm.rms_norm(x, weight, 1e-5)
     yield "E4096 residual", lambda: triton_norm.add_rms_norm(x, x, weight, 1e-5)
     yield "E4096 fused", lambda: triton_norm.fused_add_rms_norm(x, x, weight, 1e-5)
+    for num_tokens in (1, 4096):
+        # Experts as Qwen3-30B-A3B has them, with the lowest tiles and the highest.
+        yield expert_case(num_tokens, 128, 8, 2048, 768, dtype)
+    yield expert_case(512, 8, 2, 1024, 512, torch.float32)
     yield "n14336", lambda: triton_silu.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
+
+
+def expert_case(
+    num_tokens: int, num_experts: int, top_k: int, hidden: int, size: int, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """Return a sparse layer's call."""
+    x = empty(num_tokens, hidden, dtype=dtype)
+    experts = empty(num_tokens, top_k, dtype=torch.int64)
+    weights = empty(num_tokens, top_k, dtype=torch.float32)
+    gate_up = empty(num_experts, 2 * size, hidden, dtype=dtype)
+    down = empty(num_experts, hidden, size, dtype=dtype)
+    name = f"T{num_tokens} X{num_experts} E{hidden}"
+    return name, lambda: triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
 
 
 def attention_cases(

@@ -12,8 +12,10 @@ import torch
 from model.config import ModelConfig
 from model.families.llama import LlamaForCausalLM
 from model.families.mistral import MistralForCausalLM
+from model.families.mixtral import MixtralForCausalLM
 from model.families.qwen2 import Qwen2ForCausalLM
 from model.families.qwen3 import Qwen3ForCausalLM
+from model.families.qwen3_moe import Qwen3MoeForCausalLM
 from model.layers.decoder import CausalLM
 from model.parallel import Shard
 
@@ -29,6 +31,8 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }

@@ -4,8 +4,9 @@ The one thing to know: on a GPU nothing here waits for the device. Grids follow 
 and from host integers, never from what a tensor holds. Triton is imported by the first tensor that
 needs it; a machine without a GPU may be without it.
 
-Attention's functions run inside the attention op and are plain. Those of other layers are traced,
-so on a GPU they are opaque ops; elsewhere torch functions are traced, and the ops equal them.
+Functions of attention and of experts run inside an op and are plain. Those of other layers are
+traced, so on a GPU they are opaque ops; elsewhere torch functions are traced, and the ops equal
+them.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, N blocks in the pool,
 B tokens per block, M columns of the block table.
@@ -17,7 +18,7 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from compile.passes.fuse_add_rms_norm import OP_NAME as FUSED_ADD_RMS_NORM
-from model.kernels import cpu_attention, cpu_norm, elementwise, paged_attention
+from model.kernels import cpu_attention, cpu_norm, elementwise, paged_attention, sparse_mlp
 
 
 def uses_triton(x: torch.Tensor) -> bool:
@@ -113,6 +114,32 @@ def paged_prefill(
     else:
         paged_attention.paged_prefill(q, k, v, *where, scale, out, sliding_window)
         out[int(cu_seqlens_q[-1]) :].zero_()
+
+
+# --- experts --------------------------------------------------------------------------------
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    intermediate_size: int,
+    first_expert: int,
+) -> torch.Tensor:
+    """Run a rank's experts on their tokens; see `sparse_mlp.expert_mlp`.
+
+    gate_up, down: the weights, or handles of packed ones
+    """
+    if gate_up.ndim == 1:
+        operands = (gate_up, down, intermediate_size, first_expert)
+        return sparse_mlp.packed_expert_mlp(x, experts, weights, *operands)
+    if uses_triton(x):
+        from model.kernels import triton_experts
+
+        return triton_experts.expert_mlp(x, experts, weights, gate_up, down, first_expert)
+    return sparse_mlp.expert_mlp(x, experts, weights, gate_up, down, first_expert)
 
 
 # --- ops of other layers --------------------------------------------------------------------

@@ -137,7 +137,17 @@ def _packed_linear(
     x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     """Multiply x [T, I] with the weight of `handle`. Returns [T, O]."""
-    entry = _entry(handle)
+    return packed_product(x, int(handle), bias, out_features)
+
+
+def packed_product(
+    x: torch.Tensor, index: int, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """Multiply x [T, I] with the weight whose handle holds `index`. Returns [T, O].
+
+    For the inside of opaque ops: the index is a value.
+    """
+    entry = _table[index]
     if x.shape[0] == 1 and entry.tiles is not None and x.stride(-1) == 1:
         kernel = native_function("packed_linear", x.dtype)
         if kernel is not None:

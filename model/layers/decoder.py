@@ -8,7 +8,7 @@ Shapes: T tokens, N rows to score, E hidden size, V vocabulary, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ from model.layers.attention import Attention
 from model.layers.embedding import VocabParallelEmbedding
 from model.layers.norm import RMSNorm
 from model.layers.rotary import RotaryEmbedding
-from model.layers.slices import WeightSlice
+from model.layers.slices import WeightedLayer, WeightSlice
 from model.parallel import Shard
 
 
@@ -177,8 +177,15 @@ class CausalLM(nn.Module):
         found = (module for module in self.modules() if isinstance(module, Attention))
         return static_forward_context((layer.layer_name, layer) for layer in found)
 
-    def weight_slices(self) -> Iterator[WeightSlice]:
-        """Describe every tensor that the checkpoint must hold."""
+    def weight_slices(self, names: Collection[str] = ()) -> Iterator[WeightSlice]:
+        """Describe every tensor that the checkpoint must hold.
+
+        Args:
+            names: of the tensors that it does hold; they choose where there are two spellings.
+        """
+        for module in self.modules():
+            if isinstance(module, WeightedLayer):
+                module.read_names(names)
         yield from self.model.weight_slices("model")
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.weight_slices("lm_head")

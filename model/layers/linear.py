@@ -65,6 +65,23 @@ class Linear(WeightedLayer):
         return out
 
 
+class ReplicatedLinear(Linear):
+    """All of one tensor on every rank, without a bias."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(in_features, out_features, False, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, I]. Returns [T, O]."""
+        return self.product(x, None)
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensor."""
+        yield whole(f"{name}.weight", self, "weight")
+
+
 @dataclass(frozen=True)
 class _Columns:
     """The outputs [start, start + size) of `total` that this rank takes from one tensor."""

@@ -10,6 +10,7 @@ next layer takes memory, and a rank never holds two copies of its shard.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,9 @@ class WeightedLayer(nn.Module):
             setattr(self, name, parameter)
         return parameter
 
+    def read_names(self, names: Collection[str]) -> None:
+        """Take note of the checkpoint's tensors, where they decide what slices are called."""
+
     def loaded(self, name: str) -> None:
         """Take note that all parts of a parameter have been read."""
 
@@ -68,7 +72,8 @@ class WeightSlice:
     shape: tuple[int, ...]
     layer: WeightedLayer
     parameter: str
-    rows: slice
+    rows: slice | tuple[int, slice]
+    """Of the parameter, or of one of the matrices that it stacks."""
     dim: int
     start: int
     stop: int

@@ -270,17 +270,64 @@ SHAPES: dict[str, dict[str, Any]] = {
             "attention_factor": 1.3,
         },
     },
+    "mixtral window 11 wide heads": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 40,
+        "head_dim": 26,
+        "sliding_window": 11,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 31,
+    },
+    "mixtral tied eight experts": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 60,
+        "vocab_size": 263,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3moe every other layer": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 44,
+        "head_dim": 18,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 29,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+        "norm_topk_prob": True,
+    },
+    "qwen3moe many experts": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "hidden_size": 36,
+        "head_dim": 20,
+        "num_experts": 18,
+        "num_experts_per_tok": 5,
+        "moe_intermediate_size": 14,
+        "vocab_size": 251,
+    },
 }
-FAMILIES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3moe": "Qwen3Moe",
+}
+SPARSE = ("mixtral", "qwen3moe")
 
 
 def features_of(name: str) -> list[str]:
     """Return the rows of the feature table that a shape's tests show."""
     family = name.split()[0]
     words = {" rope": "S05", "window ": "S06"}
-    return ["S02" if family.startswith("qwen") else "S01"] + [
-        feature for word, feature in words.items() if word in name
-    ]
+    row = "S03" if family in SPARSE else "S02" if family.startswith("qwen") else "S01"
+    return [row] + [feature for word, feature in words.items() if word in name]
 
 
 def is_dynamic(config: Any) -> bool:
@@ -381,6 +428,9 @@ def _make_oracle(path: Path, name: str) -> Oracle:
         "bos_token_id": None,
     }
     model = make_model(make_config(**{**fields, **shape})).eval()
+    if family in map(FAMILIES.get, SPARSE):
+        # What it chooses by itself takes multiples of 16 bytes alone.
+        model.set_experts_implementation("eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):

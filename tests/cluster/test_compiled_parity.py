@@ -34,6 +34,8 @@ SHAPES = (
     "mistral window 13 wide heads",
     "qwen2 tied",
     "qwen3 window in every other layer",
+    "mixtral tied eight experts",
+    "qwen3moe many experts",
 )
 """One of each family."""
 

@@ -211,6 +211,8 @@ MORE_SHAPES = [
     ("qwen3 tied linear rope", "S02 S05"),
     ("qwen3 yarn rope without truncation", "S02 S05"),
     ("qwen3 window in every other layer", "S02 S06"),
+    ("mixtral window 11 wide heads", "S03 P15 S06"),
+    ("qwen3moe many experts", "S03 P15"),  # 9 on each, and a KV head on both
 ]
 
 

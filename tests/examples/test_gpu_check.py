@@ -26,13 +26,13 @@ def test_every_part_runs_on_a_cpu_and_is_right(tmp_path: Path) -> None:
     done = check("--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
-    assert [part["failure"] for part in found["parts"]] == [""] * 9
+    assert [part["failure"] for part in found["parts"]] == [""] * 10
     rows = [row for part in found["parts"] for row in part["rows"]]
-    assert len(rows) >= 36
+    assert len(rows) >= 40
     assert all(row["name"] in done.stdout for row in rows)
     timed = [row for row in rows if row["seconds"] is not None]
     assert all(row["floor_s"] > 0 and row["times_floor"] > 0 for row in timed)
-    assert sum(row["limit"] is not None for row in rows) >= 20
+    assert sum(row["limit"] is not None for row in rows) >= 24
 
 
 def test_a_part_that_cannot_run_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ def make_checkpoint(
             torch.manual_seed(0)
             config = getattr(transformers, f"{family}Config")(**(SMALL | overrides))
             reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            if hasattr(config, "num_experts_per_tok"):
+                # What it chooses by itself takes multiples of 16 bytes alone.
+                reference.set_experts_implementation("eager")
             with torch.no_grad():
                 _randomise(reference)
             directory = tmp_path_factory.mktemp("checkpoint")
@@ -91,6 +94,7 @@ class Paged:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
+        self.dp_metadata: Any = None
         self.layers = model.attention_layers()
         first = next(iter(self.layers.values()))
         spec = KVCacheSpec(len(self.layers), first.num_kv_heads, first.head_dim, block_size, dtype)
@@ -157,7 +161,8 @@ class Paged:
     def _forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor | None:
-        with forward_context(ForwardContext(self.layers, metadata, self.caches)):
+        context = ForwardContext(self.layers, metadata, self.caches, dp_metadata=self.dp_metadata)
+        with forward_context(context):
             hidden = self.model(tokens, positions)
         assert hidden.isfinite().all()
         return self.model.compute_logits(hidden)
@@ -184,6 +189,35 @@ def _run_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:
 def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
     """Run a function of a shard on `size` ranks, threads joined by gloo; return its results."""
     return _run_ranks
+
+
+def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[list[Any]]:
+    store, timeout = dist.HashStore(), timedelta(seconds=30)
+
+    def group(name: str, rank: int, size: int) -> dist.ProcessGroup | None:
+        if size == 1:
+            return None
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+
+    def run(place: tuple[int, int]) -> Any:
+        dp_rank, tp_rank = place
+        data = Shard(dp_rank, dp_size, group(f"dp of {tp_rank}", dp_rank, dp_size), kind="dp")
+        tensor = group(f"tp of {dp_rank}", tp_rank, tp_size)
+        return work(Shard(tp_rank, tp_size, tensor, data=data))
+
+    places = [(dp_rank, tp_rank) for dp_rank in range(dp_size) for tp_rank in range(tp_size)]
+    with ThreadPoolExecutor(len(places)) as threads:
+        found = list(threads.map(run, places))
+    return [found[first : first + tp_size] for first in range(0, len(found), tp_size)]
+
+
+@pytest.fixture(scope="session")
+def run_grid() -> Callable[[int, int, Callable[[Shard], Any]], list[list[Any]]]:
+    """Run a function of a shard on data-parallel times tensor-parallel ranks, all of them threads.
+
+    Each shard knows its place among the data-parallel ranks. Returns results [DP][TP].
+    """
+    return _run_grid
 
 
 @pytest.fixture

@@ -97,6 +97,36 @@ def test_sizes_that_are_not_this_ranks_are_refused(sizes: list[int], run_ranks: 
     run_ranks(RANKS, work)
 
 
+@pytest.mark.feature("K08")
+def test_sums_are_scattered_in_sizes_that_change(run_ranks: Any) -> None:
+    rng = random.Random(1)
+    steps = [[2, 2, 2], [0, 0, 5], *(random_sizes(rng) for _ in range(20))]
+    tensors = [
+        [torch.randn(sum(sizes), 2, generator=torch.manual_seed(step)) + rank for rank in range(3)]
+        for step, sizes in enumerate(steps)
+    ]
+
+    def work(shard: Shard) -> list[torch.Tensor]:
+        pairs = zip(tensors, steps, strict=True)
+        return [shard.reduce_scatter(parts[shard.rank].clone(), sizes) for parts, sizes in pairs]
+
+    found = run_ranks(RANKS, work)
+    for step, sizes in enumerate(steps):
+        total = torch.stack(tensors[step]).sum(0)
+        joined = torch.cat([rank[step] for rank in found])
+        assert [len(rank[step]) for rank in found] == sizes
+        torch.testing.assert_close(joined, total)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [2, 2, 2], [2, 9, 9, 2]])
+def test_sums_whose_sizes_are_not_theirs_are_refused(sizes: list[int], run_ranks: Any) -> None:
+    def work(shard: Shard) -> None:
+        with pytest.raises(ValueError, match=r"sizes: wanted 3 with the sum 4, found \["):
+            shard.reduce_scatter(torch.zeros(4, 2), sizes)
+
+    run_ranks(RANKS, work)
+
+
 class Group:
     """A group in nothing but name."""
 

@@ -68,7 +68,7 @@ def run(paged: Any, model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.feature("A04")
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mixtral"])
 def test_a_family_is_one_graph_of_pieces_with_equal_outputs(
     paged: Any, build: Any, family: str
 ) -> None:
@@ -81,11 +81,12 @@ def test_a_family_is_one_graph_of_pieces_with_equal_outputs(
 
 
 @pytest.mark.feature("J01")
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("mode", list(DynamicShapes))
 def test_every_mode_of_dynamic_shapes_traces_a_family(
-    paged: Any, build: Any, mode: DynamicShapes
+    paged: Any, build: Any, mode: DynamicShapes, family: str
 ) -> None:
-    plain, compiled = build(level=2, dynamic_shapes=mode)
+    plain, compiled = build(family, level=2, dynamic_shapes=mode)
     with counter.expect(num_graphs_seen=1, num_piecewise_graphs_seen=1):
         found = run(paged, compiled)
     for a, b in zip(run(paged, plain), found, strict=True):
@@ -119,8 +120,9 @@ def test_identical_layers_of_a_family_are_identical_pieces(paged: Any, build: An
 
 
 @pytest.mark.feature("A02")
-def test_level_1_traces_a_whole_family_as_one_graph(paged: Any, build: Any) -> None:
-    plain, compiled = build(level=1)
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_level_1_traces_a_whole_family_as_one_graph(paged: Any, build: Any, family: str) -> None:
+    plain, compiled = build(family, level=1)
     traced = compile_as_is(compiled.model)
     compiled.forward = lambda ids, positions: traced(ids, positions)
     with counter.expect(num_graphs_seen=1):

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import DEFAULTS, ModelConfig, ModelError
+from model.experts import Experts
 from model.families import FAMILIES
 from model.rope import DefaultRope
 
-FAMILY_NAMES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+FAMILY_NAMES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn"
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 
@@ -42,9 +43,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == getattr(
-        theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads
-    )
+    own_head_dim = getattr(theirs, "head_dim", None)
+    assert ours.head_dim == (own_head_dim or theirs.hidden_size // theirs.num_attention_heads)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope == DefaultRope(theirs.rope_parameters["rope_theta"])
     assert theirs.rope_parameters["rope_type"] == "default"
@@ -56,6 +56,24 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == ((theirs.eos_token_id,) if theirs.eos_token_id else ())
     assert ours.layer_windows == windows_of(theirs)
+    assert ours.experts == experts_of(theirs)
+
+
+def experts_of(theirs: Any) -> Experts | None:
+    """Return what transformers' model classes make of a configuration."""
+    if not hasattr(theirs, "num_experts_per_tok"):
+        return None
+    layers, dense = range(theirs.num_hidden_layers), getattr(theirs, "mlp_only_layers", [])
+    step = getattr(theirs, "decoder_sparse_step", 1)
+    is_sparse = tuple(i not in dense and (i + 1) % step == 0 for i in layers)
+    experts = Experts(
+        num_experts=theirs.num_experts,
+        num_experts_per_tok=theirs.num_experts_per_tok,
+        intermediate_size=getattr(theirs, "moe_intermediate_size", theirs.intermediate_size),
+        norm_topk_prob=getattr(theirs, "norm_topk_prob", True),
+        is_sparse=is_sparse,
+    )
+    return experts if any(is_sparse) else None
 
 
 def windows_of(theirs: Any) -> tuple[int | None, ...]:
@@ -66,14 +84,15 @@ def windows_of(theirs: Any) -> tuple[int | None, ...]:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("name", [*DEFAULTS["Qwen3ForCausalLM"], "mlp_bias"])
+@pytest.mark.parametrize("name", sorted({name for fields in DEFAULTS.values() for name in fields}))
 def test_each_default_is_what_transformers_takes_for_an_absent_field(
     family: str, name: str
 ) -> None:
     theirs = getattr(transformers, f"{family}Config")()
     defaults = DEFAULTS[f"{family}ForCausalLM"]
     if name not in defaults:
-        assert not hasattr(theirs, name)
+        # Either spelling of how many experts there are stands for the other one.
+        assert not hasattr(theirs, name) or name in ("num_experts", "num_local_experts")
     elif name == "rope_theta":
         assert defaults[name] == theirs.default_theta
     elif name == "sliding_window":
@@ -86,6 +105,11 @@ def test_each_default_is_what_transformers_takes_for_an_absent_field(
 WINDOWED = [
     ("Mistral", {"sliding_window": 7}),
     ("Mistral", {"sliding_window": None}),
+    ("Mixtral", {}),
+    ("Mixtral", {"sliding_window": 7}),
+    ("Qwen3Moe", {"sliding_window": 7}),
+    ("Qwen3Moe", {"use_sliding_window": True}),
+    ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 3}),
     ("Qwen2", {"sliding_window": 7}),
     ("Qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
     ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 9}),
@@ -115,6 +139,35 @@ def test_windows_are_transformers(family: str, values: dict[str, Any], tmp_path:
     assert ours.layer_windows == read_back.layer_windows == windows_of(theirs)
     windows = set(ours.layer_windows)
     assert ours.kv_window == (None if None in windows else windows.pop())
+
+
+SPARSE = [
+    ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 5}),
+    ("Qwen3Moe", {"num_experts": 9, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    ("Qwen3Moe", {"decoder_sparse_step": 2, "moe_intermediate_size": 77}),
+    ("Qwen3Moe", {"decoder_sparse_step": 3, "mlp_only_layers": [2]}),
+    ("Qwen3Moe", {"mlp_only_layers": [0, 3, 99]}),
+    ("Qwen3Moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+]
+
+
+@pytest.mark.parametrize(("family", "values"), SPARSE)
+def test_experts_are_transformers(family: str, values: dict[str, Any], tmp_path: Path) -> None:
+    architectures = [f"{family}ForCausalLM"]
+    values = values | {"num_hidden_layers": 4}
+    theirs = getattr(transformers, f"{family}Config")(architectures=architectures, **values)
+    theirs.save_pretrained(tmp_path)
+    read_back = ModelConfig.from_dir(tmp_path)
+    ours = ModelConfig.from_dict({"architectures": architectures} | values, "config.json")
+    assert ours.experts == read_back.experts == experts_of(theirs)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_is_read_in_both_spellings(family: str, name: str) -> None:
+    config = read(architectures=[f"{family}ForCausalLM"], **{name: 31})
+    assert config.experts is not None
+    assert config.experts.num_experts == 31
 
 
 @pytest.mark.parametrize(
@@ -288,9 +341,31 @@ REFUSED_WINDOWS = [
     ("Qwen3", {"max_window_layers": -1}, "max_window_layers: wanted an integer of at least 0"),
     ("Qwen3", {"head_dim": None}, "head_dim: wanted an integer of at least 1, found None"),
 ]
+REFUSED_EXPERTS = [
+    ("Mixtral", {"num_local_experts": 0}, "num_local_experts: wanted an integer of at least 1"),
+    ("Mixtral", {"num_local_experts": None}, "num_local_experts: wanted an integer of at least 1"),
+    (
+        "Mixtral",
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok: wanted at most the 8 experts that there are, found 9",
+    ),
+    (
+        "Qwen3Moe",
+        {"num_experts": 128, "num_local_experts": 127},
+        "num_local_experts: wanted 128 like num_experts, found 127",
+    ),
+    ("Qwen3Moe", {"num_experts": 1 << 20}, "num_experts: wanted an integer of at most 1024"),
+    ("Qwen3Moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: wanted an integer of at least"),
+    ("Qwen3Moe", {"moe_intermediate_size": "8"}, "moe_intermediate_size: wanted an integer of at"),
+    ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob: wanted true or false, found 1"),
+    ("Qwen3Moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: wanted an integer of at least"),
+    ("Qwen3Moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: wanted a list of layers' numbers"),
+    ("Qwen3Moe", {"mlp_only_layers": 3}, "mlp_only_layers: wanted a list of layers' numbers"),
+    ("Qwen3Moe", {"layer_types": ["full_attention"]}, "layer_types: wanted none (the layers of"),
+]
 
 
-@pytest.mark.parametrize(("family", "values", "message"), REFUSED_WINDOWS)
+@pytest.mark.parametrize(("family", "values", "message"), REFUSED_WINDOWS + REFUSED_EXPERTS)
 def test_a_familys_own_fields_are_checked(
     family: str, values: dict[str, Any], message: str
 ) -> None:
@@ -302,8 +377,8 @@ def test_a_familys_own_fields_are_checked(
 @pytest.mark.parametrize("architectures", [None, [], ["FalconForCausalLM"], "LlamaForCausalLM"])
 def test_unsupported_architecture_names_the_supported(architectures: object) -> None:
     wanted = (
-        "architectures: wanted one of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
-        "Qwen3ForCausalLM, found"
+        "architectures: wanted one of LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, found"
     )
     with pytest.raises(ModelError, match=wanted):
         ModelConfig.from_dict({"architectures": architectures}, "config.json")

@@ -414,6 +414,48 @@ def test_damaged_checkpoints_are_refused_by_name(
     assert num_harmless < CASES / 3
 
 
+SPARSE_SHAPE = {
+    **SHAPE,
+    "family": "Qwen3Moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+}
+OF_EXPERTS = [renamed, removed, added, swapped, reshaped, other_dtype, not_finite]
+
+
+@pytest.fixture(scope="module")
+def sparse(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of experts in both spellings of their tensors."""
+    by_expert, reference = make_checkpoint(**SPARSE_SHAPE)
+    fused = tmp_path_factory.mktemp("fused")
+    reference.save_pretrained(fused, save_original_format=False)
+    return {"by expert": by_expert, "fused": fused}
+
+
+@pytest.mark.parametrize("damage", OF_EXPERTS, ids=lambda damage: damage.__name__)
+def test_damaged_experts_are_refused_by_name(
+    damage: Callable[[Checkpoint], None], sparse: dict[str, Path], tmp_path: Path
+) -> None:
+    for case in range(CASES):
+        rng = random.Random(f"experts {damage.__name__} {case}")
+        path = Path(shutil.copytree(sparse[rng.choice(list(sparse))], tmp_path / str(case)))
+        damage(Checkpoint(path, rng))
+        assert str(path) in refusal(path), f"{damage.__name__} {case} was loaded"
+
+
+@pytest.mark.parametrize("name", ["num_local_experts", "moe_intermediate_size"])
+@pytest.mark.parametrize("size", [1, 3, 5, 8, 1000, 1 << 20, 1 << 28, 10**18, -1, "4", None])
+def test_sizes_of_experts_that_are_not_the_weights_are_refused(
+    name: str, size: object, sparse: dict[str, Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(sparse["by expert"], tmp_path / "checkpoint"))
+    config = json.loads((path / "config.json").read_text())
+    assert config[name] != size
+    (path / "config.json").write_text(json.dumps(config | {name: size}))
+    assert str(path) in refusal(path)
+
+
 # --- damage to the configuration ------------------------------------------------------------------
 
 SIZES = [

@@ -58,6 +58,9 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     wide = torch.randn(T, 3 * E, dtype=dtype)[:, :E]
     packed = PackedWeight(torch.randn(32, E, dtype=dtype))
     rows = torch.randint(32, (T,))
+    scores, handles = torch.randn(T, 1, dtype=dtype), packed.handle.view(1)
+    back = PackedWeight(torch.randn(E, 16, dtype=dtype))
+    matrices = (torch.randn(3, 32, E, dtype=dtype), torch.randn(3, E, 16, dtype=dtype))
     qkv = torch.randn(T, H + 2 * HKV, D)
     q, k, v = qkv.split_with_sizes([H, HKV, HKV], dim=1)
     return {
@@ -70,11 +73,15 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
             (x[:1], packed.handle, torch.randn(32, dtype=dtype), 32),
         ],
         "packed_rows": [(rows, packed.handle, E, dtype)] if packed.has_rows else [],
+        "routed_experts": [
+            (x, scores, handles, back.handle.view(1), 1, True, 16, "", ""),
+            (wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, 16, "", ""),
+        ],
         "unified_attention_with_output": [(q, k, v, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
         "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
-        # The handle's table is this process's own; the cases keep the weight alive.
-        "": [(packed,)],
+        # The handles' table is this process's own; the cases keep the weights alive.
+        "": [(packed, back)],
     }
 
 

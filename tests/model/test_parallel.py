@@ -11,7 +11,7 @@ import torch
 from model.config import ModelConfig, ModelError
 from model.families.llama import LlamaForCausalLM
 from model.layers.linear import kv_heads_of
-from model.parallel import Shard
+from model.parallel import ExpertShard, Shard
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 7, 8, 509])
@@ -39,6 +39,30 @@ def test_gathering_joins_in_rank_order_on_rank_0_alone(dim: int, run_ranks: Any)
 def test_reducing_sums(run_ranks: Any) -> None:
     for found in run_ranks(3, lambda shard: shard.all_reduce(torch.full((4,), shard.rank + 1.0))):
         assert found.tolist() == [6.0] * 4
+
+
+def test_a_shard_is_found_by_the_name_of_its_group(run_ranks: Any) -> None:
+    def work(shard: Shard) -> Shard:
+        other = Shard(shard.rank, shard.size, shard.group, kind="dp")
+        assert Shard.named(other.group_name) == other
+        return Shard.named(shard.group_name)
+
+    for rank, found in enumerate(run_ranks(2, work)):
+        assert (found.rank, found.size, found.kind) == (rank, 2, "tp")
+    assert Shard.named("") == Shard()
+    with pytest.raises(LookupError, match="group_name: wanted a registered group"):
+        Shard.named("nobody's")
+
+
+def test_a_grids_ranks_hold_every_expert_once() -> None:
+    for dp_size, tp_size in [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)]:
+        grid = [
+            ExpertShard(Shard(tp_rank, tp_size), Shard(dp_rank, dp_size, kind="dp"))
+            for dp_rank in range(dp_size)
+            for tp_rank in range(tp_size)
+        ]
+        assert [shard.rank for shard in grid] == list(range(dp_size * tp_size))
+        assert {shard.divide(36) for shard in grid} == {36 // len(grid)}
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0)])

@@ -88,11 +88,17 @@ def replaying(paged: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.feature("X02")
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("num_padding_decodes", [0, 2])
 def test_replayed_decode_steps_equal_eager_ones(
-    make_checkpoint: Any, load: Any, paged: Any, replaying: Any, num_padding_decodes: int
+    make_checkpoint: Any,
+    load: Any,
+    paged: Any,
+    replaying: Any,
+    num_padding_decodes: int,
+    family: str,
 ) -> None:
-    model, config = load(make_checkpoint()[0])
+    model, config = load(make_checkpoint(family=family)[0])
     eager, graphs = paged(model), replaying(model)
     numbers = torch.Generator().manual_seed(0)
     prompts = {

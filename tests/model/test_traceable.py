@@ -28,6 +28,7 @@ from model.parallel import Shard
 
 VOCAB = 509
 ATTENTION = torch.ops.lockstep.unified_attention_with_output
+EXPERTS = torch.ops.lockstep.routed_experts
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "Llama"},
@@ -36,6 +37,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"family": "Mistral", "sliding_window": 3},
     "qwen2": {"family": "Qwen2"},
     "qwen3": {"family": "Qwen3", "head_dim": 8},
+    "mixtral": {"family": "Mixtral", "num_local_experts": 3},
+    "qwen3-moe": {
+        "family": "Qwen3Moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "decoder_sparse_step": 2,
+    },
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -195,6 +204,29 @@ def is_symbolic(size: object) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
+@pytest.mark.feature("K05")
+def test_experts_are_one_node_however_many_there_are(make_checkpoint: Any, paged: Any) -> None:
+    """Nothing in the graph counts experts, and nothing of routing is in it."""
+    targets: list[list[str]] = []
+    for num_experts, top_k in ((2, 1), (33, 7)):
+        torch._dynamo.reset()
+        path, _ = make_checkpoint(
+            family="Qwen3Moe",
+            num_experts=num_experts,
+            num_experts_per_tok=top_k,
+            moe_intermediate_size=12,
+        )
+        traced, *_ = traced_beside_eager(path, torch.float32, paged)
+        targets.append([str(node.target) for node in traced.nodes if node.op != "placeholder"])
+        calls = [node for node in traced.nodes if node.target is EXPERTS]
+        assert len(calls) == 2
+        for call in calls:
+            assert all(is_tensor(arg) for arg in call.args[:4])
+            assert call.args[4:] == (top_k, False, 12, "", "")
+    assert targets[0] == targets[1]
+    assert not [name for name in targets[0] if "topk" in name or "softmax" in name]
+
+
 @pytest.mark.feature("K07")
 def test_attentions_schema_has_tensors_and_a_name_alone() -> None:
     kinds = [str(argument.type) for argument in ATTENTION.default._schema.arguments]
@@ -250,7 +282,7 @@ class Group:
     """Stands where tracing needs a group and never calls it."""
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "qwen3-moe"])
 def test_every_rank_traces_the_same_graph(
     name: str, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,8 +298,11 @@ def test_every_rank_traces_the_same_graph(
         assert_only_tokens_are_symbolic(traced.nodes)
         texts.append(traced.graphs[0].print_readable(print_output=False))
     assert texts[0] == texts[1]
-    assert texts[0].count("torch.ops.lockstep.all_reduce(") == 1 + 2 * 2
-    assert texts[0].count("'tp')") == 1 + 2 * 2
+    # A sparse MLP sums inside of its op.
+    num_sparse = texts[0].count("torch.ops.lockstep.routed_experts(")
+    assert num_sparse == (1 if "moe" in name else 0)
+    assert texts[0].count("torch.ops.lockstep.all_reduce(") == 1 + 2 * 2 - num_sparse
+    assert texts[0].count("'tp'") == 1 + 2 * 2
 
 
 def test_ranks_that_run_their_graphs_compute_what_one_rank_computes(

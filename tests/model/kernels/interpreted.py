@@ -21,12 +21,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, forward_context
-from model.families.llama import LlamaForCausalLM
 from model.kernels import (
     dispatch,
     packed_linear,
     paged_attention,
+    sparse_mlp,
     triton_decode,
+    triton_experts,
     triton_norm,
     triton_prefill,
     triton_rope,
@@ -35,6 +36,7 @@ from model.kernels import (
 from model.kv_cache import KVCacheSpec
 from model.layers.activation import silu_and_mul
 from model.layers.attention import AttentionMetadata
+from model.layers.decoder import CausalLM
 from model.layers.norm import RMSNorm
 from model.layers.rotary import rotate
 from model.loader import load_model
@@ -224,6 +226,31 @@ def check_silu(rng: random.Random) -> None:
     compare(triton_silu.silu_and_mul(gate_up), silu_and_mul(gate_up))
 
 
+def check_experts(rng: random.Random) -> None:
+    """Any part of the experts, whether tokens ask for all of them or for none."""
+    dtype = rng.choice([torch.float32, torch.float16])
+    num_experts, num_tokens = rng.randint(1, 9), rng.choice([0, 1, 2, 7, 40, 130])
+    top_k = rng.randint(1, num_experts)
+    hidden, size = rng.choice([1, 16, 33, 64, 130]), rng.choice([1, 8, 31, 64, 72])
+    num_own = rng.randint(1, num_experts)
+    first = rng.randint(0, num_experts - num_own)
+    x = torch.randn(num_tokens, 2 * hidden, dtype=dtype)[:, :hidden]
+    logits = torch.randn(num_tokens, num_experts)
+    if rng.random() < 0.3:
+        logits[:, rng.randrange(num_experts)] += 100.0
+    experts, weights = sparse_mlp.route(logits, top_k, rng.random() < 0.5)
+    # Others' matrices lie before and behind: a rank that reads them shows.
+    gate_up = torch.full((num_own + 2, 2 * size, hidden), torch.nan, dtype=dtype)
+    down = torch.full((num_own + 2, hidden, size), torch.nan, dtype=dtype)
+    gate_up[1:-1] = torch.randn(num_own, 2 * size, hidden) / hidden**0.5
+    down[1:-1] = torch.randn(num_own, hidden, size) / size**0.5
+    args = (x, experts, weights, gate_up[1:-1], down[1:-1], first)
+    with NoWaiting():
+        found = triton_experts.expert_mlp(*args)
+    compare(found, sparse_mlp.expert_mlp(*args))
+    assert found.isfinite().all()
+
+
 def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False) -> None:
     tolerance = 0 if exactly else TOLERANCE[wanted.dtype]
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
@@ -246,7 +273,7 @@ def check_model(rng: random.Random) -> None:
 
 
 def run_steps(
-    model: LlamaForCausalLM, steps: list[list[int]], ids: torch.Tensor, *, waits_never: bool
+    model: CausalLM, steps: list[list[int]], ids: torch.Tensor, *, waits_never: bool
 ) -> list[torch.Tensor]:
     """Give each of three sequences that many tokens per step; return the hidden states."""
     layers = model.attention_layers()
@@ -294,6 +321,7 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "rope": check_rope,
     "norm": check_norm,
     "silu": check_silu,
+    "experts": check_experts,
     "model": check_model,
 }
 

@@ -34,6 +34,8 @@ def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any
         for kernel in (
             "triton_decode._join_kernel",
             "triton_decode._split_kernel",
+            "triton_experts._down_kernel",
+            "triton_experts._up_kernel",
             "triton_norm._norm_kernel",
             "triton_prefill._prefill_kernel",
             "triton_rope._rope_kernel",

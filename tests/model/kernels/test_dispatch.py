@@ -15,12 +15,13 @@ from model.kernels import (
     dispatch,
     paged_attention,
     triton_decode,
+    triton_experts,
     triton_norm,
     triton_prefill,
     triton_rope,
     triton_silu,
 )
-from model.layers import attention
+from model.layers import attention, moe
 from model.layers.activation import silu_and_mul
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.norm import RMSNorm
@@ -33,6 +34,8 @@ KERNELS = {
     "prefill": triton_prefill._prefill_kernel,
     "rope": triton_rope._rope_kernel,
     "silu": triton_silu._silu_kernel,
+    "up": triton_experts._up_kernel,
+    "down": triton_experts._down_kernel,
 }
 
 
@@ -134,6 +137,28 @@ def test_other_layers_on_a_gpu_launch_kernels(launches: list[Any]) -> None:
         dispatch._add_rms_norm(empty(7, 32), empty(7, 32), norm.weight, norm.eps)
         dispatch._silu_and_mul(empty(7, 4096))
     assert launches == [("norm", (7,)), ("norm", (21,)), ("norm", (7,)), ("silu", (7, 2))]
+
+
+@pytest.mark.feature("Y02")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_tiles"),
+    [
+        (1, 8),  # no more tiles than pairs: experts without tokens have none
+        (64, 64 * 8 // 16 + 128),
+        (4096, 4096 * 8 // 128 + 128),
+    ],
+)
+def test_experts_on_a_gpu_launch_kernels_and_read_no_value(
+    launches: list[Any], num_tokens: int, num_tiles: int
+) -> None:
+    with FakeTensorMode():
+        x, logits = empty(num_tokens, 64), empty(num_tokens, 128)
+        matrices = empty(128, 2 * 48, 64), empty(128, 64, 48)
+        out = moe._routed_experts(x, logits, *matrices, 8, True, 48, "", "")
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+    tiles = triton_experts.product_tiles(num_tokens * 8, 128, x.dtype)
+    columns = -(-48 // tiles.gated_columns), -(-64 // tiles.columns)
+    assert launches == [("up", (num_tiles, columns[0])), ("down", (num_tiles, columns[1]))]
 
 
 def traced_ops(function: Any, *args: torch.Tensor) -> list[str]:

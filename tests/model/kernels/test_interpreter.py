@@ -41,6 +41,7 @@ def run(group: str, num_shapes: int, **env: str) -> None:
         ("rope", 40),
         ("norm", 50),
         ("silu", 30),
+        ("experts", 40),
     ],
 )
 def test_kernel_equals_its_torch_twin(group: str, num_shapes: int) -> None:

@@ -1,0 +1,111 @@
+"""Routed experts in torch functions: what a CPU computes, and what the GPU kernel must equal.
+
+Tokens are sorted by expert, so that an expert that has tokens multiplies all of them at once, and
+one that has none is not read. A step of one token reads `top_k` experts.
+
+The one thing to know: experts are a rank's own, numbered from `first_expert` on. Tokens that are
+routed to others' experts are left out; the ranks' results are summed elsewhere.
+
+Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
+I intermediate size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from model.kernels.elementwise import silu_and_mul
+from model.kernels.packed_linear import packed_product
+
+Products = Callable[[torch.Tensor, int], torch.Tensor]
+"""Multiplies tokens [T, I] with the matrix of the expert of a number. Returns [T, O]."""
+
+
+def route(
+    router_logits: torch.Tensor, top_k: int, norm_topk_prob: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts by softmax and top-k, in float32.
+
+    Args:
+        router_logits: [T, X]
+        norm_topk_prob: scale a token's weights to the sum 1.
+
+    Returns the experts, int64 [T, K], and their weights, float32 [T, K], largest first.
+    """
+    probabilities = router_logits.softmax(-1, dtype=torch.float32)
+    weights, experts = probabilities.topk(top_k, dim=-1)
+    if norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return experts, weights
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+) -> torch.Tensor:
+    """Return what this rank's experts add to each token; zero for a token of other experts.
+
+    Args:
+        x: [T, E]
+        experts, weights: int64 and float32 [T, K], as `route` returns them
+        gate_up: [Xr, 2 * I, E], gate first
+        down: [Xr, E, I]
+    """
+
+    def up(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return F.linear(rows, gate_up[expert])
+
+    def back(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return F.linear(rows, down[expert])
+
+    return _by_expert(x, experts, weights, up, back, range(first_expert, first_expert + len(down)))
+
+
+def packed_expert_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    intermediate_size: int,
+    first_expert: int,
+) -> torch.Tensor:
+    """Do what `expert_mlp` does with packed weights; `gate_up`, `down`: handles, int64 [Xr]."""
+    up_indices, down_indices = gate_up.tolist(), down.tolist()
+
+    def up(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return packed_product(rows, up_indices[expert], None, 2 * intermediate_size)
+
+    def back(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return packed_product(rows, down_indices[expert], None, x.shape[1])
+
+    return _by_expert(x, experts, weights, up, back, range(first_expert, first_expert + len(down)))
+
+
+def _by_expert(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    up: Products,
+    down: Products,
+    own: range,
+) -> torch.Tensor:
+    """Run the MLP of each of the `own` experts on its tokens. Sums are float32."""
+    numbers, order = experts.flatten().sort(stable=True)
+    bounds = torch.searchsorted(numbers, torch.arange(own.start, own.stop + 1)).tolist()
+    tokens, scales = order // experts.shape[1], weights.flatten()[order].unsqueeze(1)
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start < stop:
+            rows = tokens[start:stop]
+            result = down(silu_and_mul(up(x[rows], expert)), expert)
+            out.index_add_(0, rows, result * scales[start:stop])
+    return out.to(x.dtype)

@@ -1,0 +1,285 @@
+"""Routed experts on a GPU; the twin of `sparse_mlp.expert_mlp`.
+
+1. Pairs (token, one of its experts) are sorted by expert. Those of other ranks' experts come last.
+2. A grouped product gathers each pair's token, multiplies it with its expert's two matrices up,
+   and gates one with the other.
+3. A second one multiplies down, scales by the pair's weight, and writes where the pair stood before
+   sorting, so that the sum over a token's experts reads neighbours and needs no atomics.
+
+The one thing to know: grids follow from shapes alone. Each expert's pairs are cut into tiles, the
+tiles are numbered over all experts, and a program finds its expert by bisecting that numbering on
+the device. An expert without tokens has no tile, so that its matrices are not read.
+
+Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs,
+I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from model.kernels.triton_tiles import MIN_DOT
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """How much one program holds at a time. All sizes are powers of two."""
+
+    rows: int
+    columns: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def gated_columns(self) -> int:
+        """Of each of two products that one program computes side by side."""
+        return self.columns // 2
+
+
+def product_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTiles:
+    """Return tiles as high as an expert has pairs on average, within what spills no register."""
+    is_half = dtype.itemsize <= 2
+    mean = triton.next_power_of_2(-(-num_pairs // num_experts))
+    rows = min(max(mean, MIN_DOT), 128 if is_half else 32)
+    is_high = rows > 32
+    return ProductTiles(
+        rows=rows,
+        columns=128 if is_high else 64,
+        # A few rows are bound by memory: more of a matrix is on its way at a time.
+        inputs=(64 if is_high else 128) if is_half else 32,
+        num_warps=8 if rows == 128 else 4,
+        num_stages=3,
+    )
+
+
+@dataclass(frozen=True)
+class SortedPairs:
+    """Pairs by expert, all on the device.
+
+    Invariant: expert e has the pairs order[bounds[e]:bounds[e + 1]], in the tiles from
+    first_tile[e] on; what lies behind bounds[X] belongs to other ranks.
+    """
+
+    order: torch.Tensor
+    """int64 [P]"""
+    bounds: torch.Tensor
+    """int32 [X + 1]"""
+    first_tile: torch.Tensor
+    """int32 [X + 1]"""
+
+
+def sort_pairs(
+    experts: torch.Tensor, num_experts: int, first_expert: int, tile_rows: int
+) -> SortedPairs:
+    """Sort pairs by expert. experts: int64 [T, K]."""
+    local = experts.flatten() - first_expert
+    numbers = torch.where((local >= 0) & (local < num_experts), local, num_experts)
+    numbers, order = numbers.sort(stable=True)
+    edges = torch.arange(num_experts + 1, device=experts.device)
+    bounds = torch.searchsorted(numbers, edges, out_int32=True)
+    num_tiles = (bounds.diff() + (tile_rows - 1)) // tile_rows
+    first_tile = F.pad(num_tiles.cumsum(0, dtype=torch.int32), (1, 0))
+    return SortedPairs(order, bounds, first_tile)
+
+
+@triton.jit
+def _expert_of_tile(first_tile: tl.tensor, tile: tl.tensor, num_experts: tl.tensor) -> tl.tensor:
+    """Return the last expert whose first tile is not behind `tile`: one that has tiles."""
+    low = tile * 0
+    high = low + num_experts - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(first_tile + middle) <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _rows_of_tile(
+    order: tl.tensor,
+    bounds: tl.tensor,
+    first_tile: tl.tensor,
+    tile: tl.tensor,
+    num_experts: tl.tensor,
+    BLOCK_M: tl.constexpr,
+) -> tl.tensor:
+    """Return a tile's expert, its rows in sorted order, which of them are, and their pairs."""
+    expert = _expert_of_tile(first_tile, tile, num_experts)
+    first = tl.load(bounds + expert) + (tile - tl.load(first_tile + expert)) * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    is_row = rows < tl.load(bounds + expert + 1)
+    pairs = tl.load(order + rows, mask=is_row, other=0)
+    return expert.to(tl.int64), rows.to(tl.int64), is_row, pairs
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _up_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    bounds: tl.tensor,
+    first_tile: tl.tensor,
+    num_experts: tl.tensor,
+    stride_x: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_weight: tl.tensor,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    if tile >= tl.load(first_tile + num_experts):
+        return
+    expert, rows, is_row, pairs = _rows_of_tile(
+        order, bounds, first_tile, tile, num_experts, BLOCK_M
+    )
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < OUTPUTS
+    inputs = tl.arange(0, BLOCK_K)
+    x_at = x + (pairs // TOP_K)[:, None] * stride_x + inputs[None, :]
+    gate_at = weight + expert * stride_expert
+    gate_at += columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
+    up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, INPUTS, BLOCK_K):
+        is_x, is_weight = is_row[:, None], is_column[None, :]
+        if INPUTS % BLOCK_K != 0:
+            is_input = at + inputs < INPUTS
+            is_x, is_weight = is_x & is_input[None, :], is_weight & is_input[:, None]
+        x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
+        gate_tile = tl.load(gate_at + at, mask=is_weight, other=0.0)
+        gate = tl.dot(x_tile, gate_tile, gate, input_precision="ieee")
+        up_tile = tl.load(up_at + at, mask=is_weight, other=0.0)
+        up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
+
+    # torch rounds both products, and the activation, to the model's dtype.
+    dtype = out.dtype.element_ty
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    out_at = out + rows[:, None] * OUTPUTS + columns[None, :]
+    tl.store(out_at, (activated * up).to(dtype), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _down_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    order: tl.tensor,
+    bounds: tl.tensor,
+    first_tile: tl.tensor,
+    num_experts: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_weight: tl.tensor,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    if tile >= tl.load(first_tile + num_experts):
+        return
+    expert, rows, is_row, pairs = _rows_of_tile(
+        order, bounds, first_tile, tile, num_experts, BLOCK_M
+    )
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < OUTPUTS
+    inputs = tl.arange(0, BLOCK_K)
+    x_at = x + rows[:, None] * INPUTS + inputs[None, :]
+    weight_at = weight + expert * stride_expert
+    weight_at += columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, INPUTS, BLOCK_K):
+        # Rows of other ranks' experts are unset: nothing is loaded from there.
+        is_x, is_weight = is_row[:, None], is_column[None, :]
+        if INPUTS % BLOCK_K != 0:
+            is_input = at + inputs < INPUTS
+            is_x, is_weight = is_x & is_input[None, :], is_weight & is_input[:, None]
+        x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
+        weight_tile = tl.load(weight_at + at, mask=is_weight, other=0.0)
+        acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+
+    # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
+    acc = acc.to(x.dtype.element_ty).to(tl.float32)
+    acc = acc * tl.load(scales + pairs, mask=is_row, other=0.0)[:, None]
+    out_at = out + pairs[:, None] * OUTPUTS + columns[None, :]
+    tl.store(out_at, acc, mask=is_row[:, None] & is_column[None, :])
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+) -> torch.Tensor:
+    """Return what this rank's experts add to each token; zero for a token of other experts.
+
+    Waits for nothing on the device.
+
+    Args:
+        x: [T, E], the last dimension contiguous
+        experts, weights: int64 and float32 [T, K]
+        gate_up: [X, 2 * I, E], gate first
+        down: [X, E, I]
+    """
+    (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
+    num_pairs, num_experts, size = num_tokens * top_k, down.shape[0], down.shape[2]
+    if not num_pairs:
+        return x.new_empty(x.shape)
+    tiles = product_tiles(num_pairs, num_experts, x.dtype)
+    pairs = sort_pairs(experts, num_experts, first_expert, tiles.rows)
+    where = (pairs.order, pairs.bounds, pairs.first_tile, num_experts)
+    # Each tile has a pair, and each expert may leave one tile unfilled.
+    num_tiles = min(num_pairs, num_pairs // tiles.rows + num_experts)
+    gated = x.new_empty(num_pairs, size)
+    _up_kernel[num_tiles, triton.cdiv(size, tiles.gated_columns)](
+        x,
+        gate_up,
+        gated,
+        *where,
+        x.stride(0),
+        *gate_up.stride()[:2],
+        INPUTS=hidden_size,
+        OUTPUTS=size,
+        TOP_K=top_k,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.gated_columns,
+        BLOCK_K=tiles.inputs,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    # Zero where a pair's expert is another rank's.
+    found = torch.zeros(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
+    _down_kernel[num_tiles, triton.cdiv(hidden_size, tiles.columns)](
+        gated,
+        down,
+        found,
+        weights.contiguous(),
+        *where,
+        *down.stride()[:2],
+        INPUTS=size,
+        OUTPUTS=hidden_size,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns,
+        BLOCK_K=tiles.inputs,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return found.view(num_tokens, top_k, hidden_size).sum(1).to(x.dtype)

@@ -1,0 +1,237 @@
+"""Sparse MLPs: a router chooses a few of many experts for each token, behind one opaque op.
+
+1. The router scores the experts (a small product, traced like any other).
+2. The op `lockstep::routed_experts` brings the tokens of all data-parallel ranks here, chooses
+   each token's experts, computes this rank's, and sums over the ranks (`ExpertShard`).
+
+The one thing to know: the op's arguments are tensors and the names of groups, the same in every
+layer and on every rank. A traced graph does not depend on which experts a rank holds or how many.
+
+Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
+I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compile.context import get_forward_context
+from compile.custom_op import direct_register_custom_op
+from model.experts import Experts
+from model.kernels import dispatch, sparse_mlp
+from model.kernels.packed_linear import PackedWeight, can_pack
+from model.layers.linear import ReplicatedLinear
+from model.layers.slices import WeightedLayer, WeightSlice
+from model.parallel import ExpertShard, Shard
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What the checkpoints of a family call an expert's tensors."""
+
+    block: str
+    """The sparse MLP within its layer."""
+    gate: str
+    up: str
+    down: str
+
+
+FUSED = "mlp.experts"
+"""Where transformers 5 writes all experts of a layer as one tensor, if it is told to."""
+
+
+class ExpertWeights(WeightedLayer):
+    """One projection of this rank's experts, one matrix for each.
+
+    Invariant: once packed, `weight` keeps its shape and dtype alone, and `handles` stand for it.
+    """
+
+    handles: torch.Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        parts: int,
+        out_features: int,
+        in_features: int,
+        *,
+        shard: ExpertShard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Describe matrices that join `parts` tensors of `out_features` outputs each."""
+        super().__init__(dtype, device)
+        num_local = shard.divide(num_experts)
+        self.weight = self.declare(num_local, parts * out_features, in_features)
+        self.register_buffer("handles", None, persistent=False)
+        self.is_fused = False
+        self._packed: list[PackedWeight] = []
+        self._own = range(shard.rank * num_local, (shard.rank + 1) * num_local)
+        self._num_experts, self._out_features = num_experts, out_features
+
+    @property
+    def operand(self) -> torch.Tensor:
+        """What an op computes with: the matrices [Xr, O, I], or their handles [Xr]."""
+        return self.weight if self.handles is None else self.handles
+
+    def read_names(self, names: Collection[str]) -> None:
+        self.is_fused = any(name.endswith(f".{FUSED}.gate_up_proj") for name in names)
+
+    def loaded(self, name: str) -> None:
+        if can_pack(self.dtype, self.device):
+            self._packed = [PackedWeight(matrix) for matrix in self.weight]
+            self.handles = torch.stack([packed.handle for packed in self._packed])
+            self.weight = self.declare(*self.weight.shape)
+
+    def plain_weight(self) -> torch.Tensor:
+        """Return the matrices [Xr, O, I], a copy if they are packed."""
+        if self.handles is None:
+            return self.weight
+        return torch.stack([packed.unpack() for packed in self._packed])
+
+    def fused_slice(self, name: str) -> WeightSlice:
+        """Describe one tensor of all experts."""
+        shape = (self._num_experts, *self.weight.shape[1:])
+        own = (self._own.start, self._own.stop)
+        return WeightSlice(name, shape, self, "weight", slice(None), 0, *own)
+
+    def expert_slice(self, name: str, expert: int, part: int) -> WeightSlice:
+        """Describe a tensor of one expert; nothing of it is read on a rank without that expert."""
+        size, is_own = self._out_features, expert in self._own
+        shape = (size, self.weight.shape[2])
+        row = (expert - self._own.start, slice(part * size, (part + 1) * size))
+        rows, stop = (row, size) if is_own else ((0, slice(0)), 0)
+        return WeightSlice(name, shape, self, "weight", rows, 0, 0, stop)
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts, in place of a layer's gated MLP."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: Experts,
+        names: ExpertNames,
+        *,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._experts, self._names = experts, names
+        grid = ExpertShard(shard, shard.data or Shard())
+        self._groups = (shard.group_name, grid.data.group_name)
+        count, size = experts.num_experts, experts.intermediate_size
+        self.gate = ReplicatedLinear(hidden_size, count, dtype=dtype, device=device)
+        self.gate_up_proj = ExpertWeights(
+            count, 2, size, hidden_size, shard=grid, dtype=dtype, device=device
+        )
+        self.down_proj = ExpertWeights(
+            count, 1, hidden_size, size, shard=grid, dtype=dtype, device=device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, E], equal on the ranks of a tensor-parallel group. Returns [T, E], equal too."""
+        out: torch.Tensor = routed_experts(
+            x,
+            self.gate(x),
+            self.gate_up_proj.operand,
+            self.down_proj.operand,
+            self._experts.num_experts_per_tok,
+            self._experts.norm_topk_prob,
+            self._experts.intermediate_size,
+            *self._groups,
+        )
+        return out
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensors; a family may call the block otherwise than `name`."""
+        layer, _, _ = name.rpartition(".")
+        if self.gate_up_proj.is_fused:
+            yield from self.gate.weight_slices(f"{layer}.mlp.gate")
+            yield self.gate_up_proj.fused_slice(f"{layer}.{FUSED}.gate_up_proj")
+            yield self.down_proj.fused_slice(f"{layer}.{FUSED}.down_proj")
+            return
+        names, block = self._names, f"{layer}.{self._names.block}"
+        yield from self.gate.weight_slices(f"{block}.gate")
+        for i in range(self._experts.num_experts):
+            expert = f"{block}.experts.{i}"
+            yield self.gate_up_proj.expert_slice(f"{expert}.{names.gate}.weight", i, 0)
+            yield self.gate_up_proj.expert_slice(f"{expert}.{names.up}.weight", i, 1)
+            yield self.down_proj.expert_slice(f"{expert}.{names.down}.weight", i, 0)
+
+
+# --- the op -------------------------------------------------------------------------------------
+
+
+def _routed_experts(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    intermediate_size: int,
+    group: str,
+    data_group: str,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts, over all ranks that hold some.
+
+    Args:
+        x: [T, E]; router_logits: [T, X]
+        gate_up, down: [Xr, 2 * I, E] and [Xr, E, I], or handles of packed ones, int64 [Xr]
+        group, data_group: names of this rank's tensor-parallel and data-parallel group; "" for one
+            rank alone
+    """
+    shard = ExpertShard(Shard.named(group), Shard.named(data_group))
+    sizes = _rows_of_dp_ranks(x.shape[0], shard.data)
+    if not sum(sizes):
+        return x.new_empty(x.shape)
+    num_columns = x.shape[1]
+    if shard.data.size > 1:
+        # One collective instead of two: what travels is short where it happens most often.
+        rows = shard.dispatch(torch.cat((x, router_logits), 1), sizes)
+        x, router_logits = rows[:, :num_columns], rows[:, num_columns:]
+    experts, weights = sparse_mlp.route(router_logits, top_k, norm_topk_prob)
+    first = shard.rank * gate_up.shape[0]
+    operands = (gate_up, down, intermediate_size, first)
+    return shard.combine(dispatch.expert_mlp(x, experts, weights, *operands), sizes)
+
+
+def _routed_experts_fake(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    norm_topk_prob: bool,
+    intermediate_size: int,
+    group: str,
+    data_group: str,
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _rows_of_dp_ranks(num_rows: int, data: Shard) -> tuple[int, ...]:
+    """Return how many rows each data-parallel rank computes in this step, padding included.
+
+    Raises:
+        ValueError: the step's metadata does not say so, or says otherwise of this rank.
+    """
+    if data.size == 1:
+        return (num_rows,)
+    metadata = get_forward_context().dp_metadata
+    found = () if metadata is None else tuple(metadata.num_tokens_across_dp)
+    if len(found) != data.size or found[data.rank] != num_rows:
+        wanted = f"{data.size} counts with {num_rows} at rank {data.rank}"
+        raise ValueError(f"dp_metadata: wanted {wanted}, found {metadata}")
+    return found
+
+
+routed_experts = direct_register_custom_op(
+    "routed_experts", _routed_experts, fake_impl=_routed_experts_fake
+)

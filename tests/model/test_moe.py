@@ -1,0 +1,262 @@
+"""Routed experts: against one token at a time, on grids of ranks, and what they read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile.context import ForwardContext, forward_context
+from model.experts import Experts
+from model.kernels import sparse_mlp
+from model.kernels.packed_linear import PackedWeight, can_pack
+from model.layers.moe import ExpertNames, SparseMLP
+from model.parallel import Shard
+
+CPU = torch.device("cpu")
+NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of each data-parallel rank, as a step's metadata has them."""
+
+    num_tokens_across_dp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's tensors. Invariant: there are at least as many experts as a token asks."""
+
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    top_k: int
+    norm: bool
+
+    @classmethod
+    def random(
+        cls, num_experts: int, top_k: int, *, hidden: int = 12, size: int = 7, norm: bool = True
+    ) -> Layer:
+        gate_up, down = (
+            torch.randn(num_experts, 2 * size, hidden),
+            torch.randn(num_experts, hidden, size),
+        )
+        return cls(torch.randn(num_experts, hidden), gate_up, down, top_k, norm)
+
+    def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute each token and each of its experts alone, as the definition says."""
+        out = torch.zeros_like(x)
+        for row, token in zip(out, x, strict=True):
+            probabilities = (self.router @ token).softmax(0)
+            chosen = probabilities.sort(descending=True).indices[: self.top_k].tolist()
+            total = sum(float(probabilities[i]) for i in chosen) if self.norm else 1.0
+            for i in chosen:
+                gate, up = (self.gate_up[i] @ token).chunk(2)
+                row += probabilities[i] / total * (self.down[i] @ (F.silu(gate) * up))
+        return out
+
+    def module(self, shard: Shard) -> SparseMLP:
+        """Return this rank's part of the layer, loaded."""
+        experts = Experts(len(self.down), self.top_k, self.down.shape[2], self.norm, (True,))
+        mlp = SparseMLP(
+            self.router.shape[1], experts, NAMES, shard=shard, dtype=torch.float32, device=CPU
+        )
+        mlp.gate.allocate("weight").copy_(self.router)
+        mlp.gate.loaded("weight")
+        for layer, tensor in ((mlp.gate_up_proj, self.gate_up), (mlp.down_proj, self.down)):
+            own = layer.fused_slice("")
+            own.target().copy_(tensor[own.start : own.stop])
+            layer.loaded("weight")
+        return mlp
+
+
+def run(mlp: SparseMLP, x: torch.Tensor, counts: tuple[int, ...] | None = None) -> torch.Tensor:
+    metadata = None if counts is None else Counts(counts)
+    with torch.inference_mode(), forward_context(ForwardContext(dp_metadata=metadata)):
+        out: torch.Tensor = mlp(x)
+    return out
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(0, 20),
+    num_experts=st.integers(1, 12),
+    top_k=st.integers(1, 12),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    norm=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_grouped_experts_equal_tokens_one_by_one(
+    num_tokens: int, num_experts: int, top_k: int, sizes: tuple[int, int], norm: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    hidden, size = sizes
+    top_k = min(top_k, num_experts)
+    layer = Layer.random(num_experts, top_k, hidden=hidden, size=size, norm=norm)
+    # A view of something wider, as a projection's output is.
+    x = torch.randn(num_tokens, 2 * hidden)[:, :hidden]
+    experts, weights = sparse_mlp.route(F.linear(x, layer.router), top_k, norm)
+    wanted = layer.one_by_one(x)
+    # Whichever experts a rank has: the parts sum to the whole.
+    cut = num_experts // 2
+    plain = [
+        sparse_mlp.expert_mlp(x, experts, weights, layer.gate_up[part], layer.down[part], start)
+        for part, start in ((slice(0, cut), 0), (slice(cut, None), cut))
+    ]
+    assert_close(plain[0] + plain[1], wanted)
+    packed = [[PackedWeight(m) for m in matrices] for matrices in (layer.gate_up, layer.down)]
+    handles = [torch.stack([p.handle for p in matrices]) for matrices in packed]
+    found = sparse_mlp.packed_expert_mlp(x, experts, weights, *handles, size, 0)
+    assert found.dtype == x.dtype
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_experts_that_no_token_asks_for_are_not_read(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert can_pack(torch.float32, CPU)
+    torch.manual_seed(0)
+    layer = Layer.random(64, 2)
+    mlp, x = layer.module(Shard()), torch.randn(num_tokens, 12)
+    asked = F.linear(x, layer.router).topk(2).indices.flatten().unique().tolist()
+    read: list[int] = []
+    product = sparse_mlp.packed_product
+
+    def counting(rows: torch.Tensor, index: int, *args: Any) -> torch.Tensor:
+        read.append(index)
+        return product(rows, index, *args)
+
+    monkeypatch.setattr(sparse_mlp, "packed_product", counting)
+    assert_close(run(mlp, x), layer.one_by_one(x))
+    handles = (mlp.gate_up_proj.handles, mlp.down_proj.handles)
+    wanted = [int(matrices[i]) for i in asked for matrices in handles if matrices is not None]
+    assert read == wanted
+
+
+def test_a_token_that_is_not_a_number_reaches_no_other() -> None:
+    torch.manual_seed(0)
+    layer = Layer.random(5, 3)
+    mlp, x = layer.module(Shard()), torch.randn(6, 12)
+    wanted = run(mlp, x)
+    x[2] = torch.nan
+    found = run(mlp, x)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert_close(found[others], wanted[others])
+
+
+# --- grids of ranks -----------------------------------------------------------------------------
+
+
+def random_counts(rng: random.Random, dp_size: int) -> tuple[int, ...]:
+    """Equal counts as in padded steps, or different ones, often none."""
+    if rng.random() < 0.3:
+        return (rng.randint(0, 9),) * dp_size
+    return tuple(rng.choice([0, 0, 1, 2, rng.randint(0, 30)]) for _ in range(dp_size))
+
+
+@pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 1), (2, 2), (3, 1), (2, 3)])
+def test_a_grid_computes_what_one_rank_does(
+    dp_size: int, tp_size: int, run_grid: Callable[..., list[list[Any]]]
+) -> None:
+    """Uneven tokens, ranks without any, steps without any at all."""
+    torch.manual_seed(dp_size)
+    rng = random.Random(tp_size)
+    layer = Layer.random(12, 3)
+    steps = [(0,) * dp_size, *(random_counts(rng, dp_size) for _ in range(25))]
+    tokens = [[torch.randn(n, 12) for n in counts] for counts in steps]
+
+    def work(shard: Shard) -> list[torch.Tensor]:
+        mlp = layer.module(shard)
+        dp_rank = shard.data.rank if shard.data is not None else 0
+        pairs = zip(steps, tokens, strict=True)
+        return [run(mlp, xs[dp_rank], counts) for counts, xs in pairs]
+
+    results = run_grid(dp_size, tp_size, work)
+    for step, xs in enumerate(tokens):
+        for dp_rank, x in enumerate(xs):
+            first, *others = [found[step] for found in results[dp_rank]]
+            assert_close(first, layer.one_by_one(x))
+            # Whoever computes the same tokens goes on with the same numbers.
+            assert all(torch.equal(found, first) for found in others)
+
+
+def test_padding_of_any_rank_changes_no_token(run_grid: Callable[..., list[list[Any]]]) -> None:
+    torch.manual_seed(0)
+    layer = Layer.random(6, 2)
+    tokens = [torch.randn(n, 12) for n in (5, 0)]
+
+    def work(shard: Shard) -> torch.Tensor:
+        assert shard.data is not None
+        mlp, x = layer.module(shard), tokens[shard.data.rank]
+        padded = torch.full((8, 12), torch.nan)
+        padded[: len(x)] = x
+        return run(mlp, padded, (8, 8))[: len(x)]
+
+    for (found,), x in zip(run_grid(2, 1, work), tokens, strict=True):
+        assert_close(found, layer.one_by_one(x))
+
+
+@pytest.mark.parametrize("counts", [None, (3,), (3, 4), (3, 3, 3)])
+def test_metadata_of_another_step_is_refused_before_any_collective(
+    counts: tuple[int, ...] | None, run_grid: Callable[..., list[list[Any]]]
+) -> None:
+    layer = Layer.random(4, 2)
+
+    def work(shard: Shard) -> None:
+        assert shard.data is not None
+        if shard.data.rank == 0:
+            return
+        wanted = r"dp_metadata: wanted 2 counts with 3 at rank 1, found "
+        with pytest.raises(ValueError, match=wanted):
+            run(layer.module(shard), torch.randn(3, 12), counts)
+
+    run_grid(2, 1, work)
+
+
+def test_data_parallel_models_share_experts_and_equal_one_rank(
+    make_checkpoint: Any, load: Any, paged: Any, run_grid: Callable[..., list[list[Any]]]
+) -> None:
+    """Whole models of 2 x 2 ranks, whose data-parallel ranks run prompts of their own."""
+    shape = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    path, reference = make_checkpoint(family="Mixtral", **shape)
+    numbers = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(509, (n,), generator=numbers) for n in (19, 7)]
+    steps = [(12, 7), (7, 1)]
+
+    def work(shard: Shard) -> torch.Tensor:
+        assert shard.data is not None
+        runner, ids = paged(load(path, shard)[0]), prompts[shard.data.rank]
+        parts = []
+        for counts in steps:
+            runner.dp_metadata = Counts(counts)
+            done, n = runner.lengths.get("a", 0), counts[shard.data.rank]
+            chunk = ids[done : done + n]
+            # A rank that has nothing left to do runs along on padding.
+            found = runner.step(
+                {"a": chunk} if len(chunk) else {}, num_padding_decodes=int(not len(chunk))
+            )
+            parts += [found["a"]] if "a" in found else []
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    for (found, other), ids in zip(run_grid(2, 2, work), prompts, strict=True):
+        with torch.inference_mode():
+            wanted = reference(ids[None]).logits[0]
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+        assert not len(other)
