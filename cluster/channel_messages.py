@@ -35,6 +35,10 @@ class StepDigest(Wire, frozen=True):
     num_tokens: int
     num_decodes: int
     agreement: int
+    graph_mode: int
+    padded_tokens: int
+    padded_seqs: int
+    """The key of the graph that is replayed, or the sizes of an eager step."""
     rows: int
     num_computed: int
     num_new: int

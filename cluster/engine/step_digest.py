@@ -8,7 +8,10 @@ no wait, and a follower that disagrees does not enter the step's collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cluster.channel_messages import StepDigest
+from cluster.lockstep_messages import StepShape
 from cluster.messages import StepAgreement, StepPlan, checksum
 
 
@@ -47,7 +50,9 @@ class StepDigester:
     equal digests hold equal rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shape_of: Callable[[StepAgreement], StepShape]) -> None:
+        """Start before the first step; `shape_of` is the rank's own dispatch."""
+        self._shape_of = shape_of
         self._previous_step = 0
         self._row_state = 0
 
@@ -56,6 +61,7 @@ class StepDigester:
         previous, self._previous_step = self._previous_step, plan.step
         if plan.admitted or plan.new_blocks:
             self._row_state = checksum((plan.admitted, plan.new_blocks), self._row_state)
+        shape = self._shape_of(agreed)
         return StepDigest(
             previous_step=previous,
             epoch=plan.epoch,
@@ -64,6 +70,9 @@ class StepDigester:
             num_tokens=plan.num_tokens,
             num_decodes=plan.num_decodes,
             agreement=checksum(agreed),
+            graph_mode=shape.graph_mode,
+            padded_tokens=shape.num_tokens,
+            padded_seqs=shape.num_seqs,
             rows=checksum(plan.rows),
             num_computed=checksum(plan.num_computed),
             num_new=checksum(plan.num_new),

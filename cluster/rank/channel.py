@@ -33,6 +33,7 @@ from cluster.channel_messages import (
     StepFrame,
     ToFollower,
 )
+from cluster.engine.lockstep import ShapeOf
 from cluster.engine.step_digest import StepDigester
 from cluster.lockstep_messages import PeerHello
 from cluster.messages import PROTOCOL_VERSION, FrameError, StepAgreement, StepPlan, decode, encode
@@ -71,7 +72,7 @@ class NoFollowers:
 
     sockets: tuple[zmq.Socket[bytes], ...] = ()
 
-    def accept(self) -> list[FollowerHello]:
+    def accept(self, shape_of: ShapeOf) -> list[FollowerHello]:
         """Wait for nobody."""
         return []
 
@@ -99,12 +100,15 @@ class StepSender:
         self, context: Context, num_followers: int, *, host: str, config_hash: str, epoch: int
     ) -> None:
         self._hello = LeaderHello(PROTOCOL_VERSION, config_hash, epoch)
-        self._digester = StepDigester()
+        self._digester: StepDigester | None = None  # from `accept` on
         self.sockets = tuple(open_pair(context) for _ in range(num_followers))
         self.addresses = [bind_pair(socket, host) for socket in self.sockets]
 
-    def accept(self) -> list[FollowerHello]:
+    def accept(self, shape_of: ShapeOf) -> list[FollowerHello]:
         """Wait until every follower has loaded; return their hellos by rank.
+
+        Args:
+            shape_of: the leader's dispatch, which each step's digest tells of.
 
         Raises:
             FrameError: a follower of another deployment, or none in time.
@@ -122,10 +126,12 @@ class StepSender:
             if hello.tp_rank != i + 1:
                 raise FrameError(f"tp_rank: wanted {i + 1}, found {hello.tp_rank}")
             hellos.append(hello)
+        self._digester = StepDigester(shape_of)
         return hellos
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
         """Hand one step to every follower."""
+        assert self._digester is not None, "step channel: wanted accept() before send()"
         self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
 
     def tell(self, order: KVOrder) -> None:

@@ -66,7 +66,6 @@ class Follower:
         self._name = f"rank dp={dp_rank} tp={tp_rank} epoch={epoch}"
         self._step = 0
         self._is_stopping = False
-        self._digester = StepDigester()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorbell = Doorbell()
 
@@ -87,6 +86,7 @@ class Follower:
             progress=progress,
             storage=self.transfer.storage,
         )
+        self._digester = StepDigester(self.runner.forward.shape_of)
         self.transfer.start(
             self.runner.kv_pool,
             context=self._context,

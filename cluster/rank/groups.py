@@ -111,6 +111,18 @@ class TensorParallelGroup:
         """Wait until every rank that steps together is here; each name can be used once."""
         self.minimum(f"barrier/{name}", 0)
 
+    def join_all(self, name: str, device: str, host: str) -> ProcessGroup | None:
+        """Join another process group, of all ranks that step together; None for one alone.
+
+        Every rank calls it, once for each name; the caller shuts the group down. Its ranks are
+        `rank` of `size`. `host` is this node's address.
+        """
+        if self._store is None:
+            return None
+        make = _nccl if device == "cuda" else _gloo
+        store = PrefixStore(f"all/{name}", self._store)
+        return cast(ProcessGroup, make(store, self.rank, self.size, host))
+
     def close(self) -> None:
         """Leave the group. Rank 0 waits a moment for the others: the store ends with it."""
         if self._store is None:

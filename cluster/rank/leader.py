@@ -126,7 +126,8 @@ class Leader:
         )
         self._holder: GroupHolder | None = None
         self._reader: GroupReader | None = None
-        self.engine = self._assemble(self._channel.accept(), self._join(rendezvous, config_hash))
+        followers = self._channel.accept(self.runner.forward.shape_of)
+        self.engine = self._assemble(followers, self._join(rendezvous, config_hash))
 
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = 0  # a submission is never dropped; queues are bounded at the ingress

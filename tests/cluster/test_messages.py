@@ -15,14 +15,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cluster import channel_messages, messages
+from cluster import channel_messages, lockstep_messages, messages
 from cluster.messages import FrameError, Header, StepPlan, Wire, check_header, decode, encode
 
 pytestmark = pytest.mark.feature("Y03")
 
 STRUCTS: list[type[Wire]] = [
     kind
-    for module in (messages, channel_messages)
+    for module in (messages, channel_messages, lockstep_messages)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Wire) and kind is not Wire
     if kind.__module__ == module.__name__
@@ -33,6 +33,7 @@ UNIONS = {
     "KVCall": messages.KVCall,
     "ToFollower": channel_messages.ToFollower,
     "FromFollower": channel_messages.FromFollower,
+    "ToPeer": lockstep_messages.ToPeer,
 }
 
 every_struct = pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)

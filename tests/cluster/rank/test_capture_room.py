@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.rank.capture_room import MARGIN_BYTES, CaptureRoom, bytes_per_token, free_memory_bytes
@@ -57,16 +58,20 @@ def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> l
             end_context(meeting.context, "test", linger=0)
 
 
-def test_all_ranks_wait_for_one_another_and_sum_among_their_own() -> None:
+def test_ranks_wait_for_all_and_sum_among_their_own_or_among_all() -> None:
     def work(group: TensorParallelGroup) -> Any:
-        total = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
-        return group.rank, group.size, group.minimum("n", 10 - group.rank), float(total)
+        mine = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
+        everyone, total = group.join_all("experts", "cpu", HOST), torch.full((1,), 1.0)
+        assert everyone is not None
+        dist.all_reduce(total, group=everyone)
+        everyone.shutdown()
+        return group.rank, group.minimum("n", 10 - group.rank), float(mine), float(total)
 
     assert run_ranks(2, 2, work) == [
-        (0, 4, 7, 11.0),
-        (1, 4, 7, 11.0),
-        (2, 4, 7, 1100.0),
-        (3, 4, 7, 1100.0),
+        (0, 7, 11.0, 4.0),
+        (1, 7, 11.0, 4.0),
+        (2, 7, 1100.0, 4.0),
+        (3, 7, 1100.0, 4.0),
     ]
 
 

@@ -19,13 +19,18 @@ from cluster.channel_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.messages import PROTOCOL_VERSION, FrameError, KVSource, StepPlan
+from cluster.lockstep_messages import StepShape
+from cluster.messages import PROTOCOL_VERSION, FrameError, KVSource, StepAgreement, StepPlan
 from cluster.rank.channel import ChannelAddress, StepReceiver, StepSender
 from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.lockstep import Lockstep
 
 PLAN = StepPlan(1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
+
+
+def shape_of(agreed: StepAgreement) -> StepShape:
+    return StepShape(0, agreed.max_tokens, agreed.max_seqs, False)
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ def test_every_follower_gets_everything_in_order(
         for address in sender.addresses
     ]
     opening = [connect(address, hello(i + 1)) for i, address in enumerate(addresses)]
-    assert [h.tp_rank for h in sender.accept()] == [1, 2]
+    assert [h.tp_rank for h in sender.accept(shape_of)] == [1, 2]
     ends = [end.wait_until_open() for end in opening]
     agreed = Lockstep.alone().agree(PLAN.vote())
     for ticket in range(100):
@@ -122,7 +127,7 @@ def test_every_follower_gets_everything_in_order(
 
 def test_a_ring_ends_a_wait_for_a_frame(connect: Connect, sender: StepSender) -> None:
     ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    sender.accept()
+    sender.accept(shape_of)
     receiver = ends[0].wait_until_open()
     threading.Timer(0.05, ends[0].doorbell.ring).start()
     began = time.monotonic()
@@ -145,7 +150,7 @@ def test_a_stranger_is_refused_on_both_sides(
 ) -> None:
     end = connect(sender.addresses[0], hello(1, **fields))
     with pytest.raises(FrameError, match=message):
-        sender.accept()
+        sender.accept(shape_of)
     end.wait_until_open()
     [field] = fields
     assert end.error.startswith(f"{field}: wanted {fields[field]}, found ")
@@ -154,14 +159,14 @@ def test_a_stranger_is_refused_on_both_sides(
 def test_a_rank_at_the_wrong_place_is_refused(connect: Connect, sender: StepSender) -> None:
     connect(sender.addresses[0], hello(2))
     with pytest.raises(FrameError, match="tp_rank: wanted 1, found 2"):
-        sender.accept()
+        sender.accept(shape_of)
 
 
 def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
     connect: Connect, sender: StepSender
 ) -> None:
     ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    sender.accept()
+    sender.accept(shape_of)
     ends[1].wait_until_open().close()
     deadline = time.monotonic() + 5
     with pytest.raises(ConnectionError, match="follower tp=2: wanted an open channel"):

@@ -1,0 +1,53 @@
+"""Applications whose pools are groups of data-parallel engines in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.mark.feature("P02", "P08")
+def test_two_pools_of_two_engines_each_answer_as_one_rank_does(
+    start_app: Callable[..., Any],
+) -> None:
+    from serve.llm import LLM, SamplingParams
+
+    # In float32: another batch, and with it another order of summation, shows in bfloat16.
+    options = ["dtype=float32", "enforce_eager=true", "prefill.routing=round_robin"]
+    options += [f"{pool}.data_parallel_size=2" for pool in ("prefill", "decode")]
+    app = start_app("dp", *options)
+    for pool in ("prefill", "decode"):
+        found = [(r["dp_rank"], r["tp_rank"], r["state"]) for r in app.ranks(pool)]
+        assert found == [(0, 0, "ready"), (1, 0, "ready")]
+    llm = LLM(dtype="float32", max_num_seqs=8, enforce_eager=True)
+    questions = ["What is 12 + 30?", "Count from 3 to 9.", "Sort 5 2 9.", "Count from 5 to 20."]
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+
+        def ask(messages: list[dict[str, str]]) -> list[int]:
+            answer = client.chat.completions.create(
+                model="lockstep-tiny",
+                messages=messages,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=60,
+                extra_body={"return_token_ids": True},
+            )
+            return list(answer.choices[0].token_ids)  # type: ignore[attr-defined]
+
+        with ThreadPoolExecutor(4) as threads:
+            served = list(threads.map(ask, conversations))
+    for messages, tokens in zip(conversations, served, strict=True):
+        [offline] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60))
+        assert tokens == offline.outputs[0].token_ids
+    # Routing gave every prefill engine some of the prompts, and all step together.
+    computed = [r["prompt_tokens_computed"] for r in app.ranks("prefill")]
+    assert all(computed), computed
+    for pool in ("prefill", "decode"):
+        steps = [r["step"] for r in app.ranks(pool)]
+        assert abs(steps[0] - steps[1]) <= 1, steps  # asked one after the other
