@@ -321,14 +321,14 @@ def _fields_at(field: str) -> tuple[str, ...]:
 def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
     model_path, model = _model(args)
-    lockstep = _lockstep(args.lockstep, model_path)
+    lockstep = _lockstep(args.lockstep, model)
     try:
         parallel = ParallelConfig(
             pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep
         )
     except ConfigError as error:
         raise ConfigError(f"{name}.{error.field}", error.wanted, error.found) from None
-    _check_heads(f"{name}.tensor_parallel_size", pool.tensor_parallel_size, model)
+    _check_heads(name, parallel, model)
     scheduler = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens)
     engine = EngineConfig(
         model_path=str(model_path),
@@ -359,12 +359,11 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
     return PoolConfig(name, pool.replicas, num_cpus, engine, _routing(name, pool.routing))
 
 
-def _lockstep(lockstep: str, model_path: Path) -> bool:
+def _lockstep(lockstep: str, model: ModelConfig) -> bool:
     """Data-parallel ranks that share experts meet in every layer: they cannot step apart."""
     if lockstep == "on":
         return True
-    fields = json.loads((model_path / "config.json").read_text())
-    if any(fields.get(name) for name in ("num_local_experts", "num_experts")):
+    if model.experts is not None:
         raise ConfigError("lockstep", "on for a model with experts", lockstep)
     return False
 
@@ -393,13 +392,16 @@ def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
         )
 
 
-def _check_heads(field: str, size: int, model: ModelConfig) -> None:
-    if size not in (sizes := model.tensor_parallel_sizes()):
+def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> None:
+    size, data_parallel_size = parallel.tensor_parallel_size, parallel.data_parallel_size
+    if size not in (sizes := model.tensor_parallel_sizes(data_parallel_size)):
         heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
         if model.experts is not None:
             heads += f" and {model.experts.num_experts} experts"
-        wanted = f"one of {', '.join(map(str, sizes))} for a model with {heads}"
-        raise ConfigError(field, wanted, size)
+            if data_parallel_size > 1:
+                heads += f" on {data_parallel_size} data-parallel ranks"
+        wanted = f"one of {', '.join(map(str, sizes)) or 'no size'} for a model with {heads}"
+        raise ConfigError(f"{name}.tensor_parallel_size", wanted, size)
 
 
 def _model(args: DeployArgs) -> tuple[Path, ModelConfig]:

@@ -104,6 +104,7 @@ def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "data_parallel_size": str(parallel.data_parallel_size),
         "group": shard.group_name,
+        "data_group": "" if shard.data is None else shard.data.group_name,
         # What a constructor decides is in the graph, and constructors are not traced.
         "model_sources": sources_hash(Path(model.__file__).parent),
         "packed_weights": str(can_pack(dtype, device)),

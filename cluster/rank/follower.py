@@ -41,6 +41,7 @@ from cluster.rank.kv_transfer.end import TransferEnd
 from cluster.rank.meeting import Rendezvous
 from cluster.rank.runner import ModelRunner
 from cluster.rank.stats import RankStats
+from model.config import ModelConfig
 
 
 class Follower:
@@ -77,6 +78,7 @@ class Follower:
             host,
             dp_rank=dp_rank if dp_size > 1 else 0,
             dp_size=dp_size,
+            shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
         )
         self.transfer = TransferEnd(config, tp_rank)
         self.runner = ModelRunner(

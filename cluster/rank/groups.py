@@ -9,6 +9,7 @@ rank inside a collective can only be freed by ending its process.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -61,12 +62,14 @@ class TensorParallelGroup:
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
+        shares_experts: bool = False,
         where: Rendezvous | None = None,
     ) -> TensorParallelGroup:
         """Join as tensor-parallel rank 0 of those that meet here; alone where nobody else does.
 
         Args:
             size: of the tensor-parallel group.
+            shares_experts: data-parallel ranks hold the model's experts together.
             where: what the owner told; None where this leader's own meeting is all there is.
         """
         where = where or meeting.rendezvous
@@ -75,7 +78,8 @@ class TensorParallelGroup:
         # The store listens on the group's address only, and closes the descriptor at its end.
         listen_fd = meeting.listener.detach() if meeting.listener is not None else None
         store = _open_store(where, size * dp_size, listen_fd)
-        shard = _join(store, dp_rank, 0, size, device, meeting.host)
+        place = _Place(dp_rank, dp_size, 0, size, device, meeting.host)
+        shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
     @classmethod
@@ -88,11 +92,13 @@ class TensorParallelGroup:
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
+        shares_experts: bool = False,
     ) -> TensorParallelGroup:
         """Join as a follower. `host` is this node's address."""
         size = len(where.channels) + 1
         store = _open_store(where, size * dp_size, None)
-        shard = _join(store, dp_rank, tp_rank, size, device, host)
+        place = _Place(dp_rank, dp_size, tp_rank, size, device, host)
+        shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
     def minimum(self, name: str, value: int) -> int:
@@ -111,18 +117,6 @@ class TensorParallelGroup:
         """Wait until every rank that steps together is here; each name can be used once."""
         self.minimum(f"barrier/{name}", 0)
 
-    def join_all(self, name: str, device: str, host: str) -> ProcessGroup | None:
-        """Join another process group, of all ranks that step together; None for one alone.
-
-        Every rank calls it, once for each name; the caller shuts the group down. Its ranks are
-        `rank` of `size`. `host` is this node's address.
-        """
-        if self._store is None:
-            return None
-        make = _nccl if device == "cuda" else _gloo
-        store = PrefixStore(f"all/{name}", self._store)
-        return cast(ProcessGroup, make(store, self.rank, self.size, host))
-
     def close(self) -> None:
         """Leave the group. Rank 0 waits a moment for the others: the store ends with it."""
         if self._store is None:
@@ -133,8 +127,9 @@ class TensorParallelGroup:
             if self.rank == 0:
                 keys = [f"ended/{rank}" for rank in range(self.size)]
                 self._store.wait(keys, timedelta(seconds=END_TIMEOUT_S))
-        if self.shard.group is not None:
-            self.shard.group.shutdown()
+        for shard in (self.shard, self.shard.data):
+            if shard is not None and shard.group is not None:
+                shard.group.shutdown()
         self._store = None
 
 
@@ -150,14 +145,35 @@ def _open_store(where: Rendezvous, size: int, listen_fd: int | None) -> TCPStore
     )
 
 
-def _join(store: TCPStore, dp_rank: int, rank: int, size: int, device: str, host: str) -> Shard:
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank stands among all that step together, and where it runs."""
+
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    device: str
+    host: str
+
+
+def _join(store: TCPStore, place: _Place, *, shares_experts: bool) -> Shard:
+    tensor = _group(store, f"tensors/{place.dp_rank}", place.tp_rank, place.tp_size, place)
+    data = None
+    if shares_experts and place.dp_size > 1:
+        # Ranks that stand at the same place in their tensor-parallel groups.
+        group = _group(store, f"experts/{place.tp_rank}", place.dp_rank, place.dp_size, place)
+        data = Shard(place.dp_rank, place.dp_size, group, kind="dp")
+    return Shard(place.tp_rank, place.tp_size, tensor, data=data)
+
+
+def _group(store: TCPStore, name: str, rank: int, size: int, place: _Place) -> ProcessGroup | None:
     if size == 1:
-        return Shard()
-    make = _nccl if device == "cuda" else _gloo
-    group = make(PrefixStore(f"tensors/{dp_rank}", store), rank, size, host)
+        return None
+    make = _nccl if place.device == "cuda" else _gloo
     # A backend has the methods of a group. It is no member of torch's table of groups: one
     # process may hold several, and nothing global is left when it ends.
-    return Shard(rank, size, cast(ProcessGroup, group))
+    return cast(ProcessGroup, make(PrefixStore(name, store), rank, size, place.host))
 
 
 def _gloo(store: Store, rank: int, size: int, host: str) -> Backend:

@@ -55,6 +55,7 @@ from cluster.rank.meeting import Meeting, Rendezvous
 from cluster.rank.outlet import Outlet
 from cluster.rank.runner import ModelRunner
 from cluster.rank.stats import RankStats
+from model.config import ModelConfig
 
 log = logging.getLogger("lockstep.leader")
 
@@ -107,6 +108,7 @@ class Leader:
             config.device,
             dp_rank=dp_rank if dp_size > 1 else 0,
             dp_size=dp_size,
+            shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
             where=rendezvous,
         )
         self.transfer = TransferEnd(config, tp_rank=0)

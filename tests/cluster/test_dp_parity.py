@@ -32,6 +32,7 @@ from compile.config import CompilationConfig
 
 HOST, HASH, EPOCH = "127.0.0.1", "test", 5
 MAX_NUM_SEQS, BUDGET = 4, 24
+EXPERTS = pytest.mark.feature("P15")
 
 RANK = """
 import pickle, sys, threading
@@ -208,7 +209,13 @@ def check_logs(ends: list[tuple[list[dict[str, Any]], dict[str, int], Any]]) -> 
 
 @pytest.mark.feature("P01", "P02", "P04", "P10", "P13", "P20", "P21")
 @pytest.mark.parametrize(
-    ("shape", "tp_size"), [("odd vocabulary", 1), ("one kv head", 2)], ids=["1x2", "2x2"]
+    ("shape", "tp_size"),
+    [
+        pytest.param("odd vocabulary", 1, id="1x2"),
+        pytest.param("one kv head", 2, id="2x2"),
+        pytest.param("mixtral tied eight experts", 1, id="1x2 experts", marks=EXPERTS),
+        pytest.param("mixtral tied eight experts", 2, id="2x2 experts", marks=EXPERTS),
+    ],
 )
 def test_ranks_in_lockstep_generate_what_one_rank_does_through_the_same_graphs(
     make_oracle: Callable[[str], Any],

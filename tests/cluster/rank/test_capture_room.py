@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.rank.capture_room import MARGIN_BYTES, CaptureRoom, bytes_per_token, free_memory_bytes
@@ -42,9 +41,13 @@ def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> l
         where, place = told[dp_rank], {"dp_rank": dp_rank, "dp_size": dp}
         if tp_rank == 0:
             meeting = meetings[dp_rank]
-            group = TensorParallelGroup.lead(meeting, tp, "cpu", where=where, **place)
+            group = TensorParallelGroup.lead(
+                meeting, tp, "cpu", where=where, shares_experts=True, **place
+            )
         else:
-            group = TensorParallelGroup.follow(where, tp_rank, "cpu", HOST, **place)
+            group = TensorParallelGroup.follow(
+                where, tp_rank, "cpu", HOST, shares_experts=True, **place
+            )
         try:
             return work(group)
         finally:
@@ -58,20 +61,18 @@ def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> l
             end_context(meeting.context, "test", linger=0)
 
 
-def test_ranks_wait_for_all_and_sum_among_their_own_or_among_all() -> None:
+def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
     def work(group: TensorParallelGroup) -> Any:
         mine = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
-        everyone, total = group.join_all("experts", "cpu", HOST), torch.full((1,), 1.0)
-        assert everyone is not None
-        dist.all_reduce(total, group=everyone)
-        everyone.shutdown()
-        return group.rank, group.minimum("n", 10 - group.rank), float(mine), float(total)
+        assert group.shard.data is not None
+        across = group.shard.data.all_reduce(torch.full((1,), 10.0**group.rank))
+        return group.rank, group.minimum("n", 10 - group.rank), float(mine), float(across)
 
     assert run_ranks(2, 2, work) == [
-        (0, 7, 11.0, 4.0),
-        (1, 7, 11.0, 4.0),
-        (2, 7, 1100.0, 4.0),
-        (3, 7, 1100.0, 4.0),
+        (0, 7, 11.0, 101.0),
+        (1, 7, 11.0, 1010.0),
+        (2, 7, 1100.0, 101.0),
+        (3, 7, 1100.0, 1010.0),
     ]
 
 
