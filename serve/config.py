@@ -135,6 +135,7 @@ class DeployConfig:
     max_queued_requests: int
     request_timeout_s: float
     max_body_bytes: int
+    debug: bool = False
 
     @property
     def max_model_len(self) -> int:
@@ -185,6 +186,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         max_queued_requests=_at_least("max_queued_requests", args.max_queued_requests, 0),
         request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
         max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
+        debug=args.debug,
     )
 
 
@@ -225,8 +227,6 @@ def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
     refuse_speculation(args.speculative_config or {})
     if args.lockstep not in ("on", "off"):
         raise ConfigError("lockstep", "on or off", args.lockstep)
-    if args.debug:
-        raise ConfigError("debug", "false (debug routes are not built yet)", args.debug)
     return args
 
 

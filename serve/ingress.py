@@ -38,6 +38,7 @@ log = logging.getLogger("lockstep.ingress")
 
 POLL_PERIOD_S = 0.1
 RETRY_AFTER_S = 2
+DEBUG_TIMEOUT_S = 3.0
 
 
 class _Pools:
@@ -73,6 +74,7 @@ class Ingress:
             max_body_bytes=config.max_body_bytes,
             request_timeout_s=config.request_timeout_s,
             retry_after_s=RETRY_AFTER_S,
+            debug=config.debug,
         )
         self._serving = Serving(settings, self, lambda: self._tokenizer)
         self._status: dict[str, Any] = {"status": "loading", "pools": {}, "loading": []}
@@ -125,6 +127,18 @@ class Ingress:
         Not from a call of its own: a client that gives up would cancel it on its way to the board.
         """
         return (200 if self._status["status"] == "ready" else 503), self._status
+
+    async def debug_ranks(self) -> dict[str, Any]:
+        """Return what every rank has compiled, captured, replayed and agreed on.
+
+        A rank that does not answer in `DEBUG_TIMEOUT_S` has an `error` instead.
+        """
+        found = await self._board.actors.remote()
+        pools = {}
+        for pool, replicas in found.items():
+            asked = [(name, await _debug_of(actors)) for name, actors in replicas.items()]
+            pools[pool] = {"replicas": [{"id": name, "ranks": ranks} for name, ranks in asked]}
+        return {"pools": pools}
 
     async def _refresh(self) -> None:
         body = dict(await self._snapshot())
@@ -204,3 +218,18 @@ class Ingress:
             with suppress(ray.exceptions.RayError):
                 await self._refresh()
             await asyncio.sleep(POLL_PERIOD_S)
+
+
+async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:
+    """Ask all ranks of a replica at once."""
+
+    async def ask(actor: Any) -> dict[str, Any]:
+        try:
+            call = actor.debug.options(concurrency_group="ctl").remote()
+            return dict(await asyncio.wait_for(call, DEBUG_TIMEOUT_S))
+        except TimeoutError:
+            return {"error": f"wanted an answer in {DEBUG_TIMEOUT_S:g} s, found none"}
+        except ray.exceptions.RayError as error:
+            return {"error": str(error).splitlines()[0]}
+
+    return list(await asyncio.gather(*map(ask, actors)))

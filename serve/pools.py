@@ -202,7 +202,8 @@ class Pool:
             # Loading imports torch, which keeps a rank from answering for seconds.
             state = "stuck" if self._state == "ready" and not is_answered else self._state
             name, replica_id = self._pool.name, self._replica_id
-            await self._board.push(ReplicaReport(name, replica_id, state, group, self._error))
+            report = ReplicaReport(name, replica_id, state, group, self._error)
+            await self._board.push(report, self._group.actors)
             await asyncio.sleep(REPORT_PERIOD_S)
 
     def _spawn(self, coroutine: Any) -> None:

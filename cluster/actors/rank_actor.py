@@ -155,6 +155,12 @@ class RankActor:
             return None
         return self._rank.heartbeat()
 
+    def debug(self) -> dict[str, Any]:
+        """Return what `/debug/ranks` shows of this rank."""
+        place = {"dp_rank": self._place.dp_rank, "tp_rank": self._place.tp_rank}
+        rank = {**place, "epoch": self._place.epoch, "pid": os.getpid(), "state": self._state}
+        return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
+
     def step_log(self) -> list[dict[str, Any]]:
         """Return the last steps that the rank ran, as plain data; nothing before it is ready."""
         return self._rank.step_log() if self._rank is not None else []

@@ -194,6 +194,11 @@ class RankGroup:
             loading=[progress for _, progress in answers if progress is not None],
         )
 
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the ranks, in the order of `places`."""
+        return list(self._actors)
+
     async def step_logs(self) -> list[list[dict[str, Any]]]:
         """Return every rank's last steps, in the order of `places`.
 

@@ -37,6 +37,7 @@ class StatusBoard:
 
     def __init__(self, pools: list[str]) -> None:
         self._reports: dict[str, dict[str, tuple[float, ReplicaReport]]] = {p: {} for p in pools}
+        self._actors: dict[str, dict[str, list[Any]]] = {}
 
     def push(self, report: ReplicaReport) -> None:
         """Replace the replica's last report."""
@@ -45,6 +46,15 @@ class StatusBoard:
     def remove(self, pool: str, replica_id: str) -> None:
         """Forget a replica that ended on purpose."""
         self._reports.get(pool, {}).pop(replica_id, None)
+        self._actors.get(pool, {}).pop(replica_id, None)
+
+    def register(self, pool: str, replica_id: str, actors: list[Any]) -> None:
+        """Remember a replica's rank actors: those of its newest epoch."""
+        self._actors.setdefault(pool, {})[replica_id] = actors
+
+    def actors(self) -> dict[str, dict[str, list[Any]]]:
+        """Return the rank actors by pool and replica."""
+        return self._actors
 
     def snapshot(self) -> dict[str, Any]:
         """Return the body of `/ready`."""
@@ -67,6 +77,8 @@ class StatusBoard:
             for replica_id, (pushed_at, _) in list(by_id.items()):
                 if now - pushed_at > LOST_AFTER_S:
                     del by_id[replica_id]
+                    for actors in self._actors.values():
+                        actors.pop(replica_id, None)
 
 
 def board_name(app_name: str) -> str:
@@ -88,15 +100,20 @@ class BoardClient:
     def __init__(self, app_name: str) -> None:
         self._app_name = app_name
         self._board: Any = None
+        self._registered: list[Any] = []
 
-    async def push(self, report: ReplicaReport) -> None:
-        """Push a report, or nothing while there is no board.
+    async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
+        """Push a report, or nothing while there is no board; its actors when they are new there.
 
         Waits for the answer: a call to a board that died with its ingress raises nothing before.
         """
         try:
             if self._board is None:
                 self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)
+                self._registered = []
+            if actors != self._registered:
+                await self._board.register.remote(report.pool, report.replica_id, actors)
+                self._registered = actors
             await self._board.push.remote(report)
         except (ValueError, ray.exceptions.RayError):
             self._board = None

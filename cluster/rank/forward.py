@@ -115,21 +115,24 @@ class StepForward:
 
     @torch.inference_mode()
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
-        """Run the model once on padding, which traces and compiles it, or loads what was."""
+        """Run the model once on padding, which traces and compiles it, or loads what was.
+
+        What is not compiled runs too: the first step must not be the one that builds kernels.
+        """
         unseal()
-        if self.config.level == CompilationLevel.NO_COMPILATION:
-            return
-        if progress is not None:
+        is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
+        if progress is not None and is_compiled:
             progress("compiling", 0, 1)
         # The decorator that it came through adds `prepare`.
         backbone: Any = self._model.model
         batch = self._inputs.dummy(min(NUM_TRACED_TOKENS, max_num_tokens), 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
-            backbone.prepare(batch.input_ids, batch.positions)
+            if is_compiled:
+                backbone.prepare(batch.input_ids, batch.positions)
             # Who finds everything in the cache is here long before who compiles.
             self._group.barrier("compiled")
             self._call(batch.input_ids, batch.positions)
-        if progress is not None:
+        if progress is not None and is_compiled:
             progress("compiling", 1, 1)
 
     @torch.inference_mode()

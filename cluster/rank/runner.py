@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from cluster.rank.memory import available_memory_bytes
 from cluster.rank.pulse import Pulse
 from cluster.rank.results import prompt_logprobs, to_host
 from compile.config import CompilationConfig
+from compile.counters import counter
 from compile.scope import compile_scope
 from model.kv_cache import KVCacheSpec
 from model.loader import load_model
@@ -176,6 +178,26 @@ class ModelRunner:
         if not plan.num_seqs:
             return self.inputs.dummy(num_tokens, num_seqs)
         return self.inputs.build(plan, num_tokens, num_seqs)
+
+    def debug(self) -> dict[str, Any]:
+        """Return as plain data what this rank compiled, captured, replayed and agreed on.
+
+        Any thread may call it. Counters are those of the process.
+        """
+        forward = self.forward
+        return {
+            "compilations": counter.num_backend_compilations,
+            "cpp_builds": counter.num_cpp_builds,
+            "triton_builds": counter.num_triton_builds,
+            "loaded": counter.num_compiled_artifacts_loaded,
+            "captures": counter.num_cudagraph_captured,
+            "late_compilations": counter.num_late_compilations,
+            "late_captures": counter.num_late_captures,
+            "replays": {str(key): times for key, times in forward.num_replays.items()},
+            "piecewise_steps": forward.gaps.num_steps,
+            "eager_gap_share": round(forward.gaps.share, 4),
+            "agreements": self.steps.as_dicts(),
+        }
 
     def _graph_bytes(self, compilation: CompilationConfig, progress: Progress | None) -> int:
         """Return what the KV cache leaves for graphs: nothing where its size was given."""

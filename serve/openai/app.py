@@ -23,6 +23,8 @@ __all__ = ["ApiSettings", "build_app"]
 def build_app(serving: Serving) -> Starlette:
     """Return the API over a backend; requests get 503 until its tokenizer is loaded."""
     handlers = Handlers(serving)
+    is_debugged = serving.settings.debug
+    debugging = [Route("/debug/ranks", guarded(handlers.debug_ranks))] if is_debugged else []
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", guarded(handlers.chat), methods=["POST"]),
@@ -31,6 +33,7 @@ def build_app(serving: Serving) -> Starlette:
             Route("/v1/models/{name:path}", guarded(handlers.model)),
             Route("/health", guarded(handlers.health)),
             Route("/ready", guarded(handlers.ready)),
+            *debugging,
         ],
         exception_handlers={HTTPException: answer_http_exception},
     )
@@ -75,3 +78,6 @@ class Handlers:
         status, body = await self._serving.backend.status()
         wait = retry_after(self._serving.settings.retry_after_s)
         return json_response(body, status, headers=wait if status == 503 else None)
+
+    async def debug_ranks(self, request: Request) -> Response:
+        return json_response(await self._serving.backend.debug_ranks())

@@ -33,6 +33,10 @@ class Backend(Protocol):
         """Return the HTTP status and the body of /ready."""
         ...
 
+    async def debug_ranks(self) -> dict[str, Any]:
+        """Return the body of /debug/ranks."""
+        ...
+
     def admit(self, num_sequences: int) -> None:
         """Reserve room for the sequences of one request until `leave`; raises Overloaded."""
         ...

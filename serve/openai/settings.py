@@ -18,3 +18,5 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a client that comes before the pools are ready is told to wait."""
     max_prompts: int = 1024
     """Prompts in one completions request: each is a sequence of its own."""
+    debug: bool = False
+    """Whether /debug/ranks exists."""

@@ -195,6 +195,8 @@ def test_models_and_health(server: Any, client: openai.OpenAI) -> None:
             "kv_bytes_received",
             "prompt_tokens_computed",
         }
+    # Nobody asked for what may tell too much.
+    assert server.get("/debug/ranks")[0] == 404
 
 
 def test_a_seed_gives_the_same_sample_again(client: openai.OpenAI) -> None:

@@ -87,7 +87,6 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"lockstep": "maybe"}, "lockstep: wanted on or off, found 'maybe'"),
         ({"decode.data_parallel_size": "0"}, "decode.data_parallel_size: wanted a whole number"),
         ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
-        ({"debug": "true"}, "debug: wanted false (debug routes are not built yet)"),
         ({"api_keys": "a"}, "api_keys: wanted nothing (API keys is not built yet)"),
         ({"watchdog_s": "0"}, "watchdog_s: wanted"),
         ({"compilation.sealed": "off"}, "compilation.sealed: wanted one of warn, strict, found"),

@@ -19,7 +19,7 @@ def test_two_pools_of_two_engines_each_answer_as_one_rank_does(
     from serve.llm import LLM, SamplingParams
 
     # In float32: another batch, and with it another order of summation, shows in bfloat16.
-    options = ["dtype=float32", "enforce_eager=true", "prefill.routing=round_robin"]
+    options = ["dtype=float32", "enforce_eager=true", "prefill.routing=round_robin", "debug=true"]
     options += [f"{pool}.data_parallel_size=2" for pool in ("prefill", "decode")]
     app = start_app("dp", *options)
     for pool in ("prefill", "decode"):
@@ -51,3 +51,22 @@ def test_two_pools_of_two_engines_each_answer_as_one_rank_does(
     for pool in ("prefill", "decode"):
         steps = [r["step"] for r in app.ranks(pool)]
         assert abs(steps[0] - steps[1]) <= 1, steps  # asked one after the other
+    check_debug(app)
+
+
+def check_debug(app: Any) -> None:
+    """What ranks tell of themselves: nothing was compiled, and all agreed on the same."""
+    status, body = app.get("/debug/ranks")
+    assert status == 200
+    for pool in ("prefill", "decode"):
+        [replica] = body["pools"][pool]["replicas"]
+        places = [(rank["dp_rank"], rank["tp_rank"]) for rank in replica["ranks"]]
+        assert places == [(0, 0), (1, 0)]
+        for rank in replica["ranks"]:
+            assert (rank["compilations"], rank["captures"], rank["replays"]) == (0, 0, {})
+        first, second = (
+            [{k: v for k, v in step.items() if k != "graph_bs"} for step in rank["agreements"]]
+            for rank in replica["ranks"]
+        )
+        assert first and first == second
+        assert any(0 in step["num_tokens_across_dp"] for step in first)
