@@ -144,6 +144,7 @@ class CompileCache:
             make_private(directory)
         self.store = ArtifactStore(self.artifacts)
         self.save_format = scope.config.compile_cache_save_format or compile_cache_save_format()
+        self._is_shared = scope.config.share_artifacts
         self._plan_name = _plan_name(scope.config)
         self._pointer = root / FORWARDS / _pointer_name(factors, prefix)
         self._index = Index.read(self.directory / INDEX)
@@ -242,8 +243,8 @@ class CompileCache:
     # --- pieces --------------------------------------------------------------------------------
 
     def find(self, key: str, compiler: str) -> str | None:
-        """Return the artifact of a piece that this rank or another one has compiled."""
-        paths = sorted(self.shared.glob(f"rank_*/*/{INDEX}"))
+        """Return the artifact of a piece that this rank or, if it shares, another one compiled."""
+        paths = sorted(self.shared.glob(f"rank_*/*/{INDEX}")) if self._is_shared else ()
         for index in itertools.chain([self._index], map(Index.read, paths)):
             for (_, _, name), entry in index.entries.items():
                 if (entry["key"], name) == (key, compiler):
@@ -283,7 +284,10 @@ class CompileCache:
 
     @contextmanager
     def compiling(self, key: str) -> Iterator[bool]:
-        """Hold the one right to compile a piece; yield whether it was had in time."""
+        """Hold the one right to compile a piece; yield whether others may have compiled it."""
+        if not self._is_shared:
+            yield False
+            return
         with file_lock(self.shared / LOCKS / f"{key}.lock", COMPILE_WAIT_S) as is_held:
             if not is_held:
                 logger.warning("compile cache: %s is compiled by another process too", key)

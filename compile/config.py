@@ -155,6 +155,8 @@ class CompilationConfig:
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
     evaluate_guards: bool = False
     """For debugging: keep guards on sizes and fail where one does not hold."""
+    share_artifacts: bool = True
+    """Equal pieces compile on one rank and the others take them; False: each rank for itself."""
     compile_cache_save_format: str | None = None
     """binary or unpacked; None: as the environment says, binary by default."""
     capture_num_tokens: tuple[int, ...] | None = None
@@ -242,6 +244,7 @@ _KINDS: dict[str, Kind] = {
     "compile_lazily": validate.flag(),
     "dynamic_shapes": validate.member(DynamicShapes),
     "evaluate_guards": validate.flag(),
+    "share_artifacts": validate.flag(),
     "compile_cache_save_format": validate.optional(validate.one_of("binary", "unpacked")),
     "capture_num_tokens": validate.optional(validate.sizes()),
     "enable_padding": validate.flag(),

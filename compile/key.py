@@ -54,6 +54,7 @@ UNKEYED_FIELDS = (
     "compile_lazily",
     "debug_dump_path",
     "cache_dir",
+    "share_artifacts",
     "compile_cache_save_format",
     "capture_num_tokens",
     "enable_padding",

@@ -5,7 +5,7 @@ For each piece and shape, in this order:
 1. An equal piece of this process: the same runnable. Layers that compute the same share one.
 2. An artifact of this rank or another one under the same key: loaded.
 3. The compiler, while a lock keeps other processes from doing the same work; then 2. again for
-   them.
+   them. Ranks that see other files have the same among them by an exchange.
 
 The one thing to know: a failed load is never an error. It is logged with its reason, and the piece
 is compiled as if it had not been there; only a warm start without graphs is told.
@@ -92,6 +92,7 @@ class CompilerManager:
         self.timings_s: dict[str, float] = {"compile": 0.0, "load": 0.0}
         """Seconds spent compiling and loading, altogether."""
         self._cache = cache
+        self._exchange = scope.exchange if scope.config.share_artifacts else None
         self.passes = (
             PassManager.from_names(scope.config.passes or ()) if passes is None else passes
         )
@@ -137,7 +138,7 @@ class CompilerManager:
             with self._compiling(piece) as is_shared:
                 # Whoever had the right before may have left what is needed.
                 found = self._loaded(piece, *arguments) if is_shared else None
-                found = found or self._compiled(piece, *arguments)
+                found = found or self._fetched(piece, *arguments)
         self._runnables[piece.key] = found
         return found
 
@@ -207,6 +208,27 @@ class CompilerManager:
         with self._cache.compiling(piece.key):
             yield True
 
+    def _fetched(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Return what a rank elsewhere has compiled; compile it here if nobody has."""
+        cache, exchange = self._cache, self._exchange
+        if cache is None or exchange is None:
+            return self._compiled(piece, graph, inputs)
+        key = f"{cache.hash}/{self.compiler.name}/{piece.key}"
+        if (data := exchange.claim(key)) is not None:
+            name = cache.store.offer(data)
+            if name is not None:
+                self._record(piece, name)
+            if (found := self._loaded(piece, graph, inputs)) is not None:
+                return found
+        name = None
+        try:
+            found = self._compiled(piece, graph, inputs)
+            name = self._find(piece)
+            return found
+        finally:
+            # Whoever waits for it must not wait in vain.
+            exchange.publish(key, _bytes_of(cache, name))
+
     def _compiled(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         note_late_compile(str(piece))
         started = time.perf_counter()
@@ -259,6 +281,13 @@ class CompilerManager:
         took = time.perf_counter() - started
         self.timings_s[what] += took
         return took
+
+
+def _bytes_of(cache: CompileCache, name: str | None) -> bytes | None:
+    try:
+        return None if name is None else cache.store.get(name)
+    except ArtifactError:
+        return None
 
 
 def _canonical_key(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str:

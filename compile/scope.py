@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from compile.config import CompilationConfig
 
 if TYPE_CHECKING:
+    from compile.exchange import ArtifactExchange
     from compile.toolchain import Toolchain
 
 
@@ -34,6 +35,8 @@ class CompileScope:
     """Compilers, cache and graphs of the modules built inside; needed from level 2 on."""
     max_num_tokens: int | None = None
     """Most tokens of a step; None: the first step is the largest."""
+    exchange: ArtifactExchange | None = None
+    """Where ranks on other disks publish what they compile."""
 
 
 class ModelTagError(ValueError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from cluster.actors.artifact_board import RayExchange
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat
 from cluster.rank.meeting import Meeting, Rendezvous
@@ -48,7 +49,12 @@ class RankActor:
     """One rank's process. Lives and dies with its group: a rank alone is worth nothing."""
 
     def __init__(
-        self, config: EngineConfig, place: RankPlace, engine_id: str, config_hash: str
+        self,
+        config: EngineConfig,
+        place: RankPlace,
+        engine_id: str,
+        config_hash: str,
+        artifact_board: Any,
     ) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         apply_log_level()
@@ -58,6 +64,7 @@ class RankActor:
         self._place = place
         self._engine_id = engine_id
         self._config_hash = config_hash
+        self._exchange = None if artifact_board is None else RayExchange(artifact_board)
         self._state = "starting"
         self._progress = LoadProgress("starting", 0, 1)
         self._meeting: Meeting | None = None
@@ -102,6 +109,7 @@ class RankActor:
             progress=self._on_progress,
             meeting=self._meeting,
             rendezvous=rendezvous,
+            exchange=self._exchange,
         )
 
     def _follow(self, rendezvous: Rendezvous | None) -> Follower:
@@ -117,6 +125,7 @@ class RankActor:
             config_hash=self._config_hash,
             rendezvous=rendezvous,
             progress=self._on_progress,
+            exchange=self._exchange,
         )
 
     def run(self) -> None:

@@ -23,6 +23,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.actors.artifact_board import create_artifact_board
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Watchdog
@@ -80,6 +81,7 @@ class RankGroup:
             for dp_rank in range(config.parallel.data_parallel_size)
             for tp_rank in range(config.parallel.tensor_parallel_size)
         ]
+        self._board = create_artifact_board() if len(self.places) > 1 else None
         self._actors: list[Any] = [
             RemoteRank.options(
                 num_cpus=placement_group.bundle_specs[first_bundle + i].get("CPU", 0),
@@ -87,7 +89,7 @@ class RankGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group, placement_group_bundle_index=first_bundle + i
                 ),
-            ).remote(config, place, f"{engine_id}/{place.dp_rank}", config_hash)
+            ).remote(config, place, f"{engine_id}/{place.dp_rank}", config_hash, self._board)
             for i, place in enumerate(self.places)
         ]
         self._sentinels: list[Any] = []

@@ -24,6 +24,7 @@ from compile.config import (
     CUDAGraphMode,
 )
 from compile.environment import cxx
+from compile.exchange import ArtifactExchange
 from compile.graphs import GraphPools, new_graph_pool
 from compile.key import sources_hash
 from compile.resolve import PRESETS, StepLimits, resolve
@@ -46,7 +47,11 @@ def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
 
 
 def rank_scope(
-    config: EngineConfig, dp_rank: int, group: TensorParallelGroup, pools: GraphPools
+    config: EngineConfig,
+    dp_rank: int,
+    group: TensorParallelGroup,
+    pools: GraphPools,
+    exchange: ArtifactExchange | None = None,
 ) -> CompileScope:
     """Return the scope that a rank's model is built in, its configuration resolved.
 
@@ -67,6 +72,7 @@ def rank_scope(
         key_factors=_key_factors(config, group.shard),
         toolchain=StandardToolchain(pools),
         max_num_tokens=limits.max_num_batched_tokens,
+        exchange=exchange,
     )
 
 

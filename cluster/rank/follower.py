@@ -41,6 +41,7 @@ from cluster.rank.kv_transfer.end import TransferEnd
 from cluster.rank.meeting import Rendezvous
 from cluster.rank.runner import ModelRunner
 from cluster.rank.stats import RankStats
+from compile.exchange import ArtifactExchange
 from model.config import ModelConfig
 
 
@@ -61,6 +62,7 @@ class Follower:
         config_hash: str,
         rendezvous: Rendezvous,
         progress: Progress | None = None,
+        exchange: ArtifactExchange | None = None,
     ) -> None:
         """Load, and tell the leader."""
         self.epoch = epoch
@@ -87,6 +89,7 @@ class Follower:
             group=self._group,
             progress=progress,
             storage=self.transfer.storage,
+            exchange=exchange,
         )
         self._digester = StepDigester(self.runner.forward.shape_of)
         self.transfer.start(

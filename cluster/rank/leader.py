@@ -55,6 +55,7 @@ from cluster.rank.meeting import Meeting, Rendezvous
 from cluster.rank.outlet import Outlet
 from cluster.rank.runner import ModelRunner
 from cluster.rank.stats import RankStats
+from compile.exchange import ArtifactExchange
 from model.config import ModelConfig
 
 log = logging.getLogger("lockstep.leader")
@@ -81,12 +82,14 @@ class Leader:
         progress: Progress | None = None,
         meeting: Meeting | None = None,
         rendezvous: Rendezvous | None = None,
+        exchange: ArtifactExchange | None = None,
     ) -> None:
         """Load, and wait until all followers and all other leaders have.
 
         Args:
             meeting: where the followers were told to go; needed where there are any.
             rendezvous: where to find other leaders; needed where there are any.
+            exchange: where ranks on other nodes publish what they compile.
         """
         self.config = config
         self.epoch = epoch
@@ -118,6 +121,7 @@ class Leader:
             group=self._group,
             progress=progress,
             storage=self.transfer.storage,
+            exchange=exchange,
         )
         self.transfer.start(
             self.runner.kv_pool,

@@ -29,6 +29,7 @@ from cluster.rank.pulse import Pulse
 from cluster.rank.results import prompt_logprobs, to_host
 from compile.config import CompilationConfig
 from compile.counters import counter
+from compile.exchange import ArtifactExchange
 from compile.scope import compile_scope
 from model.kv_cache import KVCacheSpec
 from model.loader import load_model
@@ -53,6 +54,7 @@ class ModelRunner:
         group: TensorParallelGroup | None = None,
         progress: Progress | None = None,
         storage: Callable[[int], memoryview | None] | None = None,
+        exchange: ArtifactExchange | None = None,
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
 
@@ -61,6 +63,7 @@ class ModelRunner:
             group: the ranks that hold the model together; None for this one alone.
             progress: called with (what, done, total) until the rank is ready.
             storage: returns memory of the given size in bytes for the pool, or None.
+            exchange: where ranks on other nodes publish what they compile.
         """
         group = group or TensorParallelGroup(None, Shard())
         self.shard = group.shard
@@ -72,7 +75,7 @@ class ModelRunner:
         if config.device == "cpu":
             torch.set_num_threads(config.threads)
         limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
-        with compile_scope(rank_scope(config, dp_rank, group, pools)) as scope:
+        with compile_scope(rank_scope(config, dp_rank, group, pools, exchange)) as scope:
             self.model, self.model_config = load_model(
                 Path(config.model_path),
                 shard=self.shard,

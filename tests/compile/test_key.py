@@ -52,6 +52,7 @@ CHANGES_NO_CODE: dict[str, Any] = {
     "compile_lazily": True,
     "debug_dump_path": "/elsewhere",
     "cache_dir": "/elsewhere",
+    "share_artifacts": False,
     "compile_cache_save_format": "unpacked",
     "capture_num_tokens": (16,),
     "enable_padding": False,

@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "compile_lazily": True,
     "dynamic_shapes": "BACKED",
     "evaluate_guards": True,
+    "share_artifacts": False,
     "compile_cache_save_format": "unpacked",
     "capture_num_tokens": [4, 8],
     "enable_padding": False,
