@@ -9,7 +9,8 @@ and a C++ kernel reads the same packed bytes faster. It may, because packing pro
 element went (`_tiles_of`); where they cannot be found, oneDNN does all.
 
 Shapes: T tokens, I inputs, O outputs; a weight is [O, I]. Tiles are [O / N, I / P, N, P] with N
-outputs side by side and P elements in four bytes, both dimensions padded with zeros.
+outputs side by side and P elements in four bytes, both dimensions padded with zeros. A weight that
+oneDNN keeps transposed is one tile of all outputs, [1, I, O, 1].
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 TILE_OUTPUTS = (64, 48, 32, 16)
 """Tiles that oneDNN chooses between, by dtype, instruction set and shape."""
+ROWS_COMPARED = 64
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
         torch.ops.mkldnn.data_ptr(packed)
     )
     flat = torch.frombuffer(memory, dtype=weight.dtype)
+    if weight.itemsize < 4 and TILE_OUTPUTS and size == weight.numel():
+        plain = flat.view(num_inputs, num_outputs)
+        if _is_transposed(plain, weight):
+            return plain.view(1, num_inputs, num_outputs, 1)
     for outputs in TILE_OUTPUTS:
         blocks = -(-num_outputs // outputs)
         padded, rest = divmod(size, blocks * outputs)
@@ -124,10 +130,15 @@ def _holds(tiles: torch.Tensor, weight: torch.Tensor) -> bool:
     return True
 
 
+def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
+    pairs = zip(flat.split(ROWS_COMPARED, 1), weight.split(ROWS_COMPARED), strict=True)
+    return all(torch.equal(columns.T, rows) for columns, rows in pairs)
+
+
 def _sizes(tiles: torch.Tensor, weight: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
     num_outputs, num_inputs = weight.shape
     _, words, tile_outputs, per_word = tiles.shape
-    return int64_array(num_inputs, num_outputs, tile_outputs, words * per_word)
+    return int64_array(num_inputs, num_outputs, tile_outputs, words * per_word, per_word)
 
 
 # --- the ops ----------------------------------------------------------------------------------

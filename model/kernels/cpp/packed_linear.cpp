@@ -3,6 +3,9 @@
 // A weight [O, I] lies in tiles as oneDNN packs it: [O / N][I / P][N][P], where P values fill four
 // bytes (one float32 or two bfloat16) and N outputs stand side by side; both dimensions are padded
 // with zeros. A column block of N outputs is read front to back.
+//
+// Where a CPU cannot multiply bfloat16, oneDNN keeps such weights transposed: one tile of O outputs
+// whose words hold one element. They are read row by row, in stretches of STRETCH outputs.
 
 #include <vector>
 
@@ -96,10 +99,46 @@ void linear_as_read_best(const T* x, const T* w, const T* bias, T* out, const in
   linear<T, VECTORS, Ahead>(x, w, bias, out, sizes, threads);
 }
 
+constexpr int64_t STRETCH = 1024;  // sums of so many outputs stay in the first cache
+
+// Adds COUNT rows of a transposed weight, each times its input. rows: [COUNT, stride]; sums: [n].
+template <class T, int COUNT>
+void add_rows(const T* w, int64_t stride, const float* x, int64_t n, float* sums) {
+  int64_t o = 0;
+  for (; o + LANES <= n; o += LANES) {
+    f32x16 acc = load(sums + o);
+    for (int r = 0; r < COUNT; r++) acc += load(w + r * stride + o) * x[r];
+    store(sums + o, acc);
+  }
+  for (; o < n; o++)
+    for (int r = 0; r < COUNT; r++) sums[o] += to_float(w[r * stride + o]) * x[r];
+}
+
+template <class T>
+void transposed(const T* x, const T* w, const T* bias, T* out, const int64_t* sizes,
+                int64_t threads) {
+  const int64_t inputs = sizes[0], outputs = sizes[1];
+  std::vector<float> wide(inputs);
+  for (int64_t i = 0; i < inputs; i++) wide[i] = to_float(x[i]);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t first = 0; first < outputs; first += STRETCH) {
+    float sums[STRETCH] = {};
+    const int64_t left = outputs - first, n = left < STRETCH ? left : STRETCH;
+    const T* at = w + first;
+    int64_t i = 0;
+    for (; i + 4 <= inputs; i += 4)
+      add_rows<T, 4>(at + i * outputs, outputs, wide.data() + i, n, sums);
+    for (; i < inputs; i++) add_rows<T, 1>(at + i * outputs, outputs, wide.data() + i, n, sums);
+    for (int64_t o = 0; o < n; o++)
+      from_float(sums[o] + (bias ? to_float(bias[first + o]) : 0.0f), out + first + o);
+  }
+}
+
 template <class T>
 void dispatch(const void* x, const void* w, const void* bias, void* out, const int64_t* sizes,
               int64_t threads) {
   auto call = [&](auto* f) { f((const T*)x, (const T*)w, (const T*)bias, (T*)out, sizes, threads); };
+  if (sizes[4] * (int64_t)sizeof(T) < 4) return call(transposed<T>);
   switch (sizes[2] / LANES) {
     case 1: return call(linear_as_read_best<T, 1>);
     case 2: return call(linear_as_read_best<T, 2>);
@@ -111,7 +150,7 @@ void dispatch(const void* x, const void* w, const void* bias, void* out, const i
 }  // namespace
 
 // x: [I]; bias: [O] or null; out: [O].
-// sizes: I, O, N (16, 32, 48 or 64), padded I.
+// sizes: I, O, N (16, 32, 48 or 64), padded I, P; P is 1 for bfloat16 that is transposed, N then O.
 extern "C" {
 
 void packed_linear_float32(const void* x, const void* w, const void* bias, void* out,
