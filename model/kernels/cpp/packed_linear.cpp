@@ -99,7 +99,9 @@ void linear_as_read_best(const T* x, const T* w, const T* bias, T* out, const in
   linear<T, VECTORS, Ahead>(x, w, bias, out, sizes, threads);
 }
 
-constexpr int64_t STRETCH = 1024;  // sums of so many outputs stay in the first cache
+// Outputs in one stretch at most: their sums stay in the first cache, and stretches that are half
+// as long, on pages of their own, were read at four fifths of the rate (Intel Cascade Lake).
+constexpr int64_t STRETCH = 8192;
 
 // Adds COUNT rows of a transposed weight, each times its input. rows: [COUNT, stride]; sums: [n].
 template <class T, int COUNT>
@@ -120,10 +122,12 @@ void transposed(const T* x, const T* w, const T* bias, T* out, const int64_t* si
   const int64_t inputs = sizes[0], outputs = sizes[1];
   std::vector<float> wide(inputs);
   for (int64_t i = 0; i < inputs; i++) wide[i] = to_float(x[i]);
+  const int64_t share = (outputs / threads / LANES + 1) * LANES;
+  const int64_t stretch = share < STRETCH ? share : STRETCH;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t first = 0; first < outputs; first += STRETCH) {
+  for (int64_t first = 0; first < outputs; first += stretch) {
     float sums[STRETCH] = {};
-    const int64_t left = outputs - first, n = left < STRETCH ? left : STRETCH;
+    const int64_t left = outputs - first, n = left < stretch ? left : stretch;
     const T* at = w + first;
     int64_t i = 0;
     for (; i + 4 <= inputs; i += 4)
