@@ -79,6 +79,14 @@ class _DispatchesOnItsClock(SimLeader):
         return shape_of(msgspec.structs.replace(agreed, graph_allowed=not is_late))
 
 
+class _HidesItsVote(SimLeader):
+    """Its heartbeat says that it plans, until all have voted."""
+
+    def __init__(self, group: SimGroup, dp_rank: int) -> None:
+        super().__init__(group, dp_rank)
+        self.pulse.vote = lambda: None  # type: ignore[method-assign]
+
+
 class _SleepsThroughVotes(SimLeader):
     """Sleeps in a wait over its inbox and doorbell alone, and without a bound."""
 
@@ -141,19 +149,12 @@ class _LeaksOnAbort(Scheduler):
         seq.block_table = held
 
 
-class _ForgetsPreemption(Scheduler):
-    """A pre-empted sequence goes on as if its KV were still there."""
+class _PreemptsToThePrompt(Scheduler):
+    """A sequence that is pre-empted starts over from its prompt, and says its output again."""
 
     def _preempt(self, seq: Sequence) -> None:
-        num_computed = seq.num_computed_tokens
+        del seq.token_ids[seq.num_prompt_tokens :]
         super()._preempt(seq)
-        self._computed = {**getattr(self, "_computed", {}), seq.request_id: num_computed}
-
-    def _seat(self, seq: Sequence) -> None:
-        super()._seat(seq)
-        num_computed = getattr(self, "_computed", {}).pop(seq.request_id, 0)
-        room = len(seq.block_table) * self.blocks.block_size
-        seq.num_computed_tokens = max(seq.num_computed_tokens, min(num_computed, room) - 1)
 
 
 class _TakesOldVotes(LockstepMachine):
@@ -191,5 +192,6 @@ BUGS: dict[str, Plants] = {
     "a watchdog that never ticks": _plants(group=_NeverTicks),
     "a watchdog without its second clock": _plants(group=_HasOneClock),
     "an abort that leaks blocks": _plants(scheduler=_LeaksOnAbort),
-    "a pre-emption that keeps its count": _plants(scheduler=_ForgetsPreemption),
+    "a pre-emption that forgets its outputs": _plants(scheduler=_PreemptsToThePrompt),
+    "a vote that heartbeats do not tell of": _plants(leader=_HidesItsVote),
 }

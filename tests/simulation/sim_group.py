@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from sim_loop import Process, Violation
 from sim_rank import SimLeader
-from sim_schedule import WATCHDOG_S, Fault
+from sim_schedule import FAILED_START, WATCHDOG_S, Fault
 
 from cluster.actors.rank_actor import RankPlace
-from cluster.actors.rank_group import RankGroup
+from cluster.actors.rank_group import RankDied, RankGroup
 from cluster.config import ParallelConfig
 from cluster.engine.step_digest import StepDivergence
 from cluster.engine.watchdog import Phase
@@ -70,6 +70,11 @@ class SimGroup(RankGroup):
     async def start(self) -> None:
         """Load for a while, and run."""
         await asyncio.sleep(0.5 + self.rng.random())
+        fault = self.world.next_fault
+        if fault is not None and fault.kind == FAILED_START and self.epoch:
+            self.strike(fault)
+            self.kill()
+            raise RankDied(f"{self.leaders[fault.rank].name} ended while loading")
         self.inboxes = [f"{self.epoch}/{leader.dp_rank}" for leader in self.leaders]
         self._sentinels = [actor.sentinel for actor in self._actors]
         for leader in self.leaders:
@@ -101,19 +106,20 @@ class SimGroup(RankGroup):
                 raise Violation("collectives differ", text)
         self._in_collective.append(self.leaders[dp_rank])
         if len(met) == len(self.leaders):
-            self._end_collective(self._collectives.pop(k), name)
+            self._check_padding(name, self._collectives.pop(k))
+            self._end_collective()
         self.leaders[dp_rank].process.wait()
 
-    def _end_collective(self, met: dict[int, tuple[str, int]], name: str) -> None:
-        step = max(self._num_agreed)
-        wanted = self.world.tokens_to_run(self._agreed[step])
+    def _check_padding(self, name: str, met: dict[int, tuple[str, int]]) -> None:
+        wanted = self.world.tokens_to_run(self._agreed[max(self._num_agreed)])
         found = tuple(met[rank][1] for rank in sorted(met))
         if wanted != found:
-            text = f"{name}: wanted {wanted} by rank, found {found}"
-            raise Violation("padding differs", text)
+            raise Violation("padding differs", f"{name}: wanted {wanted} by rank, found {found}")
+
+    def _end_collective(self) -> None:
         delay = 0.001 + 0.002 * self.rng.random()
-        for leader in self._in_collective:
-            self.loop.after(delay, leader.process.wake, leader.process.ticket)
+        met = [(leader.process, leader.process.ticket) for leader in self._in_collective]
+        self.loop.after(delay, _wake_all, met)
         self._in_collective = []
 
     def on_agreement(self, dp_rank: int, agreed: StepAgreement) -> None:
@@ -195,7 +201,7 @@ class SimGroup(RankGroup):
             fault is None
             or fault.rank != leader.dp_rank
             or fault.phase is not phase
-            or fault.kind in ("diverge", "held link")
+            or fault.kind in ("diverge", "held link", FAILED_START)
             or leader.last_step + 1 < fault.step
         ):
             return
@@ -260,6 +266,11 @@ class SimActor:
 
     def _stop(self) -> None:
         self._loop.after(0.05 * self._rng.random(), self._leader.tell_to_stop)
+
+
+def _wake_all(waits: list[tuple[Process, int]]) -> None:
+    for process, ticket in waits:
+        process.wake(ticket)
 
 
 def _set_exception(call: asyncio.Future[Any], error: Exception) -> None:

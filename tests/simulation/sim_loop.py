@@ -36,7 +36,6 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.num_events = 0
         self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._num_asked = 0
         self._error: BaseException | None = None
@@ -50,12 +49,12 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run(self, end: float) -> bool:
         """Run until nothing is left to do; tell whether that was before `end`."""
         asyncio._set_running_loop(self)
+        events = self._events
         try:
-            while self._events:
-                if self._events[0][0] > end:
+            while events:
+                if events[0][0] > end:
                     return False
-                self.now, _, call, args = heappop(self._events)
-                self.num_events += 1
+                self.now, _, call, args = heappop(events)
                 call(*args)
                 if self._error is not None:
                     raise self._error
@@ -143,9 +142,14 @@ class Process:
         self._num_waits = 0
         self._is_woken = False
         self._error: Exception | None = None
-        self.is_stopped = False
+        self._num_stops = 0
         self.is_dead = False
         self.on_continue: list[Callable[[], None]] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped it."""
+        return self._num_stops > 0
 
     @property
     def ticket(self) -> int:
@@ -168,14 +172,14 @@ class Process:
         self.wake(self._num_waits)
 
     def stop(self) -> None:
-        """Do what SIGSTOP does."""
-        self.is_stopped = True
+        """Do what SIGSTOP does; two who stop it must both let it go on."""
+        self._num_stops += 1
 
     def resume(self) -> None:
         """Do what SIGCONT does."""
-        if self.is_dead or not self.is_stopped:
+        self._num_stops -= 1
+        if self.is_dead or self.is_stopped:
             return
-        self.is_stopped = False
         calls, self.on_continue = self.on_continue, []
         for call in calls:
             call()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_MODEL_LEN = 64
 MAX_SLEEP_S = 1.0
 GRAPH_SIZES = (1, 2, 4, 8)
-COLLECTIVES = 2
+COLLECTIVES = 1
 """Of a forward: one a layer."""
 
 
@@ -290,8 +290,8 @@ class SimLeader:
     def pass_time(self, phase: Phase, mean_s: float) -> None:
         """Spend time in a phase of the step; faults strike here."""
         self.group.on_phase(self, phase)
-        if mean_s:
-            self.process.sleep(mean_s * self.group.rng.random() * 2)
+        if mean_s and self.group.rng.random() < 0.5:
+            self.process.sleep(mean_s * self.group.rng.random() * 4)
 
     def _main(self) -> None:
         try:

@@ -21,6 +21,8 @@ SHORT_S = 1.5
 """Whoever stands still for less is named by neither clock."""
 FATAL = ("kill", "stop", "stall", "diverge", "drain")
 HARMLESS = ("pause", "slow", "held link")
+FAILED_START = "failed start"
+"""A rank of the group that is rebuilt dies while it loads: only after what was fatal."""
 MAX_FATAL = 2
 """The router gives a request up at its third loss."""
 PHASES = (Phase.PLANNING, Phase.BUILDING, Phase.RUNNING, Phase.BOOKING)
@@ -126,6 +128,8 @@ def _draw_faults(rng: random.Random, num_ranks: int) -> list[Fault]:
     kinds = [rng.choice(FATAL) for _ in range(num_fatal)]
     kinds += [rng.choice(HARMLESS) for _ in range(num_harmless)]
     rng.shuffle(kinds)
+    if (fatal := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
+        kinds.insert(rng.choice(fatal) + 1, FAILED_START)
     return [_draw_fault(rng, kind, num_ranks) for kind in kinds]
 
 

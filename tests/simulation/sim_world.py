@@ -70,6 +70,7 @@ class Outcome:
     num_requests: int = 0
     num_aborted: int = 0
     num_resubmitted: int = 0
+    """Attempts beyond the first of each request, those that a pool refused included."""
     num_preemptions: int = 0
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import run as runner
 from sim_bugs import BUGS
-from sim_schedule import MIN_STEPS, draw_schedule
+from sim_schedule import FAILED_START, MIN_STEPS, draw_schedule
 from sim_world import run_schedule
 
-NUM_SCHEDULES = 400
+NUM_SCHEDULES = 600
 NUM_CHUNKS = 8
-MAX_UNTIL_FOUND = 60
+MAX_UNTIL_FOUND = 100
 """No planted bug has ever survived as many."""
 
 
@@ -41,7 +41,7 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end() -> None:
     for seed in range(60):
         tally.add(run_schedule(draw_schedule(seed)))
     kinds = ["diverge", "drain", "kill", "pause", "slow", "stall", "stop"]
-    wanted = {f"struck: {kind}" for kind in [*kinds, "held link"]}
+    wanted = {f"struck: {kind}" for kind in [*kinds, "held link", FAILED_START]}
     wanted |= {"had: aborts", "had: pre-emption", "had: resubmission"}
     wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"epochs: {n}" for n in (1, 2, 3)}
     assert wanted <= set(tally.counts)
