@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -164,16 +163,17 @@ class RankGroup:
         An owner that was held up itself judges nobody before it has listened again.
         """
         names = [_name(place) for place in self.places]
-        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=time.monotonic())
+        clock = asyncio.get_running_loop().time
+        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=clock())
         asked: dict[int, asyncio.Task[_End]] = {}
         while True:
             for i, actor in enumerate(self._actors):
                 if i not in asked:
                     beat = actor.heartbeat.options(concurrency_group="ctl").remote()
                     asked[i] = asyncio.ensure_future(_end_of(beat))
-            began = time.monotonic()
+            began = clock()
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
-            now = time.monotonic()
+            now = clock()
             for i in [i for i, task in asked.items() if task.done()]:
                 if (found := asked.pop(i).result().value) is not None:
                     watchdog.on_heartbeat(i, found, now)

@@ -26,14 +26,16 @@ class Phase(IntEnum):
     """What a rank does, in the order of a step: a smaller one is further behind."""
 
     PLANNING = 0
-    """A leader schedules, votes, and waits for other leaders' votes."""
-    WAITING = 1
+    """A leader schedules, and has not voted."""
+    AGREEING = 1
+    """A leader has voted and waits for other leaders' votes."""
+    WAITING = 2
     """A follower waits for its leader's plan, or a group sleeps: nobody waits for this rank."""
-    BUILDING = 2
+    BUILDING = 3
     """Inputs are built; no collective of the step has begun."""
-    RUNNING = 3
+    RUNNING = 4
     """Inside the forward, and perhaps inside a collective."""
-    BOOKING = 4
+    BOOKING = 5
     """A leader books what was sampled and sends it."""
 
 
@@ -86,7 +88,7 @@ class Watchdog:
             return None
         # Of equals the one that came there first: the others may have waited for it before.
         ranks = range(len(beats))
-        behind = min(ranks, key=lambda i: (beats[i].step, beats[i].phase, -beats[i].phase_s))
+        behind = min(ranks, key=lambda i: (*_place(beats[i]), -beats[i].phase_s))
         beat = beats[behind]
         where = f"{beat.phase.name.lower()} for {beat.phase_s:.1f} s"
         return f"{self._names[behind]}: does not advance in step {beat.step}: {where}"
@@ -95,3 +97,14 @@ class Watchdog:
         if beat.is_asleep or beat.phase is Phase.WAITING:
             return False
         return beat.phase_s > max(self._watchdog_s, EXPECTED_TIMES * beat.expected_s)
+
+
+def _place(beat: Heartbeat) -> tuple[int, float]:
+    """Return how far a rank is: a smaller one is further behind.
+
+    A vote wakes whoever sleeps. So one that sleeps is behind those that have voted for the next
+    step, and ahead of one that plans it and has not voted.
+    """
+    if beat.is_asleep:
+        return beat.step + 1, (Phase.PLANNING + Phase.AGREEING) / 2
+    return beat.step, beat.phase

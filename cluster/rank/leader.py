@@ -279,7 +279,7 @@ class Leader:
             epoch=self.epoch,
             shape_of=forward.shape_of,
         )
-        return Lockstep.joined(machine, self._peers)
+        return Lockstep.joined(machine, self._peers, self.runner.pulse)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:

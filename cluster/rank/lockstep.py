@@ -11,6 +11,7 @@ from typing import Protocol
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.lockstep_messages import ToPeer
 from cluster.messages import FrameError, StepAgreement, Vote, decode, encode
+from cluster.rank.pulse import Pulse
 
 
 class VoteChannel(Protocol):
@@ -37,9 +38,13 @@ class AloneLockstep:
 class JoinedLockstep:
     """The agreement of several leaders. Belongs to the step thread."""
 
-    def __init__(self, machine: LockstepMachine, channel: VoteChannel) -> None:
+    def __init__(
+        self, machine: LockstepMachine, channel: VoteChannel, pulse: Pulse | None = None
+    ) -> None:
+        """Drive `machine` over `channel`; `pulse` is told when this rank has voted."""
         self._machine = machine
         self._channel = channel
+        self._pulse = pulse or Pulse()
 
     def agree(self, vote: Vote) -> StepAgreement:
         """Exchange votes and return what they amount to: the same value on every rank.
@@ -50,6 +55,7 @@ class JoinedLockstep:
         """
         machine = self._machine
         self._channel.send(encode(machine.vote(vote)))
+        self._pulse.vote()
         while missing := machine.missing_votes:
             self._receive(missing)
         confirm = machine.conclude()
@@ -89,6 +95,8 @@ class Lockstep:
         return AloneLockstep()
 
     @staticmethod
-    def joined(machine: LockstepMachine, channel: VoteChannel) -> JoinedLockstep:
+    def joined(
+        machine: LockstepMachine, channel: VoteChannel, pulse: Pulse | None = None
+    ) -> JoinedLockstep:
         """Return the lockstep of one of several data-parallel ranks."""
-        return JoinedLockstep(machine, channel)
+        return JoinedLockstep(machine, channel, pulse)

@@ -29,6 +29,10 @@ class Pulse:
         """A leader begins a step."""
         self._enter(step, Phase.PLANNING)
 
+    def vote(self) -> None:
+        """A leader has voted."""
+        self._enter(self._now[0], Phase.AGREEING)
+
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""
         self._num_tokens, self._began = num_tokens, self._clock()

@@ -12,8 +12,9 @@ from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
 from cluster.rank.pulse import Pulse
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
-PLANNING, WAITING, BUILDING, RUNNING = (
+PLANNING, AGREEING, WAITING, BUILDING, RUNNING = (
     Phase.PLANNING,
+    Phase.AGREEING,
     Phase.WAITING,
     Phase.BUILDING,
     Phase.RUNNING,
@@ -59,9 +60,16 @@ def test_a_rank_that_does_not_answer_is_named_followers_included() -> None:
             [beat(6, PLANNING, 11), beat(6, WAITING, 11), beat(5, RUNNING, 11.5)],
             "dp=1 tp=0 epoch=3: .* step 5: running",
         ),
-        # A leader that sleeps although its peer votes.
+        # A leader has not voted: the others wait for its vote, whoever came there first.
+        ([beat(6, AGREEING, 11), beat(6, PLANNING, 10.9)], "tp=1 epoch=3: .* step 6: planning for"),
+        # A leader plans the step that the others, which sleep, would wake for.
         (
-            [beat(6, PLANNING, 11), beat(6, WAITING, 11), beat(5, WAITING, 40, is_asleep=True)],
+            [beat(5, WAITING, 60, is_asleep=True), beat(6, PLANNING, 11)],
+            "tp=1 epoch=3: .* step 6: planning for 11",
+        ),
+        # A leader that sleeps although its peer has voted.
+        (
+            [beat(6, AGREEING, 11), beat(6, WAITING, 11), beat(5, WAITING, 40, is_asleep=True)],
             "dp=1 tp=0 epoch=3: .* step 5: waiting for 40",
         ),
         # Both are in the collective: who came first waits for the other, or both for a device.
@@ -112,6 +120,8 @@ def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None
     pulse.plan(1)
     clock.now = 0.5
     assert pulse.heartbeat() == beat(1, PLANNING, 0.5)
+    pulse.vote()
+    assert pulse.heartbeat() == beat(1, AGREEING, 0)
     pulse.build(1, 10)
     clock.now = 1.5
     pulse.run()

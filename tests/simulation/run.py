@@ -1,0 +1,148 @@
+"""Run many schedules of the simulator, print what came of them, and fail if anything was found.
+
+    python tests/simulation/run.py --schedules 50000 --seed 0
+    python tests/simulation/run.py --schedules 1000000 --processes 32 --report report.txt
+    python tests/simulation/run.py --only 4711
+
+Schedule number i has the seed `--seed` + i, on any machine and in any process; `--only` runs one
+schedule and prints it. `--report` writes the distribution of steps, faults and outcomes, and for
+each planted bug the number of schedules until it is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from sim_bugs import BUGS  # noqa: E402
+from sim_schedule import draw_schedule  # noqa: E402
+from sim_world import Outcome, Plants, run_schedule  # noqa: E402
+
+MAX_TOLD = 20
+MAX_UNTIL_FOUND = 1000
+CHUNK = 50
+
+
+@dataclass
+class Tally:
+    """What came of many schedules."""
+
+    num_schedules: int = 0
+    steps: list[int] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """By ranks, faults, features, epochs and outcome."""
+    totals: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a schedule."""
+        schedule, finding = outcome.schedule, outcome.finding
+        self.num_schedules += 1
+        self.steps.append(outcome.num_steps)
+        names = [f"ranks: {schedule.num_ranks}", f"epochs: {outcome.num_epochs}"]
+        names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
+        names += ["had: aborts"] * bool(outcome.num_aborted)
+        names += ["had: pre-emption"] * bool(outcome.num_preemptions)
+        names += ["had: resubmission"] * bool(outcome.num_resubmitted)
+        names.append(f"outcome: {finding.kind if finding else 'holds'}")
+        self.counts.update(names)
+        self.totals.update(
+            requests=outcome.num_requests,
+            aborted=outcome.num_aborted,
+            attempts=outcome.num_resubmitted,
+            preemptions=outcome.num_preemptions,
+            steps=outcome.num_steps,
+            simulated_s=round(outcome.simulated_s),
+        )
+        if finding is not None:
+            self.findings.append(f"seed {schedule.seed}: {finding}")
+
+    def lines(self) -> Iterator[str]:
+        """Yield the distribution, a line each."""
+        yield f"{self.num_schedules} schedules, {len(self.findings)} findings"
+        cuts = statistics.quantiles(self.steps, n=100) if len(self.steps) > 1 else self.steps * 99
+        yield (
+            f"agreed steps with work: least {min(self.steps)}, p50 {cuts[49]:.0f}, "
+            f"p99 {cuts[98]:.0f}, most {max(self.steps)}"
+        )
+        for name, count in sorted(self.counts.items()):
+            yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
+        for name, count in sorted(self.totals.items()):
+            yield f"  in all: {name:16} {count:8}"
+        yield from self.findings[:MAX_TOLD]
+
+
+def schedules_until_found(plants: Plants, seed: int = 0, most: int = MAX_UNTIL_FOUND) -> str:
+    """Return how many schedules a planted bug survives, and as what it is found."""
+    for i in range(most):
+        finding = run_schedule(draw_schedule(seed + i), plants).finding
+        if finding is not None:
+            return f"{i + 1:5} {finding.kind}"
+    return f"{most:5} and not found"
+
+
+def bug_lines(seed: int = 0) -> Iterator[str]:
+    """Yield for each planted bug the number of schedules until it is found."""
+    yield "schedules until a planted bug is found, and as what:"
+    for name, plants in BUGS.items():
+        yield f"  {name:42} {schedules_until_found(plants, seed)}"
+
+
+def run_seed(seed: int) -> Outcome:
+    """Run the schedule of a seed."""
+    return run_schedule(draw_schedule(seed))
+
+
+def run_all(seeds: Iterable[int], num_processes: int) -> Iterator[Outcome]:
+    """Run schedules, in order of their seeds."""
+    if num_processes == 1:
+        yield from map(run_seed, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        yield from pool.imap(run_seed, seeds, chunksize=CHUNK)
+
+
+def main() -> int:
+    """Run what the command line says; return 1 if anything was found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--only", type=int, help="run one schedule and print it")
+    parser.add_argument("--report", type=Path, help="also write the report, planted bugs included")
+    arguments = parser.parse_args()
+    if arguments.only is not None:
+        outcome = run_seed(arguments.only)
+        print(outcome)
+        return int(outcome.finding is not None)
+    gc.freeze()  # what was imported stays; there is no need to look through it again
+    began, tally = time.perf_counter(), Tally()
+    seeds = range(arguments.seed, arguments.seed + arguments.schedules)
+    for outcome in run_all(seeds, arguments.processes):
+        tally.add(outcome)
+    took = time.perf_counter() - began
+    rate = f"{tally.num_schedules / took:.1f} schedules a second, {arguments.processes} processes"
+    lines = [*tally.lines(), rate]
+    print("\n".join(lines), flush=True)
+    if arguments.report is not None:
+        bugs = list(bug_lines(arguments.seed))
+        print("\n".join(bugs))
+        arguments.report.write_text("\n".join([*lines, *bugs]) + "\n")
+    return int(bool(tally.findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

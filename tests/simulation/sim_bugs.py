@@ -1,0 +1,197 @@
+"""Planted bugs: what the simulator must find, each in place of one part of a simulation.
+
+The one thing to know: nothing of the code under test is edited. A bug is a subclass or a wrapper
+that does what a plausible slip in that code would do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from sim_group import SimGroup, SimPool
+from sim_rank import SimLeader, SimRunner, shape_of
+from sim_world import Plants
+
+from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.sequence import Sequence
+from cluster.lockstep_messages import StepShape
+from cluster.messages import StepAgreement, StepPlan, Submit, decode, encode
+
+
+class _SkipsDummies(SimRunner):
+    def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
+        if plan.num_seqs:
+            super().forward(plan, agreed, num_tokens)
+
+
+class _BranchesLocally(SimRunner):
+    def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
+        if plan.num_decodes < plan.num_seqs:
+            self.collective(f"step {agreed.step} prompts", num_tokens)
+        super().forward(plan, agreed, num_tokens)
+
+
+class _RunsUnpaddedDummies(SimRunner):
+    def num_tokens(self, plan: StepPlan, across: tuple[int, ...]) -> int:
+        return super().num_tokens(plan, across) if plan.num_seqs else 1
+
+
+class _RunsUnpaddedDecodes(SimRunner):
+    def num_tokens(self, plan: StepPlan, across: tuple[int, ...]) -> int:
+        is_decode = plan.num_seqs and plan.num_decodes == plan.num_seqs
+        return plan.num_tokens if is_decode else super().num_tokens(plan, across)
+
+
+class _NeverConfirms(SimRunner):
+    def confirm(self, confirm: Callable[[], None]) -> None:
+        """Go on at once."""
+
+
+class _StaysInItsEpoch(SimLeader):
+    """Rank 1 of a rebuilt group is told the epoch before."""
+
+    def __init__(self, group: SimGroup, dp_rank: int) -> None:
+        super().__init__(group, dp_rank)
+        if dp_rank == 1 and group.epoch:
+            self.epoch -= 1
+            self.scheduler = self._scheduler()
+
+
+class _DropsAborts(SimLeader):
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget it."""
+
+
+class _DispatchesOnItsBatch(SimLeader):
+    def shape_of(self, agreed: StepAgreement) -> StepShape:
+        num_tokens = agreed.num_tokens_across_dp[self.dp_rank]
+        return shape_of(msgspec.structs.replace(agreed, max_tokens=max(num_tokens, 1)))
+
+
+class _DispatchesOnItsClock(SimLeader):
+    def shape_of(self, agreed: StepAgreement) -> StepShape:
+        is_late = self.group.loop.now % 1.0 > 0.9
+        return shape_of(msgspec.structs.replace(agreed, graph_allowed=not is_late))
+
+
+class _HidesItsVote(SimLeader):
+    """Its heartbeat says that it plans, until all have voted."""
+
+    def __init__(self, group: SimGroup, dp_rank: int) -> None:
+        super().__init__(group, dp_rank)
+        self.pulse.vote = lambda: None  # type: ignore[method-assign]
+
+
+class _SleepsThroughVotes(SimLeader):
+    """Sleeps in a wait over its inbox and doorbell alone, and without a bound."""
+
+    def sleep(self) -> None:
+        self.pulse.wait(self.last_step, is_asleep=True)
+        while not (self.inbox or self.has_rung):
+            self.is_asleep = True
+            self.process.wait()
+            self.is_asleep = False
+        self.has_rung = False
+
+
+class _EndsWithTheFirst(SimLeader):
+    """Ends at once when it is told, without asking the others."""
+
+    def run(self) -> None:
+        while not self.is_told_to_stop and not self.engine.has_ended:
+            self.step()
+            if self.engine.is_idle and not self.is_told_to_stop:
+                self.sleep()
+
+
+class _ForgetsOutputs(SimPool):
+    """A request that is submitted again comes without the tokens that were delivered."""
+
+    async def generate(self, request_id: str, frame: bytes) -> str:
+        submit: Submit = decode(frame, Submit)
+        request = msgspec.structs.replace(submit.request, output_token_ids=[])
+        return await super().generate(request_id, encode(Submit(request, submit.handoff)))
+
+
+class _LosesOpenRequests(SimPool):
+    """Requests of a group that ended are not given back to the router."""
+
+    def _lose(self, state: str, reason: str) -> None:
+        self._state, self._error = state, reason
+
+
+class _NeverTicks(SimGroup):
+    async def _watch(self) -> str:
+        never: asyncio.Future[str] = self.loop.create_future()
+        return await never
+
+
+class _HasOneClock(SimGroup):
+    """Ranks that answer are never stuck."""
+
+    async def _watch(self) -> str:
+        while "does not advance" in (named := await super()._watch()):
+            pass
+        return named
+
+
+class _LeaksOnAbort(Scheduler):
+    """A request that is aborted while it runs keeps its blocks."""
+
+    def _abort(self, seq: Sequence) -> None:
+        held, seq.block_table = seq.block_table, []
+        super()._abort(seq)
+        seq.block_table = held
+
+
+class _PreemptsToThePrompt(Scheduler):
+    """A sequence that is pre-empted starts over from its prompt, and says its output again."""
+
+    def _preempt(self, seq: Sequence) -> None:
+        del seq.token_ids[seq.num_prompt_tokens :]
+        super()._preempt(seq)
+
+
+class _TakesOldVotes(LockstepMachine):
+    """Votes are put into the agreement as they come, each rank's own first."""
+
+    def conclude(self) -> Any:
+        first = next(iter(self._peers))
+        if self._dp_rank == 1 and self._mine is not None and self._mine.num_seqs:
+            self._peers[first].votes = deque([self._mine])
+        return super().conclude()
+
+
+def _plants(**parts: Any) -> Plants:
+    plants = Plants()
+    for name, part in parts.items():
+        setattr(plants, name, part)
+    return plants
+
+
+BUGS: dict[str, Plants] = {
+    "a skipped dummy step": _plants(runner=_SkipsDummies),
+    "a local branch before a collective": _plants(runner=_BranchesLocally),
+    "an unpadded dummy": _plants(runner=_RunsUnpaddedDummies),
+    "an unpadded decode": _plants(runner=_RunsUnpaddedDecodes),
+    "a collective before the confirms": _plants(runner=_NeverConfirms),
+    "an epoch off by one": _plants(leader=_StaysInItsEpoch),
+    "a dropped abort": _plants(leader=_DropsAborts),
+    "dispatch on a rank's own batch": _plants(leader=_DispatchesOnItsBatch),
+    "dispatch on a rank's own clock": _plants(leader=_DispatchesOnItsClock),
+    "a sleep that votes do not end": _plants(leader=_SleepsThroughVotes),
+    "a rank that ends before the others": _plants(leader=_EndsWithTheFirst),
+    "an agreement of the wrong votes": _plants(machine=_TakesOldVotes),
+    "a resubmission that forgets its outputs": _plants(pool=_ForgetsOutputs),
+    "a restart that forgets open requests": _plants(pool=_LosesOpenRequests),
+    "a watchdog that never ticks": _plants(group=_NeverTicks),
+    "a watchdog without its second clock": _plants(group=_HasOneClock),
+    "an abort that leaks blocks": _plants(scheduler=_LeaksOnAbort),
+    "a pre-emption that forgets its outputs": _plants(scheduler=_PreemptsToThePrompt),
+    "a vote that heartbeats do not tell of": _plants(leader=_HidesItsVote),
+}
