@@ -43,8 +43,12 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def after(self, delay: float, call: Callable[..., Any], *args: Any) -> None:
         """Call in so many seconds; cheaper than `call_later`, and not to be cancelled."""
+        self.at(self.now + delay, call, *args)
+
+    def at(self, when: float, call: Callable[..., Any], *args: Any) -> None:
+        """Call at this very time: a delay that is added again may come out a bit earlier."""
         self._num_asked += 1
-        heappush(self._events, (self.now + delay, self._num_asked, call, args))
+        heappush(self._events, (when, self._num_asked, call, args))
 
     def run(self, end: float) -> bool:
         """Run until nothing is left to do; tell whether that was before `end`."""

@@ -186,7 +186,7 @@ class SimChannel:
             group.strike(held)
             at += held.duration_s
         at = self._arrives_at[peer.dp_rank] = max(at, self._arrives_at[peer.dp_rank])
-        group.loop.after(at - group.loop.now, peer.channel.deliver, me, body)
+        group.loop.at(at, peer.channel.deliver, me, body)
 
     def deliver(self, sender: int, body: bytes) -> None:
         """A frame is there. Called from the loop."""

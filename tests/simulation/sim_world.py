@@ -210,23 +210,23 @@ class World:
         """Put a frame on its way to a leader's inbox."""
         epoch, dp_rank = map(int, inbox.split("/"))
         leader = self._groups[epoch].leaders[dp_rank]
-        self.loop.after(self._delay(sender, inbox), leader.receive, body)
+        self.loop.at(self._arrival(sender, inbox), leader.receive, body)
 
     def send_outputs(self, inbox: str, epoch: int, outputs: list[EngineOutput]) -> None:
         """Put a step's outputs on their way to the ingress, and the last ones to the pool."""
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self._note(self.loop.now, epoch, num_tokens)
         frame = OutputFrame(epoch, "mixed", inbox, outputs)
-        self.loop.after(self._delay(inbox, "ingress"), self.tokens._deliver, frame)
+        self.loop.at(self._arrival(inbox, "ingress"), self.tokens._deliver, frame)
         if ended := [output for output in outputs if output.finish_reason]:
-            self.loop.after(self._delay(inbox, "pool"), self.pool.on_ends, ended)
+            self.loop.at(self._arrival(inbox, "pool"), self.pool.on_ends, ended)
 
-    def _delay(self, sender: str, receiver: str) -> float:
-        """Return what a frame takes; those between two arrive in order."""
-        now, key = self.loop.now, (sender, receiver)
-        at = max(now + self.rng.expovariate(1000), self._arrives_at.get(key, 0.0))
+    def _arrival(self, sender: str, receiver: str) -> float:
+        """Return when a frame arrives; those between two do in order."""
+        key = (sender, receiver)
+        at = max(self.loop.now + self.rng.expovariate(1000), self._arrives_at.get(key, 0.0))
         self._arrives_at[key] = at
-        return at - now
+        return at
 
     # --- what groups tell -------------------------------------------------------------------------
 
