@@ -44,7 +44,7 @@ class Server:
         _, body = self.get("/ready")
         return [rank for replica in body["pools"][pool]["replicas"] for rank in replica["ranks"]]
 
-    def wait_until_ready(self, timeout_s: float = 90) -> None:
+    def wait_until_ready(self, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
