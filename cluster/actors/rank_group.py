@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors.artifact_board import create_artifact_board
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
-from cluster.engine.watchdog import Watchdog
+from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.rank.meeting import Rendezvous, introduce
 from cluster.rank.stats import RankStats
 
@@ -164,7 +164,9 @@ class RankGroup:
         """
         names = [_name(place) for place in self.places]
         clock = asyncio.get_running_loop().time
-        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=clock())
+        # A process whose memory the node has to bring back answers late, and is not dead.
+        silent_s = max(SILENT_AFTER_S, self._watchdog_s)
+        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=clock(), silent_s=silent_s)
         asked: dict[int, asyncio.Task[_End]] = {}
         while True:
             for i, actor in enumerate(self._actors):

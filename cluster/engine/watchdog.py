@@ -1,7 +1,8 @@
 """Who keeps a group from stepping: two clocks over what ranks say of themselves.
 
 1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
-   `SILENT_AFTER_S` is named, followers included: its process is stopped, or its machine is.
+   `SILENT_AFTER_S`, or what its owner allows, is named, followers included: its process is
+   stopped, or its machine is.
 2. Step. A rank that answers but does not advance is stuck after `watchdog_s`, or five times what
    its step was expected to take if that is longer. Ranks wait for one another, so most of a stuck
    group only waits; named is the one that is furthest behind.
@@ -56,8 +57,16 @@ class Heartbeat:
 class Watchdog:
     """The owner's judgement of one group under one epoch."""
 
-    def __init__(self, names: Sequence[str], *, watchdog_s: float, now: float) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        watchdog_s: float,
+        now: float,
+        silent_s: float = SILENT_AFTER_S,
+    ) -> None:
         """Watch the ranks with these names from `now` on."""
+        self._silent_s = silent_s
         self._names = list(names)
         self._watchdog_s = watchdog_s
         self._answered_at = [now] * len(names)
@@ -72,14 +81,14 @@ class Watchdog:
         """Return who keeps the group from stepping and why, in a line; None while nobody does."""
         silent_s = [now - at for at in self._answered_at]
         longest = max(range(len(silent_s)), key=silent_s.__getitem__)
-        if silent_s[longest] > SILENT_AFTER_S:
+        if silent_s[longest] > self._silent_s:
             return f"{self._names[longest]}: no heartbeat for {silent_s[longest]:.1f} s"
         return self._stuck(now)
 
     @property
     def next_deadline(self) -> float:
         """When `on_tick` can have a new answer although no heartbeat comes."""
-        return min(self._answered_at) + SILENT_AFTER_S
+        return min(self._answered_at) + self._silent_s
 
     def _stuck(self, now: float) -> str | None:
         """Name the rank that is furthest behind, once any rank has waited for too long."""

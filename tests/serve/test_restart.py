@@ -126,8 +126,8 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_no_request_notices(
             named, named_s, again_s = wait_for_restart(app, "mixed", epoch + 1)
             told.append(f"{number.name} tp={tp_rank}: {named_s:.1f} s, {again_s:.1f} s: {named}")
             assert f"rank dp=0 tp={tp_rank} epoch={epoch}" in named and reason in named
-            # A death is known at once, a stopped process after three seconds; the machine is busy.
-            assert named_s < 20, told
+            # A death is known at once, a stopped process after ten seconds; the machine is busy.
+            assert named_s < 40, told
         load.wait_for(4)
     assert not load.failures
     assert load.answers == {question: {tokens} for question, tokens in wanted.items()}
