@@ -340,7 +340,6 @@ def test_bad_requests_are_told_what_is_wrong(
             ["pools=mixed", "mixed.tensor_parallel_size=3"],
             "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads",
         ),
-        (["prefill.data_parallel_size=2"], "prefill.data_parallel_size: wanted 1 "),
         (["api_keys=a"], "api_keys: wanted nothing (API keys is not built yet), found 'a'"),
     ],
 )
