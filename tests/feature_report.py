@@ -1,8 +1,9 @@
 """`pytest --feature-report`: which rows of `tests/features.txt` have passing tests.
 
 A test names the rows it shows with `@pytest.mark.feature("A01", "A02")`. After the run each row
-prints one line, `ID<TAB>working|failing|missing<TAB>tests`. The one thing to know: a row works
-when at least one of its tests ran and every one that ran passed its setup, call and teardown.
+prints one line, `ID<TAB>working|failing|missing<TAB>tests`. Cases of one parametrized test that
+passed share one entry. The one thing to know: a row works when at least one of its tests ran and
+every one that ran passed its setup, call and teardown.
 A skipped test did not run; one that is expected to fail, or unexpectedly passed, did not pass.
 The exit code stays pytest's.
 """
@@ -124,7 +125,16 @@ class FeatureReport:
         counts = ", ".join(f"{found.count(status)} {status.value}" for status in Status)
         terminalreporter.write_sep("=", f"feature report: {counts}")
         for row, status in rows.items():
-            terminalreporter.write_line(f"{row}\t{status.value}\t{','.join(self._results[row])}")
+            terminalreporter.write_line(f"{row}\t{status.value}\t{_tests(self._results[row])}")
+
+
+def _tests(results: dict[str, Result]) -> str:
+    """Name each test function once, without its parameters, and in full what did not pass."""
+    names = (
+        test if result.status is Status.FAILING else test.partition("[")[0]
+        for test, result in results.items()
+    )
+    return ",".join(dict.fromkeys(names))
 
 
 def _status(results: Iterable[Result]) -> Status:

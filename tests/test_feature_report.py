@@ -70,9 +70,22 @@ class TestGroup:
     def test_a(self, x): pass
 """
     found = rows(run(project, body))
-    both = "test_it.py::TestGroup::test_a[0],test_it.py::TestGroup::test_a[1]"
-    assert found["A01"] == found["A02"] == ("working", both)
-    assert found["B01"] == ("working", "test_it.py::TestGroup::test_a[1]")
+    assert set(found.values()) == {("working", "test_it.py::TestGroup::test_a")}
+
+
+def test_cases_that_passed_share_an_entry_and_one_that_did_not_is_named(
+    project: pytest.Pytester,
+) -> None:
+    body = """
+pytestmark = pytest.mark.feature("A01")
+
+@pytest.mark.parametrize("x", [0, 1, 2])
+def test_a(x): assert x != 1
+"""
+    assert rows(run(project, body))["A01"] == (
+        "failing",
+        "test_it.py::test_a,test_it.py::test_a[1]",
+    )
 
 
 @pytest.mark.parametrize(

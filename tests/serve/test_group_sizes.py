@@ -66,7 +66,7 @@ def test_data_parallel_ranks_of_a_dense_model_step_together_unless_told_otherwis
 
 
 def test_ranks_that_share_experts_cannot_step_apart(tmp_path: Path) -> None:
-    fields = {"architectures": ["LlamaForCausalLM"], "num_local_experts": 8}
+    fields = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"^lockstep: wanted on for a model with experts"):
         deploy_config({"model": str(tmp_path), "lockstep": "off", "decode.data_parallel_size": 2})
