@@ -20,10 +20,10 @@ _libraries: dict[str, torch.library.Library] = {}
 
 @dataclass
 class _Registered:
-    """An op's schema and the dispatch keys that have an implementation."""
+    """An op's schema and its implementations by dispatch key."""
 
     schema: str
-    dispatch_keys: set[str] = field(default_factory=set)
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 _registered: dict[str, _Registered] = {}
@@ -60,15 +60,30 @@ def direct_register_custom_op(
     known = _registered.get(name)
     if known is None and hasattr(namespace, op_name):
         # Defined by another copy of this module: torch keeps ops by name alone.
-        known = _registered[name] = _Registered(schema, {dispatch_key})
+        known = _registered[name] = _Registered(schema, {dispatch_key: op_func})
     elif known is None:
         known = _registered[name] = _define(name, schema, fake_impl, tags)
     elif known.schema != schema:
         raise ValueError(f"{name}: wanted the schema {known.schema}, found {schema}")
-    if dispatch_key not in known.dispatch_keys:
+    if dispatch_key not in known.functions:
         _libraries[target_lib].impl(op_name, op_func, dispatch_key=dispatch_key)
-        known.dispatch_keys.add(dispatch_key)
+        known.functions[dispatch_key] = op_func
     return getattr(namespace, op_name)
+
+
+def function_of(op: Any, device_type: str) -> Callable[..., Any] | None:
+    """Return the function behind an op that was registered here, for tensors of a device.
+
+    Calling it is what the dispatcher does where nothing else wants to know of the call: in
+    inference mode, without a dispatch mode. None: the op is another's.
+    """
+    schema = getattr(op, "_schema", None)
+    known = _registered.get(schema.name) if schema is not None else None
+    if known is None:
+        return None
+    return known.functions.get(
+        device_type.upper(), known.functions.get("CompositeExplicitAutograd")
+    )
 
 
 def _define(

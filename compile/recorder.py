@@ -12,6 +12,7 @@ opaque op is one call, runs without modes and may read what it likes.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from compile import boundary
 from compile.arena import Block
 from compile.context import ForwardContext, current_context
 from compile.cpu_pool import CpuGraphPool, poison_value, view_of
+from compile.custom_op import function_of
 from compile.frozen import Freezer, Watch, check_addressable
 from compile.graph_errors import CaptureError
 from compile.nested import map_tensors, tensors_of
@@ -209,6 +211,7 @@ def _call(
     targets: list[torch.Tensor | None],
 ) -> Call:
     """Return the call that a replay makes, with frozen arguments, to fill the targets."""
+    fn = function_of(fn, "cpu") or fn
     target = targets[0] if isinstance(found, torch.Tensor) else None
     if target is not None and name in COPIES:
         return functools.partial(aten.copy_.default, target, args[0])
@@ -219,18 +222,26 @@ def _call(
     if not any(target is not None for target in targets):
         return call
     if isinstance(found, tuple | list) and all(type(item) is torch.Tensor for item in found):
-        places = {i: target for i, target in enumerate(targets) if target is not None}
-        if all(_dense(target) is target for target in places.values()):
-            fill = functools.partial(torch._foreach_copy_, list(places.values()))
-            return functools.partial(_call_and_fill, call, fill, list(places))
+        places = [(i, target) for i, target in enumerate(targets) if target is not None]
+        if all(found[i].is_contiguous() and target.is_contiguous() for i, target in places):
+            moves = [(i, target.data_ptr(), target.nbytes, target) for i, target in places]
+            return functools.partial(_call_and_move, call, moves)
     return functools.partial(_call_and_copy, call, targets)
 
 
-def _call_and_fill(
-    call: Call, fill: Callable[[list[torch.Tensor]], Any], places: list[int]
-) -> None:
+def _call_and_move(call: Call, moves: list[tuple[int, int, int, torch.Tensor]]) -> None:
+    """Copy small outputs without the dispatcher, which takes longer than copying.
+
+    Args:
+        moves: for each output its place, the address and bytes it goes to, and the tensor there.
+    """
     found = call()
-    fill([found[i] for i in places])
+    for i, address, num_bytes, target in moves:
+        source = found[i]
+        if source.is_contiguous():
+            ctypes.memmove(address, source.data_ptr(), num_bytes)
+        else:
+            target.copy_(source)
 
 
 def _call_and_copy(call: Call, targets: list[torch.Tensor | None]) -> None:

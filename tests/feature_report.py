@@ -11,6 +11,7 @@ The exit code stays pytest's.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,6 +100,12 @@ class Result:
         else:
             self.passed.add(report.when)
 
+    @classmethod
+    def of(cls, status: Status) -> Result:
+        """Return what has a status."""
+        passed = set(PHASES) if status is Status.WORKING else set()
+        return cls(passed, status is Status.FAILING, status is Status.MISSING)
+
     @property
     def status(self) -> Status:
         """A test that was cut short between two phases did not pass."""
@@ -110,14 +117,25 @@ class Result:
 
 
 class FeatureReport:
-    """Collects the results of marked tests and prints the table."""
+    """Collects the results of marked tests and prints the table.
 
-    def __init__(self, titles: dict[str, str]) -> None:
+    With a file, results of earlier runs that are kept there count too, and are kept on: one table
+    for several runs, each of other tests.
+    """
+
+    def __init__(self, titles: dict[str, str], kept: Path | None = None) -> None:
         self._results: dict[str, dict[str, Result]] = {row: {} for row in titles}
+        self._kept = kept
+        if kept is not None and kept.exists():
+            for row, tests in json.loads(kept.read_text(encoding="utf-8")).items():
+                self._results[row] = {test: Result.of(Status(was)) for test, was in tests.items()}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for row in (value for name, value in report.user_properties if name == PROPERTY):
-            self._results[str(row)].setdefault(report.nodeid, Result()).add(report)
+            tests = self._results[str(row)]
+            if report.when == "setup" or report.nodeid not in tests:
+                tests[report.nodeid] = Result()
+            tests[report.nodeid].add(report)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         rows = {row: _status(tests.values()) for row, tests in self._results.items()}
@@ -126,6 +144,12 @@ class FeatureReport:
         terminalreporter.write_sep("=", f"feature report: {counts}")
         for row, status in rows.items():
             terminalreporter.write_line(f"{row}\t{status.value}\t{_tests(self._results[row])}")
+        if self._kept is not None:
+            kept = {
+                row: {test: result.status.value for test, result in tests.items()}
+                for row, tests in self._results.items()
+            }
+            self._kept.write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _tests(results: dict[str, Result]) -> str:
@@ -151,6 +175,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="after the run print ID, working|failing|missing and tests of each feature row",
     )
+    group.addoption(
+        "--feature-results",
+        type=Path,
+        metavar="FILE",
+        help="with --feature-report: also count the results that earlier runs left in FILE",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -160,7 +190,9 @@ def pytest_configure(config: pytest.Config) -> None:
             titles = read_table(config.rootpath / TABLE)
         except FeatureError as error:
             raise pytest.UsageError(str(error)) from error
-        config.pluginmanager.register(FeatureReport(titles), "lockstep-feature-report")
+        config.pluginmanager.register(
+            FeatureReport(titles, config.getoption("--feature-results")), "lockstep-feature-report"
+        )
 
 
 @pytest.hookimpl(wrapper=True)

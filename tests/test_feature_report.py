@@ -60,6 +60,20 @@ def test_one_mark_may_name_several_rows(project: pytest.Pytester) -> None:
     assert rows(result)["A01"] == rows(result)["B01"] == ("working", "test_it.py::test_a")
 
 
+def test_runs_that_share_a_file_of_results_make_one_table(project: pytest.Pytester) -> None:
+    kept = ("--feature-results", "results.json")
+    run(project, "@pytest.mark.feature('A01')\ndef test_a(): pass\n", *kept)
+    body = "@pytest.mark.feature('A02')\ndef test_b(): assert False\n"
+    assert rows(run(project, body, *kept)) == {
+        "A01": ("working", "test_it.py::test_a"),
+        "A02": ("failing", "test_it.py::test_b"),
+        "B01": ("missing", ""),
+    }
+    body = "@pytest.mark.feature('A02')\ndef test_b(): pass\n"
+    assert rows(run(project, body, *kept))["A02"] == ("working", "test_it.py::test_b")
+    assert rows(run(project, body))["A01"] == ("missing", "")
+
+
 def test_marks_of_class_module_and_parameter_count(project: pytest.Pytester) -> None:
     body = """
 pytestmark = pytest.mark.feature("A01")

@@ -9,7 +9,7 @@ Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,16 @@ class StepBatch:
     sampling: SamplingTensors
     wants_logprobs: list[int]
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
+
+
+@dataclass(frozen=True)
+class _SampledRows:
+    """What does not change from step to step as long as the same sequences are sampled."""
+
+    rows: bytes
+    sampling: SamplingTensors
+    """Without the drawn numbers and the adjustments of a step."""
+    wants_logprobs: list[int]
 
 
 class StepInputs:
@@ -77,6 +87,7 @@ class StepInputs:
         self._top_p = StaticBuffer((rows,), torch.float32, device)
         self._min_p = StaticBuffer((rows,), torch.float32, device)
         self._uniform = StaticBuffer((rows,), torch.float64, device)
+        self._sampled: _SampledRows | None = None
 
     def build(
         self, plan: StepPlan, num_tokens: int | None = None, num_seqs: int | None = None
@@ -104,13 +115,14 @@ class StepInputs:
         sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
         num_sampled = len(sampled)
         self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
+        sampling, wants_logprobs = self._sampling(plan.output_index, rows, sampled)
         return StepBatch(
             input_ids=input_ids,
             positions=self._positions.upload(num_tokens),
             attention=attention,
             logits_index=self._logits_index.upload(num_sampled),
-            sampling=self._sampling(plan.output_index, rows, sampled),
-            wants_logprobs=self._row_num_logprobs[rows[sampled]].tolist(),
+            sampling=sampling,
+            wants_logprobs=wants_logprobs,
         )
 
     def _admit(self, admission: Admission) -> None:
@@ -122,6 +134,7 @@ class StepInputs:
         self._row_seed[row] = admission.seed
         self._row_num_logprobs[row] = admission.num_logprobs
         self._rules.admit(admission)
+        self._sampled = None
 
     def dummy(self, num_tokens: int, num_seqs: int) -> StepBatch:
         """Return a batch of padding alone: what is compiled, captured and stepped without work.
@@ -132,13 +145,14 @@ class StepInputs:
         self._cu_seqlens_q.host[0] = 0
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)
+        sampling, wants_logprobs = self._sampling([], nothing, nothing)
         return StepBatch(
             input_ids=self._input_ids.upload(num_tokens),
             positions=self._positions.upload(num_tokens),
             attention=self._attention(num_seqs if is_decode else 0, num_tokens, num_seqs),
             logits_index=self._logits_index.upload(0),
-            sampling=self._sampling([], nothing, nothing),
-            wants_logprobs=[],
+            sampling=sampling,
+            wants_logprobs=wants_logprobs,
         )
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
@@ -161,11 +175,16 @@ class StepInputs:
             positions = np.repeat(computed - cu[:num_seqs], num_new) + np.arange(num_tokens)
             token_rows = np.repeat(rows, num_new)
         self._positions.host[:num_tokens] = positions
-        blocks = self._row_blocks[token_rows, positions // size].astype(np.int64)
-        self._slot_mapping.host[:num_tokens] = blocks * size + positions % size
+        columns_of_tokens, offsets = np.divmod(positions, size)
+        slots = self._slot_mapping.host[:num_tokens]
+        blocks = self._row_blocks[token_rows, columns_of_tokens]
+        np.multiply(blocks, size, out=slots, dtype=np.int64)
+        slots += offsets
 
     def _pad(self, num_tokens: int, end: int, num_seqs: int, end_seqs: int) -> None:
         """Make the tokens and sequences behind the real ones padding, up to `end` each."""
+        if num_tokens == end and num_seqs == end_seqs:
+            return
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
             buffer.host[num_tokens:end] = 0
         self._seq_lens.host[num_seqs:end_seqs] = 0
@@ -183,28 +202,44 @@ class StepInputs:
 
     def _sampling(
         self, output_index: list[int], rows: np.ndarray, sampled: np.ndarray
-    ) -> SamplingTensors:
-        n, rows = len(sampled), rows[sampled]
+    ) -> tuple[SamplingTensors, list[int]]:
+        """Return how the sampled sequences are sampled, and how many logprobs each wants."""
+        rows = rows[sampled]
+        known = self._sampled
+        if known is None or known.rows != rows.tobytes():
+            known = self._sampled_rows(rows)
+            # Buffers hold the last rows that were written: none leave them as they are.
+            self._sampled = known if len(rows) else self._sampled
+        sampling = known.sampling
+        positions = np.array(output_index, dtype=np.int64)[sampled]
+        adjustments = self._rules.adjustments(rows, positions)
+        if not sampling.all_greedy:
+            self._uniform.host[: len(rows)] = draw_uniform(self._row_seed[rows], positions)
+            uniform = self._uniform.upload(len(rows))
+            sampling = replace(sampling, uniform=uniform, adjustments=adjustments)
+        elif adjustments is not None:
+            sampling = replace(sampling, adjustments=adjustments)
+        return sampling, known.wants_logprobs
+
+    def _sampled_rows(self, rows: np.ndarray) -> _SampledRows:
+        n = len(rows)
         temperature = self._row_temperature[rows]
         top_k, top_p, min_p = self._row_top_k[rows], self._row_top_p[rows], self._row_min_p[rows]
-        all_greedy = bool((temperature == 0).all())
-        positions = np.array(output_index, dtype=np.int64)[sampled]
         self._temperature.host[:n] = temperature
         self._top_k.host[:n] = top_k
         self._top_p.host[:n] = top_p
         self._min_p.host[:n] = min_p
-        if not all_greedy:
-            self._uniform.host[:n] = draw_uniform(self._row_seed[rows], positions)
-        return SamplingTensors(
+        sampling = SamplingTensors(
             temperature=self._temperature.upload(n),
             top_k=self._top_k.upload(n),
             top_p=self._top_p.upload(n),
             min_p=self._min_p.upload(n),
             uniform=self._uniform.upload(n),
             num_logprobs=int(self._row_num_logprobs[rows].max(initial=-1)),
-            all_greedy=all_greedy,
+            all_greedy=bool((temperature == 0).all()),
             any_top_k=bool((top_k > 0).any()),
             any_top_p=bool((top_p < 1).any()),
             any_min_p=bool((min_p > 0).any()),
-            adjustments=self._rules.adjustments(rows, positions),
+            adjustments=None,
         )
+        return _SampledRows(rows.tobytes(), sampling, self._row_num_logprobs[rows].tolist())

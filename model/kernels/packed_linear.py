@@ -48,6 +48,8 @@ class _Entry:
 
 
 _table: dict[int, _Entry] = {}
+_index_at: dict[int, int] = {}
+"""Indices by their handles' addresses: reading one out of its tensor is a dispatched op."""
 _indices = itertools.count()
 
 
@@ -61,7 +63,9 @@ class PackedWeight:
         tiles = _tiles_of(packed, weight)
         _table[index] = _Entry(packed, tiles, None if tiles is None else _sizes(tiles, weight))
         self.handle = torch.tensor(index)
-        weakref.finalize(self, _table.pop, index)
+        _index_at[self.handle.data_ptr()] = index
+        # It keeps the handle: as long as the address is in the table, it is the handle's.
+        weakref.finalize(self, _forget, index, self.handle)
 
     @property
     def has_rows(self) -> bool:
@@ -92,8 +96,18 @@ def _packs(dtype: torch.dtype) -> bool:
     return True
 
 
+def _forget(index: int, handle: torch.Tensor) -> None:
+    del _table[index], _index_at[handle.data_ptr()]
+
+
+def _index(handle: torch.Tensor) -> int:
+    """Return what a handle, or a copy of one, holds."""
+    index = _index_at.get(handle.data_ptr())
+    return int(handle) if index is None else index
+
+
 def _entry(handle: torch.Tensor) -> _Entry:
-    return _table[int(handle)]
+    return _table[_index(handle)]
 
 
 def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -148,7 +162,7 @@ def _packed_linear(
     x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     """Multiply x [T, I] with the weight of `handle`. Returns [T, O]."""
-    return packed_product(x, int(handle), bias, out_features)
+    return packed_product(x, _index(handle), bias, out_features)
 
 
 def packed_product(
