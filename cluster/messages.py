@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -101,6 +101,14 @@ class GenerateRequest(Wire, frozen=True):
     """Address of the socket that wants the tokens."""
 
 
+class RankProcess(Wire, frozen=True):
+    """One rank's process: no other is ever equal to it, whatever port it is given."""
+
+    epoch: int
+    nonce: str
+    """Random."""
+
+
 class KVSource(Wire, frozen=True):
     """Where one rank's KV blocks can be read, by shared memory or TCP."""
 
@@ -112,6 +120,8 @@ class KVSource(Wire, frozen=True):
     """File descriptor of the pool in process `pid`; -1 where the pool is private."""
     address: str
     """ZeroMQ endpoint that serves reads, renewals and releases."""
+    process: RankProcess
+    """Whom the ticket is from: calls name it, so that nobody else who listens there serves them."""
 
 
 class KVHandoff(Wire, frozen=True):

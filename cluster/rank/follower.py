@@ -97,6 +97,7 @@ class Follower:
             context=self._context,
             host=host,
             header=header_bytes(config_hash),
+            epoch=epoch,
             doorbell=self._doorbell,
         )
         address = rendezvous.channels[tp_rank - 1]

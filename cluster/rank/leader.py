@@ -128,6 +128,7 @@ class Leader:
             context=self._context,
             host=host,
             header=self._header,
+            epoch=epoch,
             doorbell=self._doorbell,
         )
         self._holder: GroupHolder | None = None
