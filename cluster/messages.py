@@ -182,6 +182,8 @@ class EngineOutput(Wire, frozen=True):
     """What one step produced for one request."""
 
     request_id: str
+    position: int
+    """Output tokens of the request before these: where an output got lost, the next one shows."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     """Empty, or one entry per token."""
