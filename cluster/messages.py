@@ -216,9 +216,6 @@ class EndedFrame(Wire, frozen=True, tag=True):
     ended: list[EngineOutput]
 
 
-FromEngine = OutputFrame | EndedFrame
-
-
 # --- the step -------------------------------------------------------------------------------
 
 

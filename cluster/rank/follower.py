@@ -11,8 +11,6 @@ collectives. That ends `run`, and the owner of the group learns who it was and w
 
 from __future__ import annotations
 
-from typing import Any
-
 import zmq
 
 from cluster.channel_messages import (
@@ -162,10 +160,6 @@ class Follower:
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self.runner.pulse.heartbeat()
-
-    def step_log(self) -> list[dict[str, Any]]:
-        """Return the last steps as plain data, oldest first. Any thread may call it."""
-        return self.runner.steps.as_dicts()
 
     def _execute(self, frame: StepFrame) -> None:
         mine = self._digester.digest(frame.plan, frame.agreed)
