@@ -170,8 +170,8 @@ def _open_store(
         master_listen_fd=listen_fd,
     )
     if listen_fd is not None:
-        store.set("hello", encode(hello))
-    check_hello(decode(store.get("hello"), LeaderHello), hello)
+        store.set("hello", encode(hello).hex())
+    check_hello(decode(bytes.fromhex(store.get("hello").decode()), LeaderHello), hello)
     return store
 
 
