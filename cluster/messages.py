@@ -331,10 +331,12 @@ class StepPlan(Wire, frozen=True):
 
     @property
     def num_seqs(self) -> int:
+        """Sequences that run in the step, without padding."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes, without padding."""
         return len(self.token_ids)
 
     def vote(self, *, draining: bool = False) -> Vote:
