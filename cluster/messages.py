@@ -1,7 +1,7 @@
-"""Every structure that travels between processes, and the way on and off the wire.
+"""Structures that travel between processes, and the way on and off the wire.
 
-Only what a leader and its tensor-parallel followers say to each other has a file of its own,
-`channel_messages.py`.
+What a leader and its tensor-parallel followers say to each other stands in `channel_messages.py`,
+what data-parallel leaders do in `lockstep_messages.py`.
 
 The one thing to know: all of them are array-like msgspec structs that forbid unknown fields and
 have no defaults, so a frame that is too short, too long or of another type is refused instead of
@@ -408,7 +408,7 @@ class KVAnswer(Wire, frozen=True):
 
 
 class Header(Wire, frozen=True):
-    """Opens every frame between processes of one deployment."""
+    """Opens every frame to a socket that many may send to; a channel of two opens with hellos."""
 
     protocol: int
     config_hash: str
