@@ -1,7 +1,7 @@
-"""Every structure that travels between processes, and the way on and off the wire.
+"""Structures that travel between processes, and the way on and off the wire.
 
-Only what a leader and its tensor-parallel followers say to each other has a file of its own,
-`channel_messages.py`.
+What a leader and its tensor-parallel followers say to each other stands in `channel_messages.py`,
+what data-parallel leaders do in `lockstep_messages.py`.
 
 The one thing to know: all of them are array-like msgspec structs that forbid unknown fields and
 have no defaults, so a frame that is too short, too long or of another type is refused instead of
@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -101,6 +101,14 @@ class GenerateRequest(Wire, frozen=True):
     """Address of the socket that wants the tokens."""
 
 
+class RankProcess(Wire, frozen=True):
+    """One rank's process: no other is ever equal to it, whatever port it is given."""
+
+    epoch: int
+    nonce: str
+    """Random."""
+
+
 class KVSource(Wire, frozen=True):
     """Where one rank's KV blocks can be read, by shared memory or TCP."""
 
@@ -112,6 +120,8 @@ class KVSource(Wire, frozen=True):
     """File descriptor of the pool in process `pid`; -1 where the pool is private."""
     address: str
     """ZeroMQ endpoint that serves reads, renewals and releases."""
+    process: RankProcess
+    """Whom the ticket is from: calls name it, so that nobody else who listens there serves them."""
 
 
 class KVHandoff(Wire, frozen=True):
@@ -172,6 +182,8 @@ class EngineOutput(Wire, frozen=True):
     """What one step produced for one request."""
 
     request_id: str
+    position: int
+    """Output tokens of the request before these: where an output got lost, the next one shows."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     """Empty, or one entry per token."""
@@ -202,9 +214,6 @@ class EndedFrame(Wire, frozen=True, tag=True):
 
     epoch: int
     ended: list[EngineOutput]
-
-
-FromEngine = OutputFrame | EndedFrame
 
 
 # --- the step -------------------------------------------------------------------------------
@@ -322,10 +331,12 @@ class StepPlan(Wire, frozen=True):
 
     @property
     def num_seqs(self) -> int:
+        """Sequences that run in the step, without padding."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes, without padding."""
         return len(self.token_ids)
 
     def vote(self, *, draining: bool = False) -> Vote:
@@ -397,7 +408,7 @@ class KVAnswer(Wire, frozen=True):
 
 
 class Header(Wire, frozen=True):
-    """Opens every frame between processes of one deployment."""
+    """Opens every frame to a socket that many may send to; a channel of two opens with hellos."""
 
     protocol: int
     config_hash: str

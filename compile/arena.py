@@ -51,11 +51,6 @@ class Arena:
         """Bytes that are reserved."""
         return sum(len(segment.memory) for segment in self._segments)
 
-    @property
-    def num_free_bytes(self) -> int:
-        """Reserved bytes in no block."""
-        return sum(stop - start for segment in self._segments for start, stop in segment.gaps)
-
     def allocate(self, num_bytes: int) -> Block:
         """Return a block of at least so many bytes."""
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT

@@ -40,11 +40,6 @@ class CpuStepGraph:
         self._recording: Recording | None = None
         self._is_inference = False
 
-    @property
-    def num_calls(self) -> int:
-        """What a replay calls: ops, pieces, and the poisoning of what they let go of."""
-        return sum(len(calls) for _, calls in self._recorded().groups)
-
     def capture(self, fn: Callable[[], T]) -> T:
         """Run `fn` and record it; return its result, whose fresh tensors lie in the pool.
 

@@ -259,10 +259,13 @@ class TracedForward:
         # A warm start imports neither Dynamo nor what needs it.
         from compile.backend import PiecewiseCompiler
         from compile.dynamo import trace_once
+        from compile.lint import recompile_hazards
 
         forward = types.MethodType(type(module).forward, module)
         place = (forward.__code__.co_filename, forward.__code__.co_firstlineno)
         logger.debug("%s: tracing %s (%s:%d)", self.tag, _name(module), *place)
+        for hazard in recompile_hazards(forward):
+            logger.warning("%s: %s", self.tag, hazard)
         compilers: list[PiecewiseCompiler] = []
 
         def backend(trace: Trace) -> PiecewiseCompiler:

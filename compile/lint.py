@@ -34,9 +34,13 @@ def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
     """Return what in a function's source makes one graph for each value, in its lines' order.
 
     Three patterns: `bit_length`, `min` or `max` of one list, and a branch or loop on a size. A
-    fourth, an op that wants plain integers, shows in its schema: `plain_int_arguments`.
+    fourth, an op that wants plain integers, shows in its schema: `plain_int_arguments`. A function
+    without a source file has nothing that could be read.
     """
-    lines, first = inspect.getsourcelines(function)
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:
+        return []
     tree = ast.parse(textwrap.dedent("".join(lines)))
     file = inspect.getsourcefile(function) or "<string>"
     found = [

@@ -117,15 +117,19 @@ class Fields:
         self.source = source
 
     def value(self, name: str) -> Any:
+        """Return a field as it stands in the file, or its default."""
         return self.values.get(name, self.defaults[name])
 
     def integer(self, name: str, minimum: int = 1, maximum: int = LARGEST) -> int:
+        """Return a field that is an integer within the bounds; all of these raise ModelError."""
         return whole_number(name, self.value(name), self.source, minimum, maximum)
 
     def optional_integer(self, name: str, minimum: int = 1) -> int | None:
+        """Return a field that is an integer or null."""
         return None if self.value(name) is None else self.integer(name, minimum)
 
     def number(self, name: str) -> float:
+        """Return a field that is a number above 0."""
         return positive_number(name, self.value(name), self.source)
 
     def flag(self, name: str) -> bool:
@@ -133,6 +137,7 @@ class Fields:
         return name in self.defaults and boolean(name, self.value(name), self.source)
 
     def choice(self, name: str, choices: Iterable[str]) -> str:
+        """Return a field that is one of these texts."""
         value = self.value(name)
         if not isinstance(value, str) or value not in choices:
             raise ModelError.of(name, " or ".join(choices), value, self.source)

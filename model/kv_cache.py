@@ -17,9 +17,6 @@ import torch
 from compile.context import KVCacheTensor
 from model.config import ModelError
 
-SCRATCH_BLOCK = 0
-"""Never given to a sequence: padding tokens write into it, and it stays zero."""
-
 
 @dataclass(frozen=True)
 class KVCacheSpec:

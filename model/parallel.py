@@ -140,10 +140,12 @@ class ExpertShard:
 
     @property
     def size(self) -> int:
+        """Ranks in the grid."""
         return self.tensor.size * self.data.size
 
     @property
     def rank(self) -> int:
+        """This rank's number in the grid."""
         return self.data.rank * self.tensor.size + self.tensor.rank
 
     def divide(self, num_experts: int) -> int:

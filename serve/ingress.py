@@ -82,6 +82,7 @@ class Ingress:
         self._tasks = [
             loop.create_task(self._load_tokenizer()),
             loop.create_task(self._poll_status()),
+            self._tokens.task,
         ]
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -163,19 +163,10 @@ class LLM:
         for index, sampling in enumerate(samplings):
             output.outputs.append(CompletionOutput(index))
             request_id = f"{output.request_id}-{index}"
-            stream = self._text_stream(params)
+            stream = TextStream.of(self.tokenizer, params)
             running[request_id] = _Running(output, index, stream, params.stop_token_ids)
             requests.append(GenerateRequest(request_id, ids, [], sampling, ""))
         return output
-
-    def _text_stream(self, params: SamplingParams) -> TextStream:
-        return TextStream(
-            self.tokenizer,
-            stop=[params.stop] if isinstance(params.stop, str) else params.stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
 
     def _run(self, running: dict[str, _Running]) -> None:
         while running:

@@ -5,8 +5,9 @@
 2. Its tokens arrive on the token socket, straight from the engine.
 3. A prefill engine ends with a handoff; the request goes to a decode replica with the ticket and
    with the tokens so far.
-4. If the KV is lost or a replica dies on the way, the request is prefilled again elsewhere; its
-   tokens so far count as output, so that the client sees a pause and nothing twice.
+4. If the KV or an output is lost or a replica dies on the way, the request is prefilled again
+   elsewhere; its tokens so far count as output, so that the client sees a pause, no gap and
+   nothing twice.
 5. A client that leaves ends the generator: every engine that may have the request is told at
    once; calls that do not return then are cancelled.
 
@@ -83,6 +84,7 @@ class Router:
             )
             async with aclosing(self._attempt(attempt)) as attempt_outputs:
                 async for output in attempt_outputs:
+                    output = _in_place(output, len(outputs))
                     if output.finish_reason in (KV_LOST, REFUSED):
                         break
                     outputs.extend(output.token_ids)
@@ -181,6 +183,18 @@ def _line(error: Exception) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
+def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
+    """Return an output that continues those before it, or how the request ends instead.
+
+    What a broken connection had on its way is lost; nothing brings an output twice but a mistake.
+    """
+    if output.position == num_outputs or output.finish_reason in (KV_LOST, REFUSED):
+        return output
+    reason = KV_LOST if output.position > num_outputs else "error"
+    found = f"wanted those from {num_outputs} on, found from {output.position} on"
+    return _ended(output.request_id, reason, f"output tokens: {found}")
+
+
 def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateRequest:
     return msgspec.structs.replace(
         request, output_token_ids=[*request.output_token_ids, *output.token_ids]
@@ -190,6 +204,7 @@ def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateReq
 def _ended(request_id: str, reason: str, error: str) -> EngineOutput:
     return EngineOutput(
         request_id=request_id,
+        position=0,
         token_ids=[],
         logprobs=[],
         finish_reason=reason,

@@ -115,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
+        """The stop strings as a list, also where there is one."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 

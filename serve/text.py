@@ -11,6 +11,7 @@ import codecs
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from serve.sampling import SamplingParams
 from serve.tokenizer import Tokenizer
 
 
@@ -49,6 +50,17 @@ class TextStream:
         self._is_finished = False
         self.stop_string: str | None = None
         """The stop string that ended the text, once one is complete."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+        """Return the text of one choice as its request wants it."""
+        return cls(
+            tokenizer,
+            stop=params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
 
     def push(self, token_ids: Sequence[int], *, stop_token_id: int = -1) -> TextDelta:
         """Add tokens and return the text that is now certain.

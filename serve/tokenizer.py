@@ -70,6 +70,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the checkpoint has one."""
         return bool(self._hf.chat_template)
 
     @property

@@ -62,7 +62,8 @@ class Mailbox:
 class TokenSocket:
     """Receives frames of all engines and hands their outputs to mailboxes.
 
-    Must be created inside the event loop that uses it.
+    Must be created inside the event loop that uses it. `task` ends only with an error: without it
+    no output arrives.
     """
 
     def __init__(self, host: str, header: bytes) -> None:
@@ -75,7 +76,10 @@ class TokenSocket:
         self._aborts: defaultdict[str, list[str]] = defaultdict(list)
         self._engines: dict[str, zmq.asyncio.Socket] = {}
         self._heard_at: dict[str, float] = {}
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        """By inbox of an engine's newest epoch."""
+        self._newest: dict[str, tuple[int, str]] = {}
+        """By engine: its newest epoch and that one's inbox."""
+        self.task = asyncio.get_running_loop().create_task(self._receive())
 
     def open(self, request_id: str) -> Mailbox:
         """Return a new mailbox for a request."""
@@ -93,15 +97,16 @@ class TokenSocket:
         way to one of them, which then remembers the abort.
         """
         now = asyncio.get_running_loop().time()
+        spoken = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
         lately = [inbox for inbox, at in self._heard_at.items() if now - at < HEARD_LATELY_S]
-        for inbox in dict.fromkeys([*mailbox.inboxes, *lately]):
+        for inbox in dict.fromkeys([*spoken, *lately]):
             if not self._aborts:
                 asyncio.get_running_loop().call_soon(self._send_aborts)
             self._aborts[inbox].append(mailbox.request_id)
 
     def shutdown(self) -> None:
         """Stop receiving and close all sockets."""
-        self._task.cancel()
+        self.task.cancel()
         for socket in (self._socket, *self._engines.values()):
             socket.close(linger=100)
         end_context(self._context, "tokens")
@@ -121,9 +126,23 @@ class TokenSocket:
             try:
                 header, body = parts
                 check_header(header, self._header)
-                self._deliver(decode(body, OutputFrame))
+                frame: OutputFrame = decode(body, OutputFrame)
+                self._check_epoch(frame)
+                self._deliver(frame)
             except (FrameError, ValueError) as error:
                 log.error("tokens: dropped a frame: %s", error)
+
+    def _check_epoch(self, frame: OutputFrame) -> None:
+        """Refuse what an engine sent before it was rebuilt; forget where it was."""
+        newest, inbox = self._newest.get(frame.engine_id, (frame.epoch, frame.inbox))
+        if frame.epoch < newest:
+            raise FrameError(f"{frame.engine_id}: epoch: wanted {newest}, found {frame.epoch}")
+        self._newest[frame.engine_id] = (frame.epoch, frame.inbox)
+        if frame.epoch > newest:
+            self._heard_at.pop(inbox, None)
+            self._aborts.pop(inbox, None)
+            if (socket := self._engines.pop(inbox, None)) is not None:
+                socket.close(linger=0)
 
     def _deliver(self, frame: OutputFrame) -> None:
         self._heard_at[frame.inbox] = asyncio.get_running_loop().time()

@@ -170,10 +170,6 @@ class RankActor:
         rank = {**place, "epoch": self._place.epoch, "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
 
-    def step_log(self) -> list[dict[str, Any]]:
-        """Return the last steps that the rank ran, as plain data; nothing before it is ready."""
-        return self._rank.step_log() if self._rank is not None else []
-
     def stop(self) -> None:
         """End the step loop at its next border."""
         if self._rank is not None:

@@ -203,15 +203,6 @@ class RankGroup:
         """Handles of the ranks, in the order of `places`."""
         return list(self._actors)
 
-    async def step_logs(self) -> list[list[dict[str, Any]]]:
-        """Return every rank's last steps, in the order of `places`.
-
-        Raises:
-            ray.exceptions.RayError: a rank is gone.
-        """
-        refs = [actor.step_log.options(concurrency_group="ctl").remote() for actor in self._actors]
-        return list(await asyncio.gather(*refs))
-
     async def stop(self) -> None:
         """End every rank at its next step's border and wait for it, then kill what is left.
 

@@ -29,7 +29,7 @@ ANSWER_TIMEOUT_S = 5.0
 class ReadTransport(Protocol):
     """What the reads need of the world."""
 
-    def send(self, address: str, call: KVCall) -> None:
+    def send(self, source: KVSource, call: KVCall) -> None:
         """Send a call; the answer comes back to `KVReads.on_answer`."""
 
     def is_mapped(self, source: KVSource) -> bool:
@@ -41,7 +41,7 @@ class ReadTransport(Protocol):
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         """Write the bytes of an answer into blocks of ours."""
 
-    def forget(self, address: str) -> None:
+    def forget(self, source: KVSource) -> None:
         """Let go of a holder that is taken for dead: its memory, its connection."""
 
 
@@ -82,7 +82,7 @@ class KVReads:
         self._block_bytes = block_bytes
         self._clock = clock
         self._reads: dict[str, _Read] = {}
-        self._by_ticket: dict[tuple[str, int], _Read] = {}
+        self._by_ticket: dict[tuple[KVSource, int], _Read] = {}
         self._finished: list[KVReadResult] = []
         self.bytes_received = 0
         """Bytes copied in reads that were believed."""
@@ -92,7 +92,7 @@ class KVReads:
         source = handoff.sources[self._tp_rank]
         read = _Read(request_id, handoff, source, self._clock() + handoff.lease_s / 3)
         self._reads[request_id] = read
-        self._by_ticket[source.address, handoff.ticket] = read
+        self._by_ticket[source, handoff.ticket] = read
 
     def start(self, request_id: str, source_indices: list[int], dst_blocks: list[int]) -> None:
         """Copy the blocks at these positions of the ticket into ours, then release it."""
@@ -117,12 +117,12 @@ class KVReads:
             return
         read.is_cancelled = True
         if not read.has_started:
-            self._transport.send(read.source.address, KVRelease(read.handoff.ticket, 0))
+            self._transport.send(read.source, KVRelease(read.handoff.ticket, 0))
             self._forget(read)
 
-    def on_answer(self, address: str, answer: KVAnswer, blocks: list[memoryview]) -> None:
+    def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
         """Take a holder's answer; one to a read that is over is ignored."""
-        read = self._by_ticket.get((address, answer.ticket))
+        read = self._by_ticket.get((source, answer.ticket))
         if read is None:
             return
         if not answer.alive and not read.error:
@@ -139,13 +139,13 @@ class KVReads:
         now = self._clock()
         for read in list(self._reads.values()):
             if now >= read.answer_by:
-                address = read.source.address
-                read.error = f"kv source {address}: no answer for {ANSWER_TIMEOUT_S:g} s"
+                where = read.source.address
+                read.error = f"kv source {where}: no answer for {ANSWER_TIMEOUT_S:g} s"
                 self._finish(read)
-                self._transport.forget(address)
+                self._transport.forget(read.source)
             elif now >= read.renew_at:
                 read.renew_at = now + read.handoff.lease_s / 3
-                self._transport.send(read.source.address, KVRenew(read.handoff.ticket))
+                self._transport.send(read.source, KVRenew(read.handoff.ticket))
 
     def next_deadline(self) -> float | None:
         """Return when `on_tick` has something to do, by the clock."""
@@ -198,7 +198,7 @@ class KVReads:
         self._await_answer(read, KVRelease(read.handoff.ticket, believed))
 
     def _await_answer(self, read: _Read, call: KVCall) -> None:
-        self._transport.send(read.source.address, call)
+        self._transport.send(read.source, call)
         read.answer_by = self._clock() + ANSWER_TIMEOUT_S
 
     def _finish(self, read: _Read) -> None:
@@ -208,7 +208,7 @@ class KVReads:
 
     def _forget(self, read: _Read) -> None:
         del self._reads[read.request_id]
-        del self._by_ticket[read.source.address, read.handoff.ticket]
+        del self._by_ticket[read.source, read.handoff.ticket]
 
     def _report(self, request_id: str, error: str) -> None:
         self._finished.append(KVReadResult(request_id, ok=not error, error=error))

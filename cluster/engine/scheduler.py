@@ -436,7 +436,7 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         """Append a sampled token and return what the request gets to hear."""
-        token_ids = seq.token_ids
+        position, token_ids = seq.num_output_tokens, seq.token_ids
         token_ids.append(token)
         handoff: KVHandoff | None = None
         stop_token_id = -1
@@ -452,6 +452,7 @@ class Scheduler:
             handoff = self._hold(seq)
         return EngineOutput(
             seq.request.request_id,
+            position,
             [token],
             [] if logprobs is None else [logprobs],
             seq.finish_reason,

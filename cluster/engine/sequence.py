@@ -132,6 +132,7 @@ class Sequence:
         """Return the last output of a request that ends without a token."""
         return EngineOutput(
             request_id=self.request_id,
+            position=self.num_output_tokens,
             token_ids=[],
             logprobs=[],
             finish_reason=reason,

@@ -11,8 +11,6 @@ collectives. That ends `run`, and the owner of the group learns who it was and w
 
 from __future__ import annotations
 
-from typing import Any
-
 import zmq
 
 from cluster.channel_messages import (
@@ -23,6 +21,7 @@ from cluster.channel_messages import (
     FollowerHello,
     HoldKV,
     KVOrder,
+    LeaderHello,
     ReadEnded,
     StartRead,
     StepFrame,
@@ -78,6 +77,7 @@ class Follower:
             tp_rank,
             config.device,
             host,
+            hello=LeaderHello(PROTOCOL_VERSION, config_hash, epoch),
             dp_rank=dp_rank if dp_size > 1 else 0,
             dp_size=dp_size,
             shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
@@ -97,6 +97,7 @@ class Follower:
             context=self._context,
             host=host,
             header=header_bytes(config_hash),
+            epoch=epoch,
             doorbell=self._doorbell,
         )
         address = rendezvous.channels[tp_rank - 1]
@@ -159,10 +160,6 @@ class Follower:
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self.runner.pulse.heartbeat()
-
-    def step_log(self) -> list[dict[str, Any]]:
-        """Return the last steps as plain data, oldest first. Any thread may call it."""
-        return self.runner.steps.as_dicts()
 
     def _execute(self, frame: StepFrame) -> None:
         mine = self._digester.digest(frame.plan, frame.agreed)

@@ -2,6 +2,7 @@
 
 The first leader's process keeps a store, on a listener that it opened before. All ranks that step
 together join through it, those of other data-parallel ranks too, and wait for one another in it.
+Its first entry is the first leader's hello, with which each rank compares its own.
 The one thing to know: every wait here has a bound in seconds. torch's own is half an hour, and a
 rank inside a collective can only be freed by ending its process.
 """
@@ -24,6 +25,9 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
+from cluster.channel_messages import LeaderHello
+from cluster.messages import decode, encode
+from cluster.rank.channel import check_hello
 from cluster.rank.meeting import Meeting, Rendezvous
 from model.parallel import Shard
 
@@ -71,13 +75,16 @@ class TensorParallelGroup:
             size: of the tensor-parallel group.
             shares_experts: data-parallel ranks hold the model's experts together.
             where: what the owner told; None where this leader's own meeting is all there is.
+
+        Raises:
+            FrameError: the store is another group's, or another epoch's; names the field.
         """
         where = where or meeting.rendezvous
         if where is None:
             return cls(None, Shard())
         # The store listens on the group's address only, and closes the descriptor at its end.
         listen_fd = meeting.listener.detach() if meeting.listener is not None else None
-        store = _open_store(where, size * dp_size, listen_fd)
+        store = _open_store(where, size * dp_size, listen_fd, meeting.hello)
         place = _Place(dp_rank, dp_size, 0, size, device, meeting.host)
         shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
@@ -90,13 +97,22 @@ class TensorParallelGroup:
         device: str,
         host: str,
         *,
+        hello: LeaderHello,
         dp_rank: int = 0,
         dp_size: int = 1,
         shares_experts: bool = False,
     ) -> TensorParallelGroup:
-        """Join as a follower. `host` is this node's address."""
+        """Join as a follower.
+
+        Args:
+            host: this node's address.
+            hello: what the first leader's has to be.
+
+        Raises:
+            FrameError: as `lead`.
+        """
         size = len(where.channels) + 1
-        store = _open_store(where, size * dp_size, None)
+        store = _open_store(where, size * dp_size, None, hello)
         place = _Place(dp_rank, dp_size, tp_rank, size, device, host)
         shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
@@ -105,12 +121,20 @@ class TensorParallelGroup:
         """Return the smallest of all ranks' values; each name can be used once.
 
         It goes through the store: ranks may come minutes apart.
+
+        Raises:
+            TimeoutError: names the ranks that have not come in `LOAD_TIMEOUT_S`.
         """
         if self._store is None:
             return value
         self._store.set(f"{name}/{self.rank}", str(value))
         keys = [f"{name}/{rank}" for rank in range(self.size)]
-        self._store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
+        try:
+            self._store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            wanted = f"wanted all {self.size} ranks in {LOAD_TIMEOUT_S:g} s"
+            raise TimeoutError(f"{name}: {wanted}, found none of {missing}") from error
         return min(int(self._store.get(key)) for key in keys)
 
     def barrier(self, name: str) -> None:
@@ -133,8 +157,10 @@ class TensorParallelGroup:
         self._store = None
 
 
-def _open_store(where: Rendezvous, size: int, listen_fd: int | None) -> TCPStore:
-    return TCPStore(
+def _open_store(
+    where: Rendezvous, size: int, listen_fd: int | None, hello: LeaderHello
+) -> TCPStore:
+    store = TCPStore(
         where.store_host,
         where.store_port,
         size,
@@ -143,6 +169,10 @@ def _open_store(where: Rendezvous, size: int, listen_fd: int | None) -> TCPStore
         wait_for_workers=False,
         master_listen_fd=listen_fd,
     )
+    if listen_fd is not None:
+        store.set("hello", encode(hello).hex())
+    check_hello(decode(bytes.fromhex(store.get("hello").decode()), LeaderHello), hello)
+    return store
 
 
 @dataclass(frozen=True)

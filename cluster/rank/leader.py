@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
-from typing import Any
 
 import zmq
 
@@ -128,6 +127,7 @@ class Leader:
             context=self._context,
             host=host,
             header=self._header,
+            epoch=epoch,
             doorbell=self._doorbell,
         )
         self._holder: GroupHolder | None = None
@@ -219,10 +219,6 @@ class Leader:
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self.runner.pulse.heartbeat()
-
-    def step_log(self) -> list[dict[str, Any]]:
-        """Return the last steps as plain data, oldest first. Any thread may call it."""
-        return self.runner.steps.as_dicts()
 
     def _take_inbox(self) -> None:
         while True:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 
 import zmq
 
+from cluster.channel_messages import LeaderHello
 from cluster.config import EngineConfig
+from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import ChannelAddress, NoFollowers, StepSender
 from cluster.rank.peers import PeerSockets
 
@@ -67,6 +69,7 @@ class Meeting:
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.host = host
+        self.hello = LeaderHello(PROTOCOL_VERSION, config_hash, epoch)
         self.channel: StepSender | NoFollowers = NoFollowers()
         self.peers: PeerSockets | None = None
         self.listener: socket.socket | None = None

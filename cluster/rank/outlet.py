@@ -155,6 +155,7 @@ class Outlet:
 def _bare(output: EngineOutput) -> EngineOutput:
     return EngineOutput(
         request_id=output.request_id,
+        position=output.position,
         token_ids=[],
         logprobs=[],
         finish_reason=output.finish_reason,

@@ -120,6 +120,41 @@ def _rows_of_tile(
     return expert.to(tl.int64), rows.to(tl.int64), is_row, pairs
 
 
+@triton.jit
+def _products(
+    x_at: tl.tensor,
+    weight_at: tl.tensor,
+    other_at: tl.tensor,
+    is_row: tl.tensor,
+    is_column: tl.tensor,
+    INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+) -> tl.tensor:
+    """Return the product of a tile's rows with a matrix, and with another one or zero.
+
+    x_at: [M, K], weight_at, other_at: [K, N], all at the first inputs. Only what `is_row` and
+    `is_column` tell is loaded: rows of other ranks' experts are unset.
+    """
+    inputs = tl.arange(0, BLOCK_K)
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, INPUTS, BLOCK_K):
+        is_x, is_weight = is_row[:, None], is_column[None, :]
+        if INPUTS % BLOCK_K != 0:
+            is_input = at + inputs < INPUTS
+            is_x, is_weight = is_x & is_input[None, :], is_weight & is_input[:, None]
+        x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
+        weight_tile = tl.load(weight_at + at, mask=is_weight, other=0.0)
+        product = tl.dot(x_tile, weight_tile, product, input_precision="ieee")
+        if HAS_OTHER:
+            other_tile = tl.load(other_at + at, mask=is_weight, other=0.0)
+            other = tl.dot(x_tile, other_tile, other, input_precision="ieee")
+    return product, other
+
+
 @triton.jit(do_not_specialize=["num_experts"])
 def _up_kernel(
     x: tl.tensor,
@@ -152,18 +187,9 @@ def _up_kernel(
     gate_at = weight + expert * stride_expert
     gate_at += columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
     up_at = gate_at + stride_weight.to(tl.int64) * OUTPUTS
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(0, INPUTS, BLOCK_K):
-        is_x, is_weight = is_row[:, None], is_column[None, :]
-        if INPUTS % BLOCK_K != 0:
-            is_input = at + inputs < INPUTS
-            is_x, is_weight = is_x & is_input[None, :], is_weight & is_input[:, None]
-        x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
-        gate_tile = tl.load(gate_at + at, mask=is_weight, other=0.0)
-        gate = tl.dot(x_tile, gate_tile, gate, input_precision="ieee")
-        up_tile = tl.load(up_at + at, mask=is_weight, other=0.0)
-        up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
+    gate, up = _products(
+        x_at, gate_at, up_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, True
+    )
 
     # torch rounds both products, and the activation, to the model's dtype.
     dtype = out.dtype.element_ty
@@ -203,16 +229,9 @@ def _down_kernel(
     x_at = x + rows[:, None] * INPUTS + inputs[None, :]
     weight_at = weight + expert * stride_expert
     weight_at += columns[None, :].to(tl.int64) * stride_weight + inputs[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(0, INPUTS, BLOCK_K):
-        # Rows of other ranks' experts are unset: nothing is loaded from there.
-        is_x, is_weight = is_row[:, None], is_column[None, :]
-        if INPUTS % BLOCK_K != 0:
-            is_input = at + inputs < INPUTS
-            is_x, is_weight = is_x & is_input[None, :], is_weight & is_input[:, None]
-        x_tile = tl.load(x_at + at, mask=is_x, other=0.0)
-        weight_tile = tl.load(weight_at + at, mask=is_weight, other=0.0)
-        acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+    acc, _ = _products(
+        x_at, weight_at, weight_at, is_row, is_column, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, False
+    )
 
     # The products are rounded to the model's dtype, as torch does; sums over experts are float32.
     acc = acc.to(x.dtype.element_ty).to(tl.float32)

@@ -87,6 +87,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
     @classmethod
     def new(cls, prefix: str, model: str) -> Stamp:
+        """Return a stamp of now, with an id of its own."""
         return cls(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model)
 
 

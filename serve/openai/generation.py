@@ -129,6 +129,7 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
+        """Whether every choice has ended."""
         return all(choice.is_finished for choice in self.choices)
 
     async def wait(self) -> list[Choice]:
@@ -191,16 +192,6 @@ def make_choices(
 ) -> list[Choice]:
     """Return one choice per request, in order."""
     return [
-        Choice(
-            index,
-            request,
-            TextStream(
-                tokenizer,
-                stop=params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            ),
-        )
+        Choice(index, request, TextStream.of(tokenizer, params))
         for index, request in enumerate(requests)
     ]

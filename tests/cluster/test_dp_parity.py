@@ -60,7 +60,7 @@ tell(getattr(rank, "inbox", ""))
 rank.run()
 forward = rank.runner.forward
 replays = {str(key): times for key, times in forward.num_replays.items() if times}
-tell((rank.step_log(), replays, forward.captured))
+tell((rank.runner.steps.as_dicts(), replays, forward.captured))
 """
 
 

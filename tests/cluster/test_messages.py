@@ -29,7 +29,6 @@ STRUCTS: list[type[Wire]] = [
 ]
 UNIONS = {
     "Inbound": messages.Inbound,
-    "FromEngine": messages.FromEngine,
     "KVCall": messages.KVCall,
     "ToFollower": channel_messages.ToFollower,
     "FromFollower": channel_messages.FromFollower,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import zmq
@@ -39,6 +39,8 @@ SHAPES = ["one kv head", "six heads", "wide heads", "tied", "odd vocabulary", "b
 SHAPES += ["mistral window 7", "qwen2 window in the last layers", "qwen3 wide heads"]
 HASH = "test"
 NUM_TOKENS = 64
+
+T = TypeVar("T")
 
 
 class LocalPool:
@@ -173,6 +175,64 @@ def is_empty(pool: LocalPool) -> bool:
     return stats.num_free_blocks == stats.num_blocks and stats.num_running == 0
 
 
+def with_router(made: dict[str, LocalPool], work: Callable[[Router], Awaitable[T]]) -> T:
+    """Return what `work` makes of a router over the pools."""
+
+    async def main() -> T:
+        socket = TokenSocket("127.0.0.1", header_bytes(HASH))
+        try:
+            return await work(Router(dict(made), socket))
+        finally:
+            socket.shutdown()
+
+    return asyncio.run(main())
+
+
+def answers(made: dict[str, LocalPool], prompts: list[list[int]]) -> list[list[EngineOutput]]:
+    """Return each prompt's outputs, all submitted at once; nothing of them is left behind."""
+
+    async def serve(router: Router) -> list[list[EngineOutput]]:
+        requests = [make_request(i, prompt) for i, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*(generate(router, r) for r in requests))
+        await until(lambda: all(is_empty(pool) for pool in made.values()))
+        return results
+
+    return with_router(made, serve)
+
+
+def lose_first_tickets(pool_rank: Leader | Follower) -> list[str]:
+    """Let a prefill rank forget the ticket of each request's first attempt; return whose."""
+    assert pool_rank.transfer.server is not None
+    # Under the server's lock: a reader that is early must not release the ticket in between.
+    holder = pool_rank.transfer.server._holder
+    real_hold, lost = holder.hold, list[str]()
+
+    def hold_and_lose(request_id: str, blocks: list[int], generations: list[int]) -> int:
+        ticket = real_hold(request_id, blocks, generations)
+        if request_id.endswith(".0"):
+            lost.append(request_id)
+            holder.drop(ticket)
+        return ticket
+
+    holder.hold = hold_and_lose  # type: ignore[method-assign]
+    return lost
+
+
+async def cut_all(router: Router, prompts: list[list[int]], max_outputs: int) -> None:
+    """Ask for long answers, and leave each after one to `max_outputs` outputs."""
+    rng = random.Random(3)
+
+    async def cut(i: int, prompt: list[int]) -> None:
+        num_left = rng.randint(1, max_outputs)
+        async with aclosing(router.generate(make_request(i, prompt, 100))) as outputs:
+            async for _ in outputs:
+                num_left -= 1
+                if not num_left:
+                    return
+
+    await asyncio.gather(*(cut(i, p) for i, p in enumerate(prompts)))
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_pools_equal_transformers(
@@ -182,20 +242,7 @@ def test_two_pools_equal_transformers(
     prompts = prompts_for(oracle, 11, 10)
     # The decode pool holds 100 blocks of 4 tokens: ten sequences do not fit at once.
     with pools(oracle, transport, num_kv_blocks=150) as made:
-
-        async def serve() -> list[list[EngineOutput]]:
-            router = Router(
-                dict(made), tokens_socket := TokenSocket("127.0.0.1", header_bytes(HASH))
-            )
-            try:
-                requests = [make_request(i, prompt) for i, prompt in enumerate(prompts)]
-                results = await asyncio.gather(*(generate(router, r) for r in requests))
-                await until(lambda: all(is_empty(pool) for pool in made.values()))
-                return results
-            finally:
-                tokens_socket.shutdown()
-
-        results = asyncio.run(serve())
+        results = answers(made, prompts)
         prefill, decode = made["prefill"].stats(), made["decode"].stats()
     for prompt, outputs in zip(prompts, results, strict=True):
         assert outputs[-1].finish_reason == "length"
@@ -219,19 +266,7 @@ def test_two_pools_of_two_ranks_equal_transformers(
     oracle = make_oracle(shape)
     prompts = prompts_for(oracle, 16, 6)
     with pools(oracle, transport, num_kv_blocks=150, tensor_parallel_size=2) as made:
-
-        async def serve() -> list[list[EngineOutput]]:
-            socket = TokenSocket("127.0.0.1", header_bytes(HASH))
-            router = Router(dict(made), socket)
-            try:
-                requests = [make_request(i, prompt) for i, prompt in enumerate(prompts)]
-                results = await asyncio.gather(*(generate(router, r) for r in requests))
-                await until(lambda: all(is_empty(pool) for pool in made.values()))
-                return results
-            finally:
-                socket.shutdown()
-
-        results = asyncio.run(serve())
+        results = answers(made, prompts)
         prefill, decode = made["prefill"].all_stats(), made["decode"].all_stats()
     for prompt, outputs in zip(prompts, results, strict=True):
         assert len(tokens(outputs)) == NUM_TOKENS
@@ -252,20 +287,7 @@ def test_a_roomy_decode_rank_computes_no_prompt_token(
     oracle = make_oracle("six heads")
     prompts = prompts_for(oracle, 12, 8)
     with pools(oracle, transport, num_kv_blocks=900) as made:
-
-        async def serve() -> None:
-            router = Router(
-                dict(made), tokens_socket := TokenSocket("127.0.0.1", header_bytes(HASH))
-            )
-            try:
-                await asyncio.gather(
-                    *(generate(router, make_request(i, p)) for i, p in enumerate(prompts))
-                )
-                await until(lambda: all(is_empty(pool) for pool in made.values()))
-            finally:
-                tokens_socket.shutdown()
-
-        asyncio.run(serve())
+        answers(made, prompts)
         prefill, decode = made["prefill"].stats(), made["decode"].stats()
     assert decode.prompt_tokens_computed == 0
     spec = made["prefill"].leader.runner.kv_spec
@@ -279,21 +301,12 @@ def test_seeded_samples_do_not_depend_on_the_pools(make_oracle: Callable[[str], 
     request = make_request(0, prompt, temperature=0.9, top_k=40, top_p=0.95, seed=2**63 + 5)
     with pools(oracle, "shm") as made:
         mixed = LocalPool(replace(made["decode"].leader.config, role=Role.MIXED))
-
-        async def serve() -> tuple[list[int], list[int]]:
-            socket = TokenSocket("127.0.0.1", header_bytes(HASH))
-            try:
-                two = await generate(Router(dict(made), socket), request)
-                one = await generate(Router({"mixed": mixed}, socket), request)
-                return tokens(two), tokens(one)
-            finally:
-                socket.shutdown()
-
         try:
-            two, one = asyncio.run(serve())
+            two = with_router(made, lambda router: generate(router, request))
+            one = with_router({"mixed": mixed}, lambda router: generate(router, request))
         finally:
             mixed.close()
-    assert two == one
+    assert tokens(two) == tokens(one)
 
 
 def test_a_request_that_is_closed_leaves_nothing_behind(make_oracle: Callable[[str], Any]) -> None:
@@ -301,30 +314,14 @@ def test_a_request_that_is_closed_leaves_nothing_behind(make_oracle: Callable[[s
     prompts = prompts_for(oracle, 14, 40)
     with pools(oracle, "shm") as made:
 
-        async def serve() -> None:
-            socket = TokenSocket("127.0.0.1", header_bytes(HASH))
-            router = Router(dict(made), socket)
-            rng = random.Random(3)
+        async def serve(router: Router) -> None:
+            await cut_all(router, prompts, 30)
+            await until(lambda: all(is_empty(pool) for pool in made.values()), 1.0)
+            # The next request is right.
+            outputs = await generate(router, make_request(999, prompts[0]))
+            oracle.check_greedy(prompts[0], tokens(outputs))
 
-            async def cut(i: int, prompt: list[int]) -> None:
-                seen = 0
-                stop_after = rng.randint(1, 30)
-                async with aclosing(router.generate(make_request(i, prompt, 100))) as outputs:
-                    async for _ in outputs:
-                        seen += 1
-                        if seen >= stop_after:
-                            return
-
-            try:
-                await asyncio.gather(*(cut(i, p) for i, p in enumerate(prompts)))
-                await until(lambda: all(is_empty(pool) for pool in made.values()), 1.0)
-                # The next request is right.
-                outputs = await generate(router, make_request(999, prompts[0]))
-                oracle.check_greedy(prompts[0], tokens(outputs))
-            finally:
-                socket.shutdown()
-
-        asyncio.run(serve())
+        with_router(made, serve)
 
 
 def test_lost_kv_is_prefilled_again(make_oracle: Callable[[str], Any]) -> None:
@@ -332,29 +329,8 @@ def test_lost_kv_is_prefilled_again(make_oracle: Callable[[str], Any]) -> None:
     oracle = make_oracle("six heads")
     prompts = prompts_for(oracle, 15, 4)
     with pools(oracle, "shm") as made:
-        server = made["prefill"].leader.transfer.server
-        assert server is not None
-        real_hold, lost = server.hold, []
-
-        def hold_and_lose(request_id: str, blocks: list[int], generations: list[int]) -> int:
-            ticket = real_hold(request_id, blocks, generations)
-            if request_id.endswith(".0"):
-                lost.append(request_id)
-                server.drop(ticket)
-            return ticket
-
-        server.hold = hold_and_lose  # type: ignore[method-assign]
-
-        async def serve() -> list[list[EngineOutput]]:
-            socket = TokenSocket("127.0.0.1", header_bytes(HASH))
-            router = Router(dict(made), socket)
-            try:
-                requests = [make_request(i, p) for i, p in enumerate(prompts)]
-                return await asyncio.gather(*(generate(router, r) for r in requests))
-            finally:
-                socket.shutdown()
-
-        results = asyncio.run(serve())
+        lost = lose_first_tickets(made["prefill"].leader)
+        results = answers(made, prompts)
     assert len(lost) == len(prompts)
     for prompt, outputs in zip(prompts, results, strict=True):
         assert len(tokens(outputs)) == NUM_TOKENS
@@ -366,33 +342,8 @@ def test_kv_that_one_rank_lost_is_prefilled_again(make_oracle: Callable[[str], A
     oracle = make_oracle("tied")
     prompts = prompts_for(oracle, 17, 4)
     with pools(oracle, "shm", tensor_parallel_size=2) as made:
-        server = made["prefill"].followers[0].transfer.server
-        assert server is not None
-        # Under the server's lock: a reader that is early must not release the ticket in between.
-        holder = server._holder
-        real_hold, lost = holder.hold, []
-
-        def hold_and_lose(request_id: str, blocks: list[int], generations: list[int]) -> int:
-            ticket = real_hold(request_id, blocks, generations)
-            if request_id.endswith(".0"):
-                lost.append(request_id)
-                holder.drop(ticket)
-            return ticket
-
-        holder.hold = hold_and_lose  # type: ignore[method-assign]
-
-        async def serve() -> list[list[EngineOutput]]:
-            socket = TokenSocket("127.0.0.1", header_bytes(HASH))
-            router = Router(dict(made), socket)
-            try:
-                requests = [make_request(i, p) for i, p in enumerate(prompts)]
-                results = await asyncio.gather(*(generate(router, r) for r in requests))
-                await until(lambda: all(is_empty(pool) for pool in made.values()))
-                return results
-            finally:
-                socket.shutdown()
-
-        results = asyncio.run(serve())
+        lost = lose_first_tickets(made["prefill"].followers[0])
+        results = answers(made, prompts)
         prefill, decode = made["prefill"].all_stats(), made["decode"].all_stats()
     assert len(lost) == len(prompts)
     for prompt, outputs in zip(prompts, results, strict=True):
@@ -412,30 +363,15 @@ def test_closed_requests_leave_nothing_behind_on_any_rank(
     prompts = prompts_for(oracle, 18, 12)
     with pools(oracle, "tcp", num_kv_blocks=150, tensor_parallel_size=2) as made:
 
-        async def serve() -> None:
-            socket = TokenSocket("127.0.0.1", header_bytes(HASH))
-            router = Router(dict(made), socket)
-            rng = random.Random(4)
+        async def serve(router: Router) -> None:
+            await cut_all(router, prompts, 6)
+            await until(lambda: all(is_empty(pool) for pool in made.values()))
+            ranks = made["prefill"].all_stats
+            await until(lambda: not any(rank.held_tickets for rank in ranks()))
+            outputs = await generate(router, make_request(999, prompts[0]))
+            oracle.check_greedy(prompts[0], tokens(outputs))
 
-            async def cut(i: int, prompt: list[int]) -> None:
-                num_left = rng.randint(1, 6)
-                async with aclosing(router.generate(make_request(i, prompt, 100))) as outputs:
-                    async for _ in outputs:
-                        num_left -= 1
-                        if not num_left:
-                            return
-
-            try:
-                await asyncio.gather(*(cut(i, p) for i, p in enumerate(prompts)))
-                await until(lambda: all(is_empty(pool) for pool in made.values()))
-                ranks = made["prefill"].all_stats
-                await until(lambda: not any(rank.held_tickets for rank in ranks()))
-                outputs = await generate(router, make_request(999, prompts[0]))
-                oracle.check_greedy(prompts[0], tokens(outputs))
-            finally:
-                socket.shutdown()
-
-        asyncio.run(serve())
+        with_router(made, serve)
 
 
 @pytest.mark.feature("S06")
@@ -444,16 +380,7 @@ def test_only_the_window_is_handed_over(make_oracle: Callable[[str], Any], trans
     oracle = make_oracle("mistral window 7")
     prompts = [[i % 200 for i in range(start, start + 81)] for start in (0, 300, 850)]
     with pools(oracle, transport) as made:
-
-        async def serve() -> list[list[EngineOutput]]:
-            router = Router(dict(made), socket := TokenSocket("127.0.0.1", header_bytes(HASH)))
-            try:
-                requests = [make_request(i, prompt) for i, prompt in enumerate(prompts)]
-                return await asyncio.gather(*(generate(router, r) for r in requests))
-            finally:
-                socket.shutdown()
-
-        results = asyncio.run(serve())
+        results = answers(made, prompts)
         received = made["decode"].stats().kv_bytes_received
     for prompt, outputs in zip(prompts, results, strict=True):
         oracle.check_greedy(prompt, tokens(outputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -98,6 +99,17 @@ def test_backed_symbols_list_what_was_taken_for_granted(
     assert guard.holds(16) and not guard.holds(17)
     assert "if input_ids.shape[0] > 16" in guard.where and "test_dynamic_shapes.py" in guard.where
     assert "traced for" in caplog.text and "alone" in caplog.text
+
+
+@pytest.mark.feature("J05")
+def test_what_makes_a_graph_for_each_size_is_named_when_it_is_traced(
+    toys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    toys.build(module_of(plain))(*toys.inputs(8))
+    assert "on a size" not in caplog.text
+    toys.build(module_of(branching))(*toys.inputs(8))
+    wanted = r"test_dynamic_shapes\.py:\d+: wanted torch\.where, .* found a branch on a size"
+    assert re.search(wanted, caplog.text)
 
 
 @pytest.mark.feature("J01")

@@ -127,15 +127,25 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.feature("S06")
-@pytest.mark.parametrize(("family", "values"), WINDOWED)
-def test_windows_are_transformers(family: str, values: dict[str, Any], tmp_path: Path) -> None:
+def in_both(
+    family: str, values: dict[str, Any], directory: Path
+) -> tuple[Any, ModelConfig, ModelConfig]:
+    """Return transformers' configuration of four layers, ours of its file, and ours of the values.
+
+    What the values leave out has transformers' defaults in the first two, and ours in the last.
+    """
     architectures = [f"{family}ForCausalLM"]
     values = values | {"num_hidden_layers": 4}
     theirs = getattr(transformers, f"{family}Config")(architectures=architectures, **values)
-    theirs.save_pretrained(tmp_path)
-    read_back = ModelConfig.from_dir(tmp_path)
+    theirs.save_pretrained(directory)
     ours = ModelConfig.from_dict({"architectures": architectures} | values, "config.json")
+    return theirs, ModelConfig.from_dir(directory), ours
+
+
+@pytest.mark.feature("S06")
+@pytest.mark.parametrize(("family", "values"), WINDOWED)
+def test_windows_are_transformers(family: str, values: dict[str, Any], tmp_path: Path) -> None:
+    theirs, read_back, ours = in_both(family, values, tmp_path)
     assert ours.layer_windows == read_back.layer_windows == windows_of(theirs)
     windows = set(ours.layer_windows)
     assert ours.kv_window == (None if None in windows else windows.pop())
@@ -153,12 +163,7 @@ SPARSE = [
 
 @pytest.mark.parametrize(("family", "values"), SPARSE)
 def test_experts_are_transformers(family: str, values: dict[str, Any], tmp_path: Path) -> None:
-    architectures = [f"{family}ForCausalLM"]
-    values = values | {"num_hidden_layers": 4}
-    theirs = getattr(transformers, f"{family}Config")(architectures=architectures, **values)
-    theirs.save_pretrained(tmp_path)
-    read_back = ModelConfig.from_dir(tmp_path)
-    ours = ModelConfig.from_dict({"architectures": architectures} | values, "config.json")
+    theirs, read_back, ours = in_both(family, values, tmp_path)
     assert ours.experts == read_back.experts == experts_of(theirs)
 
 

@@ -17,8 +17,10 @@ from serve.tokens import Mailbox
 REQUEST = GenerateRequest("r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None), "")
 
 
-def output(token_ids: list[int], finish_reason: str = "", error: str = "") -> EngineOutput:
-    return EngineOutput("", token_ids, [], finish_reason, -1, 0, None, error, [])
+def output(
+    token_ids: list[int], finish_reason: str = "", error: str = "", position: int = 0
+) -> EngineOutput:
+    return EngineOutput("", position, token_ids, [], finish_reason, -1, 0, None, error, [])
 
 
 class Tokens:
@@ -83,12 +85,12 @@ def crash(mailbox: Mailbox) -> Any:
 
 def two_then_crash(mailbox: Mailbox) -> Any:
     mailbox.put(output([5]), "engine")
-    mailbox.put(output([6]), "engine")
+    mailbox.put(output([6], position=1), "engine")
     raise RuntimeError("rank ended")
 
 
-def finish(mailbox: Mailbox) -> str:
-    mailbox.put(output([7], "length"), "engine")
+def finish(mailbox: Mailbox, position: int = 0) -> str:
+    mailbox.put(output([7], "length", position=position), "engine")
     return "length"
 
 
@@ -100,12 +102,36 @@ def test_a_pool_that_is_restarted_makes_a_request_wait_and_not_fail() -> None:
 
 
 def test_tokens_before_a_loss_count_as_output_and_come_once() -> None:
-    found, pool, tokens = serve(two_then_crash, finish)
+    found, pool, tokens = serve(two_then_crash, lambda mailbox: finish(mailbox, position=2))
     assert [t for o in found for t in o.token_ids] == [5, 6, 7]
     assert [s.request.output_token_ids for s in pool.submitted] == [[], [5, 6]]
     # Who had something of the lost attempt was told to let go.
     assert tokens.aborted == [pool.submitted[0].request.request_id]
     assert not tokens.mailboxes
+
+
+def first_and_third(mailbox: Mailbox) -> str:
+    mailbox.put(output([5]), "engine")
+    mailbox.put(output([7], "length", position=2), "engine")
+    return "length"
+
+
+def test_an_output_that_is_lost_on_its_way_is_no_gap_in_the_answer() -> None:
+    found, pool, _ = serve(first_and_third, lambda mailbox: finish(mailbox, position=1))
+    assert [o.token_ids for o in found] == [[5], [7]]
+    assert [s.request.output_token_ids for s in pool.submitted] == [[], [5]]
+
+
+def test_an_output_that_comes_twice_ends_the_request_with_the_reason() -> None:
+    def twice(mailbox: Mailbox) -> str:
+        mailbox.put(output([5]), "engine")
+        return finish(mailbox)
+
+    found, pool, _ = serve(twice)
+    assert [o.token_ids for o in found] == [[5], []]
+    assert found[-1].finish_reason == "error"
+    assert found[-1].error == "output tokens: wanted those from 1 on, found from 0 on"
+    assert len(pool.submitted) == 1
 
 
 def test_a_request_that_is_lost_again_and_again_ends_with_the_reason() -> None:

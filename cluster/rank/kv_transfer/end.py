@@ -9,7 +9,7 @@ import zmq
 
 from cluster.config import EngineConfig, Role
 from cluster.engine.handoff import KVHolder
-from cluster.messages import KVSource
+from cluster.messages import KVSource, RankProcess
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.kv_transfer.puller import KVPuller
 from cluster.rank.kv_transfer.server import KVServer
@@ -44,6 +44,7 @@ class TransferEnd:
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         header: bytes,
+        epoch: int,
         doorbell: Doorbell,
     ) -> None:
         """Start the thread that the role asks for; `doorbell` rings when something has ended."""
@@ -55,6 +56,7 @@ class TransferEnd:
                 context=context,
                 host=host,
                 header=header,
+                epoch=epoch,
                 doorbell=doorbell,
             )
         if self._config.role is Role.DECODE:
@@ -76,6 +78,7 @@ class TransferEnd:
             pid=self._memory.pid if self._memory else 0,
             shm_fd=self._memory.fd if self._memory else -1,
             address=self.server.address if self.server else "",
+            process=self.server.process if self.server else RankProcess(-1, ""),
         )
 
     @property

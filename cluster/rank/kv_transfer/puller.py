@@ -129,8 +129,8 @@ class KVPuller:
             self._wake.clear()
             for command in _drain(self._commands):
                 command()
-            for address, answer, blocks in self._transport.receive():
-                reads.on_answer(address, answer, blocks)
+            for source, answer, blocks in self._transport.receive():
+                reads.on_answer(source, answer, blocks)
             reads.on_tick()
             for result in reads.take_finished():
                 self._finished.put(result)
@@ -157,31 +157,32 @@ class _Transport:
         self._context = context
         self._header = header
         self._node = node_id()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._mapped: dict[str, BlockStore] = {}
-        """By address, which a new process never shares with a dead one; its pid it may."""
+        # By source: address, pid and descriptor come again, its process does not.
+        self._sockets: dict[KVSource, zmq.Socket[bytes]] = {}
+        self._mapped: dict[KVSource, BlockStore] = {}
 
-    def send(self, address: str, call: KVCall) -> None:
-        socket = self._sockets.get(address)
+    def send(self, source: KVSource, call: KVCall) -> None:
+        socket = self._sockets.get(source)
         if socket is None:
-            socket = self._sockets[address] = self._context.socket(zmq.DEALER)
+            socket = self._sockets[source] = self._context.socket(zmq.DEALER)
             socket.linger = 1000
-            socket.connect(address)
+            socket.sndhwm = 0  # to a holder that is gone nothing leaves, and nobody may wait for it
+            socket.connect(source.address)
             self.poller.register(socket, zmq.POLLIN)
-        socket.send_multipart([self._header, encode(call)])
+        socket.send_multipart([self._header, encode(source.process), encode(call)])
 
-    def receive(self) -> list[tuple[str, KVAnswer, list[memoryview]]]:
+    def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry."""
-        answers: list[tuple[str, KVAnswer, list[memoryview]]] = []
-        for address, socket in list(self._sockets.items()):
+        answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
+        for source, socket in list(self._sockets.items()):
             while socket.poll(0):
                 frames = socket.recv_multipart(copy=False)
                 try:
                     answer: KVAnswer = decode(frames[0].buffer, KVAnswer)
                 except FrameError as error:  # the read ends by its time-out
-                    log.error("kv answer from %s: dropped: %s", address, error)
+                    log.error("kv answer from %s: dropped: %s", source.address, error)
                     continue
-                answers.append((address, answer, [frame.buffer for frame in frames[1:]]))
+                answers.append((source, answer, [frame.buffer for frame in frames[1:]]))
         return answers
 
     def is_mapped(self, source: KVSource) -> bool:
@@ -192,19 +193,19 @@ class _Transport:
         return is_near or self._transport == "shm"
 
     def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
-        mapped = self._mapped.get(source.address)
+        mapped = self._mapped.get(source)
         if mapped is None:
             if source.boot_id != self._node:
                 raise OSError("kv.transport: wanted shm on one node, found another node")
             memory = open_shared(source.pid, source.shm_fd)
             mapped = BlockStore.of_memory(memory, self.store.block_bytes)
-            self._mapped[source.address] = mapped
+            self._mapped[source] = mapped
         if ids:
             self.store.copy_from(mapped, source_ids, ids)
 
-    def forget(self, address: str) -> None:
-        self._mapped.pop(address, None)
-        socket = self._sockets.pop(address, None)
+    def forget(self, source: KVSource) -> None:
+        self._mapped.pop(source, None)
+        socket = self._sockets.pop(source, None)
         if socket is not None:
             self.poller.unregister(socket)
             socket.close(linger=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
+from collections.abc import Sequence
 
 import torch
 import zmq
@@ -16,6 +18,7 @@ from cluster.messages import (
     KVRead,
     KVRelease,
     KVRenew,
+    RankProcess,
     check_header,
     decode,
     encode,
@@ -45,9 +48,11 @@ class KVServer:
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         header: bytes,
+        epoch: int,
         doorbell: Doorbell,
     ) -> None:
         self._holder = holder
+        self.process = RankProcess(epoch, secrets.token_hex(8))
         self._store = BlockStore(pool)
         self._header = header
         self._doorbell = doorbell
@@ -55,6 +60,7 @@ class KVServer:
         self._early: list[tuple[bytes, KVCall]] = []
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.sndhwm = 0  # an answer is never dropped; readers await few at a time
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self._wake = Doorbell()
@@ -141,17 +147,28 @@ class KVServer:
     def _answer_all(self) -> None:
         while True:
             try:
-                peer, header, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer, header, process, body = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except ValueError:
-                log.error("kv frame: wanted 3 parts, found another number; dropped")
+                log.error("kv frame: wanted 4 parts, found another number; dropped")
                 continue
             try:
                 check_header(header, self._header)
-                self._take(peer, decode(body, KVCall))
+                called, call = decode(process, RankProcess), decode(body, KVCall)
             except FrameError as error:
                 log.error("kv frame: dropped: %s", error)
+                continue
+            if called == self.process:
+                self._take(peer, call)
+            else:
+                self._refuse(peer, called, call)
+
+    def _refuse(self, peer: bytes, called: RankProcess, call: KVCall) -> None:
+        """Answer a call to a process that had this address before: its tickets died with it."""
+        wanted = f"rank: wanted epoch {self.process.epoch}"
+        log.error("kv call: %s, found a call for epoch %d of another process", wanted, called.epoch)
+        self._send(peer, call, alive=False)
 
     def _take(self, peer: bytes, call: KVCall) -> None:
         """Answer a call, or keep it until its ticket is held.
@@ -183,9 +200,14 @@ class KVServer:
                     alive = self._holder.renew(call.ticket)
                 case KVRelease():
                     alive = self._holder.release(call.ticket, call.num_blocks_read)
+        self._send(peer, call, alive=alive, blocks=blocks)
+        if isinstance(call, KVRelease):
+            self._doorbell.ring()
+
+    def _send(
+        self, peer: bytes, call: KVCall, *, alive: bool, blocks: Sequence[memoryview] = ()
+    ) -> None:
         answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
         # The bytes go out without a copy: they are not overwritten before the ticket ends, and
         # the reader learns at its release if that came too early.
         self._socket.send_multipart([peer, answer, *blocks], copy=False)
-        if isinstance(call, KVRelease):
-            self._doorbell.ring()

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.messages import (
-    GenerateRequest,
-    OutputFrame,
-    Sampling,
-    Submit,
-    decode,
-    encode,
-    header_bytes,
-)
-from cluster.rank.contexts import end_context
 from compile.config import CompilationConfig
 
 pytestmark = pytest.mark.ray
 
-HASH = "test"
 NUM_TOKENS = 24
 
 
@@ -41,56 +27,6 @@ def config(oracle: Any, parallel: ParallelConfig, **compilation: Any) -> EngineC
         parallel=parallel,
         compilation=CompilationConfig(sealed="strict", **compilation),
     )
-
-
-@asynccontextmanager
-async def running_group(engine: EngineConfig, epoch: int) -> AsyncIterator[Any]:
-    import ray
-
-    from cluster.actors.placement import create_placement_group
-    from cluster.actors.rank_group import RankGroup
-
-    placement = create_placement_group(engine)
-    group = RankGroup(
-        engine, placement, first_bundle=0, engine_id="test", config_hash=HASH, epoch=epoch
-    )
-    try:
-        await group.start()
-        yield group
-    finally:
-        group.kill()
-        ray.util.remove_placement_group(placement)
-
-
-async def generate(inboxes: list[str], prompts: list[list[int]]) -> list[list[int]]:
-    """Submit the prompts, each to the inbox of its place; return their greedy tokens."""
-    context = zmq.asyncio.Context()
-    tokens: list[list[int]] = [[] for _ in prompts]
-    replies = context.socket(zmq.PULL)
-    leaders = {inbox: context.socket(zmq.PUSH) for inbox in set(inboxes)}
-    try:
-        port = replies.bind_to_random_port("tcp://127.0.0.1")
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
-        for inbox, leader in leaders.items():
-            leader.connect(inbox)
-        for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
-            request = GenerateRequest(str(i), prompt, [], sampling, f"tcp://127.0.0.1:{port}")
-            frame = encode(Submit(request, None))
-            await leaders[inbox].send_multipart([header_bytes(HASH), frame])
-            await asyncio.sleep(0.02)
-        num_left = len(prompts)
-        async with asyncio.timeout(60):
-            while num_left:
-                _, body = await replies.recv_multipart()
-                for output in decode(body, OutputFrame).outputs:
-                    assert not output.error, output
-                    tokens[int(output.request_id)] += output.token_ids
-                    num_left -= bool(output.finish_reason)
-    finally:
-        for socket in (replies, *leaders.values()):
-            socket.close(linger=0)
-        end_context(context, "test")
-    return tokens
 
 
 def prompts_for(oracle: Any) -> list[list[int]]:
@@ -108,7 +44,7 @@ def check(oracle: Any, prompts: list[list[int]], results: list[list[int]]) -> No
 
 @pytest.mark.feature("P01", "P02", "P04", "P11", "P12", "P19", "P20", "P21")
 def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
-    ray_cluster: Any, make_oracle: Callable[[str], Any], tmp_path: Path
+    running_group: Any, generate: Any, make_oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
     oracle = make_oracle("one kv head")
     prompts = prompts_for(oracle)
@@ -127,8 +63,12 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
         async with running_group(engine, epoch=4) as group:
             # Two thirds to the first leader, then all to the second.
             first, second = group.inboxes
-            results = await generate([first, second, first, first, second], prompts[:5])
-            results += await generate([second] * 3, prompts[5:])
+            results = []
+            for inboxes, some in (
+                ([first, second, first, first, second], prompts[:5]),
+                ([second] * 3, prompts[5:]),
+            ):
+                results += (await generate(inboxes, some, NUM_TOKENS, pause_s=0.02))[0]
             check(oracle, prompts, results)
             report = await group.report()
             found = [(r.dp_rank, r.tp_rank, r.epoch, r.state) for r in report.ranks]
@@ -137,7 +77,7 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
             # Ranks of one node take what one of them has compiled: three pieces in all.
             told = await asyncio.gather(*(actor.debug.remote() for actor in group.actors))
             assert sum(rank["compilations"] for rank in told) == 3
-            logs = await group.step_logs()
+            logs = [rank["agreements"] for rank in told]
             decodes = [step for step in logs[0] if step["kind"] == 1]
             mixed = [step for step in logs[0] if step["kind"] == 2]
             assert len(decodes) > NUM_TOKENS
@@ -161,7 +101,7 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
 
 @pytest.mark.feature("P19")
 def test_without_lockstep_each_leader_steps_for_itself(
-    ray_cluster: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, generate: Any, make_oracle: Callable[[str], Any]
 ) -> None:
     oracle = make_oracle("tied")
     prompts = prompts_for(oracle)[:3]
@@ -169,8 +109,11 @@ def test_without_lockstep_each_leader_steps_for_itself(
 
     async def scenario() -> None:
         async with running_group(engine, epoch=0) as group:
-            check(oracle, prompts, await generate([group.inboxes[1]] * 3, prompts))
-            idle, busy = await group.step_logs()
+            inboxes = [group.inboxes[1]] * 3
+            results, _ = await generate(inboxes, prompts, NUM_TOKENS, pause_s=0.02)
+            check(oracle, prompts, results)
+            told = await asyncio.gather(*(actor.debug.remote() for actor in group.actors))
+            idle, busy = (rank["agreements"] for rank in told)
             assert not idle
             assert {step["num_tokens_across_dp"] for step in busy} >= {(1,), (3,)}
             await group.stop()

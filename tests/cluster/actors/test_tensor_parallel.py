@@ -7,29 +7,15 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.messages import (
-    GenerateRequest,
-    OutputFrame,
-    Sampling,
-    Submit,
-    decode,
-    encode,
-    header_bytes,
-)
-from cluster.rank.contexts import end_context
 
 pytestmark = pytest.mark.ray
 
-HASH = "test"
 NUM_TOKENS = 32
 
 
@@ -44,53 +30,6 @@ def config(oracle: Any, tensor_parallel_size: int) -> EngineConfig:
     )
 
 
-@asynccontextmanager
-async def running_group(engine: EngineConfig) -> AsyncIterator[Any]:
-    import ray
-
-    from cluster.actors.placement import create_placement_group
-    from cluster.actors.rank_group import RankGroup
-
-    placement = create_placement_group(engine)
-    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", config_hash=HASH)
-    try:
-        await group.start()
-        yield group
-    finally:
-        group.kill()
-        ray.util.remove_placement_group(placement)
-
-
-async def generate(inbox: str, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    """Submit all prompts at once; return their greedy tokens, and how many were cached."""
-    context = zmq.asyncio.Context()
-    tokens: list[list[int]] = [[] for _ in prompts]
-    replies, leader = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    try:
-        port = replies.bind_to_random_port("tcp://127.0.0.1")
-        leader.connect(inbox)
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
-        for i, prompt in enumerate(prompts):
-            request = GenerateRequest(str(i), prompt, [], sampling, f"tcp://127.0.0.1:{port}")
-            await leader.send_multipart([header_bytes(HASH), encode(Submit(request, None))])
-        num_left, num_cached = len(prompts), 0
-        async with asyncio.timeout(60):
-            while num_left:
-                _, body = await replies.recv_multipart()
-                frame: OutputFrame = decode(body, OutputFrame)
-                for output in frame.outputs:
-                    assert not output.error, output
-                    tokens[int(output.request_id)] += output.token_ids
-                    if output.finish_reason:
-                        num_left -= 1
-                        num_cached += output.num_cached_tokens
-    finally:
-        replies.close(linger=0)
-        leader.close(linger=0)
-        end_context(context, "test")
-    return tokens, num_cached
-
-
 def prompts_for(oracle: Any) -> list[list[int]]:
     rng = random.Random(21)
     vocab = oracle.model.config.vocab_size
@@ -102,15 +41,19 @@ def prompts_for(oracle: Any) -> list[list[int]]:
 @pytest.mark.feature("P01", "P19")
 @pytest.mark.parametrize(("shape", "size"), [("odd vocabulary", 2), ("one kv head", 4)])
 def test_ranks_of_a_group_generate_what_transformers_does(
-    ray_cluster: Any, make_oracle: Callable[[str], Any], shape: str, size: int
+    running_group: Any,
+    generate: Any,
+    make_oracle: Callable[[str], Any],
+    shape: str,
+    size: int,
 ) -> None:
     oracle = make_oracle(shape)
     prompts = prompts_for(oracle)
 
     async def scenario() -> None:
         async with running_group(config(oracle, size)) as group:
-            first, _ = await generate(group.inboxes[0], prompts)
-            again, num_cached = await generate(group.inboxes[0], prompts[:3])
+            first, _ = await generate(group.inboxes * len(prompts), prompts, NUM_TOKENS)
+            again, num_cached = await generate(group.inboxes * 3, prompts[:3], NUM_TOKENS)
             for prompt, tokens in zip(prompts + prompts[:3], first + again, strict=True):
                 assert len(tokens) == NUM_TOKENS
                 oracle.check_greedy(prompt, tokens)
@@ -137,7 +80,7 @@ def test_ranks_of_a_group_generate_what_transformers_does(
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_a_follower_that_is_killed_is_named_within_a_second(
-    ray_cluster: Any, make_oracle: Callable[[str], Any], busy: bool
+    running_group: Any, generate: Any, make_oracle: Callable[[str], Any], busy: bool
 ) -> None:
     """Also while its leader, pulled out of a collective, ends with an error of its own."""
     oracle = make_oracle("tied")
@@ -148,7 +91,9 @@ def test_a_follower_that_is_killed_is_named_within_a_second(
             ended = asyncio.create_task(group.wait_for_end())
             load: asyncio.Task[Any] | None = None
             if busy:
-                load = asyncio.create_task(generate(group.inboxes[0], prompts_for(oracle)))
+                prompts = prompts_for(oracle)
+                inboxes = group.inboxes * len(prompts)
+                load = asyncio.create_task(generate(inboxes, prompts, NUM_TOKENS))
                 await asyncio.sleep(0.15)
             killed_at = time.monotonic()
             os.kill(report.ranks[1].pid, signal.SIGKILL)
@@ -168,7 +113,7 @@ def test_a_follower_that_is_killed_is_named_within_a_second(
 
 
 def test_a_follower_that_cannot_load_is_named_with_the_reason(
-    ray_cluster: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, make_oracle: Callable[[str], Any]
 ) -> None:
     """Three ranks cannot share four heads; nobody waits for the others' collectives."""
     from cluster.actors.rank_group import RankDied

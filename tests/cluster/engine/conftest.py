@@ -28,6 +28,7 @@ from cluster.messages import (
     GenerateRequest,
     KVHandoff,
     KVSource,
+    RankProcess,
     SampledTokens,
     Sampling,
     StepPlan,
@@ -372,7 +373,8 @@ class Pair:
         self.holder = KVHolder(lease_s, lambda: self.now)
         self.reader = FakeReader(self.holder, weather)
         block_bytes = 64
-        terms = HandoffTerms([KVSource(0, "boot", 1, -1, "tcp://p")], block_bytes, "kv", lease_s)
+        source = KVSource(0, "boot", 1, -1, "tcp://p", RankProcess(1, ""))
+        terms = HandoffTerms([source], block_bytes, "kv", lease_s)
         self.prefill = FakeEngine(prefill, Role.PREFILL, holder=self.holder, terms=terms)
         self.decode = FakeEngine(decode, Role.DECODE, reader=self.reader, terms=terms)
         self.reader.connect(self.prefill, self.decode)

@@ -46,7 +46,7 @@ def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> l
             )
         else:
             group = TensorParallelGroup.follow(
-                where, tp_rank, "cpu", HOST, shares_experts=True, **place
+                where, tp_rank, "cpu", HOST, hello=meetings[0].hello, shares_experts=True, **place
             )
         try:
             return work(group)

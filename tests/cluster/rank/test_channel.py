@@ -20,7 +20,14 @@ from cluster.channel_messages import (
     TicketsEnded,
 )
 from cluster.lockstep_messages import StepShape
-from cluster.messages import PROTOCOL_VERSION, FrameError, KVSource, StepAgreement, StepPlan
+from cluster.messages import (
+    PROTOCOL_VERSION,
+    FrameError,
+    KVSource,
+    RankProcess,
+    StepAgreement,
+    StepPlan,
+)
 from cluster.rank.channel import ChannelAddress, StepReceiver, StepSender
 from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
@@ -50,7 +57,7 @@ def sender(context: Any) -> Iterator[StepSender]:
 
 def hello(tp_rank: int, **fields: Any) -> FollowerHello:
     given = {"protocol": PROTOCOL_VERSION, "config_hash": "abc", "epoch": 1, **fields}
-    source = KVSource(tp_rank, "", 0, -1, "")
+    source = KVSource(tp_rank, "", 0, -1, "", RankProcess(1, ""))
     return FollowerHello(tp_rank=tp_rank, num_blocks=9, layout="kv", source=source, **given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.channel_messages import LeaderHello
 from cluster.config import EngineConfig, ParallelConfig
+from cluster.messages import PROTOCOL_VERSION, FrameError
 from cluster.rank import groups
+from cluster.rank.channel import ChannelAddress
 from cluster.rank.contexts import end_context
 from cluster.rank.groups import TensorParallelGroup
-from cluster.rank.meeting import Meeting
+from cluster.rank.meeting import Meeting, Rendezvous
 
 HOST = "127.0.0.1"
 
@@ -29,7 +33,9 @@ def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any
             group = TensorParallelGroup.lead(meeting, size, "cpu")
         else:
             assert meeting.rendezvous is not None
-            group = TensorParallelGroup.follow(meeting.rendezvous, rank, "cpu", HOST)
+            group = TensorParallelGroup.follow(
+                meeting.rendezvous, rank, "cpu", HOST, hello=meeting.hello
+            )
         try:
             return work(group)
         finally:
@@ -39,8 +45,8 @@ def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(run, range(size)))
     finally:
-        for socket in meeting.channel.sockets:
-            socket.close(linger=0)
+        for end in meeting.channel.sockets:
+            end.close(linger=0)
         end_context(meeting.context, "test")
 
 
@@ -51,6 +57,42 @@ def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
         return rank, total.tolist(), group.minimum("num_blocks", 100 - rank)
 
     assert run_ranks(3, work) == [(rank, [6.0, 6.0], 98) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        (LeaderHello(PROTOCOL_VERSION, "test", 1), "epoch: wanted 1, found 0"),
+        (LeaderHello(PROTOCOL_VERSION, "other", 0), "config_hash: wanted other, found test"),
+        (LeaderHello(99, "test", 0), f"protocol: wanted 99, found {PROTOCOL_VERSION}"),
+    ],
+)
+def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
+    hello: LeaderHello, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 1.0)  # the leader joins in vain
+    meeting = Meeting(EngineConfig("model", 64), host=HOST, config_hash="test", epoch=0)
+    meeting.listener = socket.create_server((HOST, 0))
+    where = Rendezvous(HOST, meeting.listener.getsockname()[1], (ChannelAddress("", "", ""),))
+    with ThreadPoolExecutor(1) as threads:
+        leader = threads.submit(TensorParallelGroup.lead, meeting, 2, "cpu", where=where)
+        with pytest.raises(FrameError, match=f"^{message}$"):
+            TensorParallelGroup.follow(where, 1, "cpu", HOST, hello=hello)
+        with pytest.raises(RuntimeError):
+            leader.result(timeout=20)
+    end_context(meeting.context, "test")
+
+
+def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 0.3)
+
+    def work(group: TensorParallelGroup) -> None:
+        if group.rank == 0:
+            group.minimum("num_blocks", 1)
+
+    wanted = r"num_blocks: wanted all 2 ranks in 0\.3 s, found none of \[1\]"
+    with pytest.raises(TimeoutError, match=wanted):
+        run_ranks(2, work)
 
 
 def test_one_rank_is_a_group_that_waits_for_nobody() -> None:

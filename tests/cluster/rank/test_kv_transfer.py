@@ -12,7 +12,7 @@ import zmq
 
 from cluster.engine import kv_reads
 from cluster.engine.handoff import KVHolder, KVReadResult
-from cluster.messages import KVHandoff, KVSource, header_bytes
+from cluster.messages import KVHandoff, KVRenew, KVSource, header_bytes
 from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.kv_transfer.puller import KVPuller
@@ -51,7 +51,9 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     parts: list[KVServer | KVPuller] = []
 
-    def make(transport: str, lease_s: float = 30.0, reader_header: str = "same") -> Pair:
+    def make(
+        transport: str, lease_s: float = 30.0, reader_header: str = "same", epoch: int = 1
+    ) -> Pair:
         memory = SharedMemory((NUM_BLOCKS + 1) * SPEC.block_bytes)
         source = SPEC.allocate(NUM_BLOCKS, torch.device("cpu"), storage=memory.view)
         source.copy_(torch.randn(source.shape))
@@ -62,6 +64,7 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
             context=context,
             host="127.0.0.1",
             header=header_bytes("same"),
+            epoch=epoch,
             doorbell=Doorbell(),
         )
         puller = KVPuller(
@@ -76,7 +79,7 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 
         def handoff(blocks: list[int]) -> KVHandoff:
             ticket = server.hold("r", blocks, [7] * len(blocks))
-            where = KVSource(0, node_id(), memory.pid, memory.fd, server.address)
+            where = KVSource(0, node_id(), memory.pid, memory.fd, server.address, server.process)
             return KVHandoff(
                 ticket=ticket,
                 request_id="r",
@@ -219,7 +222,7 @@ def test_a_thread_that_dies_is_heard_of_by_the_step(
 def test_a_holder_with_the_identity_of_a_dead_one_is_mapped_anew(
     make_pair: Callable[..., Pair],
 ) -> None:
-    """Process ids and descriptors come again; addresses of live holders do not."""
+    """Process ids and descriptors come again, and so do ports."""
     first, second = make_pair("shm"), make_pair("shm")
     for pair in (first, second):
         handoff = pair.handoff([4])
@@ -227,6 +230,81 @@ def test_a_holder_with_the_identity_of_a_dead_one_is_mapped_anew(
         first.puller.start("r", handoff, [0], [4])
         assert first.finished().ok
         assert torch.equal(first.target[4], pair.source[4])
+
+
+@pytest.fixture
+def one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every server bind the same port, as after a restart that finds it free."""
+    ports: list[int] = []
+
+    def bind(socket: zmq.Socket[bytes], address: str) -> int:
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                socket.bind(f"{address}:{ports[0] if ports else '*'}")
+            except zmq.ZMQError:  # the last one's end is on its way
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            else:
+                ports[:] = [int(socket.last_endpoint.rpartition(b":")[2])]
+                return ports[0]
+
+    monkeypatch.setattr(zmq.Socket, "bind_to_random_port", bind)
+
+
+@pytest.mark.usefixtures("one_port")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_ticket_of_a_dead_holder_is_refused_by_whoever_got_its_port(
+    make_pair: Callable[..., Pair], transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its numbers are those of a ticket that lives there: ticket 1, block 4, generation 7."""
+    old = make_pair(transport, epoch=1)
+    stale = old.handoff([4])
+    old.puller.expect("r", stale)
+    old.server.close()
+    new = make_pair(transport, epoch=2)
+    new.handoff([4])
+    old.puller.start("r", stale, [0], [4])
+    result = old.finished()
+    assert not result.ok
+    assert "lease" in result.error
+    assert (new.server.num_held, new.server.bytes_sent) == (1, 0)
+    assert "rank: wanted epoch 2, found a call for epoch 1" in caplog.text
+
+
+@pytest.mark.usefixtures("one_port")
+def test_the_memory_of_a_dead_holder_is_not_read_for_whoever_got_its_port(
+    make_pair: Callable[..., Pair],
+) -> None:
+    old = make_pair("shm", epoch=1)
+    handoff = old.handoff([4])
+    old.puller.expect("r", handoff)
+    old.puller.start("r", handoff, [0], [4])
+    assert old.finished().ok
+    old.server.close()
+    new = make_pair("shm", epoch=2)
+    handoff = new.handoff([4])
+    old.puller.expect("r", handoff)
+    old.puller.start("r", handoff, [0], [4])
+    assert old.finished().ok
+    assert torch.equal(old.target[4], new.source[4])
+
+
+def test_a_holder_that_is_gone_keeps_no_reader_from_its_work(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """Renewals to it pile up; those to others must leave all the same."""
+    gone, pair = make_pair("tcp"), make_pair("tcp")
+    transport = pair.puller._reads._transport
+    stale = gone.handoff([4])
+    gone.server.close()
+    pair.puller.expect("gone", stale)
+    for _ in range(3000):
+        pair.puller._post(lambda: transport.send(stale.sources[0], KVRenew(1)))
+    handoff = pair.handoff([4])
+    pair.puller.expect("r", handoff)
+    pair.puller.start("r", handoff, [0], [4])
+    assert pair.finished().ok
 
 
 def test_a_call_that_overtakes_the_order_to_hold_waits_for_it(

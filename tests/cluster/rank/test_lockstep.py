@@ -291,7 +291,7 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
         for request_id, token_ids, _ in outputs:
             tokens[request_id] = tokens.get(request_id, 0) + len(token_ids)
     assert tokens == {"a": 3, "b": 3}
-    assert [step["step"] for step in pair.leaders[0].step_log()] == [1, 2, 3]
+    assert [step["step"] for step in pair.leaders[0].runner.steps.as_dicts()] == [1, 2, 3]
 
 
 @pytest.mark.feature("P02")
@@ -315,7 +315,7 @@ def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together
         assert ended[0] == ended[1]
         assert 3 <= ended[0] - steps[0] <= 5
     # The rank without a request ran all the same steps, as dummies.
-    first, second = (leader.step_log() for leader in pair.leaders)
+    first, second = (leader.runner.steps.as_dicts() for leader in pair.leaders)
     assert first == second
     assert [step["num_tokens_across_dp"] for step in first[:4]] == [(3, 0), (1, 0), (0, 3), (0, 1)]
     pair.leaders[1].stop()

@@ -14,7 +14,7 @@ from cluster.rank.outlet import Outlet
 
 
 def output(request_id: str, finish_reason: str = "") -> EngineOutput:
-    return EngineOutput(request_id, [1], [], finish_reason, -1, 0, None, "", [])
+    return EngineOutput(request_id, 0, [1], [], finish_reason, -1, 0, None, "", [])
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ class ScriptedBackend:
         num_logprobs = request.sampling.num_logprobs
         return EngineOutput(
             request_id=request.request_id,
+            position=0,
             token_ids=token_ids,
             logprobs=[_logprobs(t, num_logprobs) for t in token_ids if num_logprobs >= 0],
             finish_reason=self.finish_reason if is_last else "",

@@ -1,0 +1,97 @@
+"""Rank groups of real actors, and requests to their leaders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from cluster.config import EngineConfig
+from cluster.messages import (
+    GenerateRequest,
+    OutputFrame,
+    Sampling,
+    Submit,
+    decode,
+    encode,
+    header_bytes,
+)
+from cluster.rank.contexts import end_context
+
+HASH = "test"
+
+RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
+"""(config, epoch=0): a group that has started; its ranks are killed at the end."""
+Generate = Callable[..., Any]
+"""(inboxes, prompts, num_tokens, pause_s=0): see `_generate`."""
+
+
+@pytest.fixture
+def running_group(ray_cluster: Any) -> RunningGroup:
+    return _running_group
+
+
+@pytest.fixture
+def generate() -> Generate:
+    return _generate
+
+
+@asynccontextmanager
+async def _running_group(engine: EngineConfig, epoch: int = 0) -> AsyncIterator[Any]:
+    import ray
+
+    from cluster.actors.placement import create_placement_group
+    from cluster.actors.rank_group import RankGroup
+
+    placement = create_placement_group(engine)
+    group = RankGroup(
+        engine, placement, first_bundle=0, engine_id="test", config_hash=HASH, epoch=epoch
+    )
+    try:
+        await group.start()
+        yield group
+    finally:
+        group.kill()
+        ray.util.remove_placement_group(placement)
+
+
+async def _generate(
+    inboxes: list[str], prompts: list[list[int]], num_tokens: int, pause_s: float = 0.0
+) -> tuple[list[list[int]], int]:
+    """Submit the prompts, each to the inbox of its place, with a pause behind each.
+
+    Returns their greedy tokens, and how many tokens of prompts were cached.
+    """
+    context = zmq.asyncio.Context()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    replies = context.socket(zmq.PULL)
+    leaders = {inbox: context.socket(zmq.PUSH) for inbox in set(inboxes)}
+    try:
+        reply_to = f"tcp://127.0.0.1:{replies.bind_to_random_port('tcp://127.0.0.1')}"
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None)
+        for inbox, leader in leaders.items():
+            leader.connect(inbox)
+        for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
+            frame = encode(Submit(GenerateRequest(str(i), prompt, [], sampling, reply_to), None))
+            await leaders[inbox].send_multipart([header_bytes(HASH), frame])
+            await asyncio.sleep(pause_s)
+        num_left, num_cached = len(prompts), 0
+        async with asyncio.timeout(60):
+            while num_left:
+                _, body = await replies.recv_multipart()
+                for output in decode(body, OutputFrame).outputs:
+                    assert not output.error, output
+                    tokens[int(output.request_id)] += output.token_ids
+                    if output.finish_reason:
+                        num_left -= 1
+                        num_cached += output.num_cached_tokens
+    finally:
+        for socket in (replies, *leaders.values()):
+            socket.close(linger=0)
+        end_context(context, "test")
+    return tokens, num_cached
