@@ -230,11 +230,11 @@ MANY_GRAPHS = "compilation.cudagraph_capture_sizes=[1,2,3,4,5,6,7,8]"
 
 @dataclass(frozen=True)
 class Group:
-    """A mixed pool of one group with two ranks."""
+    """A mixed pool of one group, and those of its ranks that are struck."""
 
     name: str
     argument: str
-    ranks: tuple[Target, Target]
+    ranks: tuple[Target, ...]
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -248,6 +248,7 @@ TP = Group(
 DP = Group(
     "dp 2 mixed", "mixed.data_parallel_size=2", (Target("mixed", 0, 0), Target("mixed", 1, 0))
 )
+TP_4 = Group("tp 4 mixed", "mixed.tensor_parallel_size=4", (Target("mixed", 0, 0),))
 RIGHT: dict[str, tuple[int, ...]] = {}
 """The right answers, from `main` on."""
 
@@ -267,6 +268,13 @@ def strike_steps(group: Group, action: Action, cluster: Cluster) -> None:
         for place in (Place.PREFILL, Place.DECODE, Place.PLAN):
             for target in group.ranks:
                 struck.strike(target, place, action)
+
+
+def tear_plans(cluster: Cluster) -> None:
+    """Strike a leader that has sent a plan to two of its three followers."""
+    with stage(cluster, TP_4.name, *TP_4.arguments) as struck:
+        for action in (Action.KILL, Action.STOP):
+            struck.strike(TP_4.ranks[0], Place.PLAN, action)
 
 
 def strike_pools(cluster: Cluster) -> None:
@@ -342,6 +350,7 @@ SLICES: dict[str, Callable[[Cluster], None]] = {
     "tp-stop": partial(strike_steps, TP, Action.STOP),
     "dp-kill": partial(strike_steps, DP, Action.KILL),
     "dp-stop": partial(strike_steps, DP, Action.STOP),
+    "tp4-plan": tear_plans,
     "pd": strike_pools,
     "capture-tp": partial(strike_captures, TP),
     "capture-dp": partial(strike_captures, DP),

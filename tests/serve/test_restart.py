@@ -105,15 +105,26 @@ def answers() -> dict[str, set[tuple[int, ...]]]:
     return answers
 
 
-def wait_for_restart(app: Any, pool: str, epoch: int) -> tuple[str, float, float]:
-    """Return who was named, after how many seconds, and when the group served again."""
-    began, named, named_s = time.monotonic(), "", 0.0
+def wait_for_name(app: Any, pool: str, epoch: int) -> tuple[str, float]:
+    """Return who was named as the end of the group of this epoch, and after how many seconds."""
+    began = time.monotonic()
     while time.monotonic() - began < 240:
         status, body = app.get("/ready")
         [replica] = body["pools"][pool]["replicas"]
-        if not named and replica.get("error"):
-            named, named_s = replica["error"], time.monotonic() - began
+        if f"epoch={epoch}" in (named := replica.get("error", "")):
             assert status == 503 and replica["state"] == "restarting"
+            return named, time.monotonic() - began
+        time.sleep(0.02)
+    raise AssertionError(f"nobody named: {app.log.read_text()}")
+
+
+def wait_for_restart(app: Any, pool: str, epoch: int) -> tuple[str, float, float]:
+    """Return who was named, after how many seconds, and when the group served again."""
+    began = time.monotonic()
+    named, named_s = wait_for_name(app, pool, epoch - 1)
+    while time.monotonic() - began < 240:
+        status, body = app.get("/ready")
+        [replica] = body["pools"][pool]["replicas"]
         ranks = replica["ranks"]
         if status == 200 and ranks and all(rank["epoch"] == epoch for rank in ranks):
             return named, named_s, time.monotonic() - began
@@ -186,30 +197,30 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
     app = start_app("leaders", *options)
     told = []
     with Load(app.url) as load:
-        for epoch, (rank, *fault) in enumerate(
+        for epoch, (rank, place, action, altered) in enumerate(
             [
                 (1, Place.PREFILL, Action.KILL, ""),
                 (0, Place.DECODE, Action.DIVERGE, "num_tokens_across_dp"),
                 (1, Place.DECODE, Action.DIVERGE, "graph_mode"),
-                (0, Place.PLAN, Action.KILL, ""),
             ]
         ):
             load.wait_for(8)
-            step = strike("leaders", app, "mixed", rank, (fault[0], fault[1], fault[2]), tmp_path)
+            step = strike("leaders", app, "mixed", rank, (place, action, altered), tmp_path)
             named, named_s, again_s = wait_for_restart(app, "mixed", epoch + 1)
-            told.append(f"{fault} of dp={rank}: {named_s:.1f} s, {again_s:.1f} s: {named}")
+            told.append(f"{action.value} dp={rank}: {named_s:.1f} s, {again_s:.1f} s: {named}")
             assert f"rank dp={rank} tp=0 epoch={epoch}" in named
-            if fault[1] is Action.DIVERGE:
-                assert f" step {step}: {fault[2]}: wanted " in named
+            if action is Action.DIVERGE:
+                assert f" step {step}: {altered}: wanted " in named
             assert named_s < 30, told
-        # The next group loses a rank while it captures, and is built once more.
+        # One that has voted dies; then the group that is built loses a rank while it captures.
         load.wait_for(8)
-        os.kill(app.ranks("mixed")[0]["pid"], signal.SIGKILL)
-        pid = wait_for_capture(app, rank=1, epoch=5)
-        os.kill(pid, signal.SIGKILL)
-        named, named_s, again_s = wait_for_restart(app, "mixed", 6)
-        told.append(f"capture of dp=1: {named_s:.1f} s, {again_s:.1f} s: {named}")
-        assert "rank dp=1 tp=0 epoch=5 ended while loading: " in named
+        strike("leaders", app, "mixed", 0, (Place.PLAN, Action.KILL, ""), tmp_path)
+        named, _ = wait_for_name(app, "mixed", 3)
+        assert "rank dp=0 tp=0 epoch=3 ended: " in named
+        os.kill(wait_for_capture(app, rank=1, epoch=4), signal.SIGKILL)
+        named, named_s, again_s = wait_for_restart(app, "mixed", 5)
+        told.append(f"capture dp=1: {named_s:.1f} s, {again_s:.1f} s: {named}")
+        assert "rank dp=1 tp=0 epoch=4 ended while loading: " in named
         load.wait_for(4)
     assert not load.failures and not load.num_refused
     assert load.answers == answers
