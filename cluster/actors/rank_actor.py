@@ -17,12 +17,13 @@ import ray
 
 from cluster.actors.artifact_board import RayExchange
 from cluster.config import EngineConfig
-from cluster.engine.watchdog import Heartbeat
+from cluster.engine.watchdog import Heartbeat, Phase
 from cluster.rank.meeting import Meeting, Rendezvous
 from cluster.rank.stats import RankStats
 from compile.environment import apply_log_level
 
 if TYPE_CHECKING:
+    from cluster.rank.faults import Fault
     from cluster.rank.follower import Follower
     from cluster.rank.leader import Leader
 
@@ -159,7 +160,12 @@ class RankActor:
         return stats, self._progress
 
     def heartbeat(self) -> Heartbeat | None:
-        """Return what the step thread does; None before the rank is ready and after its end."""
+        """Return what the step thread does; None before the rank loads weights, and after its end.
+
+        Until then it imports torch, and may not answer for longer than a rank may be silent.
+        """
+        if self._state == "loading" and self._progress.what != "starting":
+            return Heartbeat(0, Phase.WAITING, 0.0, 0.0, is_asleep=True)
         if self._state != "ready" or self._rank is None:
             return None
         return self._rank.heartbeat()
@@ -169,6 +175,13 @@ class RankActor:
         place = {"dp_rank": self._place.dp_rank, "tp_rank": self._place.tp_rank}
         rank = {**place, "epoch": self._place.epoch, "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
+
+    def arm(self, fault: Fault) -> None:
+        """Let this rank fail on purpose, to see what its group makes of it."""
+        from cluster.rank.faults import arm
+
+        assert self._rank is not None, "rank: wanted one that is ready, found none"
+        arm(self._rank, fault)
 
     def stop(self) -> None:
         """End the step loop at its next border."""

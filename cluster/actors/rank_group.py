@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors.artifact_board import create_artifact_board
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
+from cluster.engine.step_digest import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.rank.meeting import Rendezvous, introduce
 from cluster.rank.stats import RankStats
@@ -35,6 +37,10 @@ STATS_TIMEOUT_S = 1.0
 HEARTBEAT_PERIOD_S = 1.0
 BLAME_S = 0.5
 """Between a rank's error and the news of a process that died and may have caused it."""
+LOADING_TIMES = 6
+"""So much longer may a rank be silent while it loads: reading a large weight keeps Python busy."""
+FIRST_WORD_S = 120.0
+"""Until a rank that loads is first heard: its process starts, and imports torch."""
 
 
 class RankDied(RuntimeError):
@@ -97,7 +103,7 @@ class RankGroup:
         """Load every rank and set it running.
 
         Raises:
-            RankDied: a rank ended while loading; names it.
+            RankDied: a rank ended while loading, or fell silent; names it.
         """
         rendezvous = await self._meet()
         loads = [
@@ -105,9 +111,13 @@ class RankGroup:
             for actor, place in zip(self._actors, self.places, strict=True)
         ]
         tasks = [asyncio.ensure_future(_end_of(load)) for load in loads]
-        first = await _first_to_blame(tasks, is_end=lambda end: bool(end.cause))
-        if first is not None:
+        blamed = _first_to_blame(tasks, is_end=lambda end: bool(end.cause))
+        first, silent = await _first_of(blamed, self._watch_loading())
+        if first is not None or silent is not None:
             self.kill()
+        if silent is not None:
+            raise RankDied(f"{silent} while loading")
+        if first is not None:
             name, end = _name(self.places[first]), tasks[first].result()
             raise RankDied(f"{name} ended while loading: {end.cause}") from end.error
         self.inboxes = [
@@ -144,29 +154,39 @@ class RankGroup:
         Ranks that were not told to end are of no use any more: all are killed.
         """
         tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
-        blamed = asyncio.ensure_future(_first_to_blame(tasks, is_end=lambda end: True))
-        watched = asyncio.ensure_future(self._watch())
-        await asyncio.wait([blamed, watched], return_when=asyncio.FIRST_COMPLETED)
-        first = blamed.result() if blamed.done() else None
-        for task in (*tasks, blamed, watched):
+        blamed = _first_to_blame(tasks, is_end=lambda end: True)
+        first, named = await _first_of(blamed, self._watch())
+        for task in tasks:
             task.cancel()
         if not self._is_stopping:
             self.kill()
-        if first is None:
-            return watched.result()
+        if named is not None:
+            return named
+        assert first is not None
         cause = tasks[first].result().cause or "stopped"
         return f"{_name(self.places[first])} ended: {cause}"
 
     async def _watch(self) -> str:
-        """Ask every rank for its heartbeat once a second; return who keeps the group from stepping.
+        """Return who keeps the group from stepping."""
+        now = asyncio.get_running_loop().time()
+        return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
+
+    async def _watch_loading(self) -> str:
+        """Return who fell silent while it loaded."""
+        since = asyncio.get_running_loop().time() + FIRST_WORD_S
+        return await self._listen(
+            LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s), since=since
+        )
+
+    async def _listen(self, silent_s: float, *, since: float) -> str:
+        """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
         An owner that was held up itself judges nobody before it has listened again.
         """
         names = [_name(place) for place in self.places]
         clock = asyncio.get_running_loop().time
         # A process whose memory the node has to bring back answers late, and is not dead.
-        silent_s = max(SILENT_AFTER_S, self._watchdog_s)
-        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=clock(), silent_s=silent_s)
+        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=since, silent_s=silent_s)
         asked: dict[int, asyncio.Task[_End]] = {}
         while True:
             for i, actor in enumerate(self._actors):
@@ -239,6 +259,12 @@ class _End:
     def is_death(self) -> bool:
         return isinstance(self.error, ray.exceptions.RayActorError)
 
+    @property
+    def accused(self) -> str:
+        """The rank whose step is another one, as the rank that ended sees it; mostly nobody."""
+        cause = getattr(self.error, "cause", None)
+        return cause.parts[0] if isinstance(cause, StepDivergence) else ""
+
 
 async def _end_of(ref: Any) -> _End:
     try:
@@ -247,12 +273,25 @@ async def _end_of(ref: Any) -> _End:
         return _End(None, error)
 
 
+async def _first_of(
+    blamed: Coroutine[Any, Any, int | None], watched: Coroutine[Any, Any, str]
+) -> tuple[int | None, str | None]:
+    """Wait for the first of them; return its result, and None for the other."""
+    first, second = asyncio.ensure_future(blamed), asyncio.ensure_future(watched)
+    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+    is_first = first.done()
+    first.cancel()
+    second.cancel()
+    return (first.result(), None) if is_first else (None, second.result())
+
+
 async def _first_to_blame(
     tasks: list[asyncio.Task[_End]], is_end: Callable[[_End], bool]
 ) -> int | None:
     """Wait for the first task that `is_end`; return its index, or None if there is none.
 
-    After an error of a rank, a process that dies within `BLAME_S` is to blame instead.
+    After an error of a rank, a process that dies within `BLAME_S` is to blame instead. Leaders that
+    diverge all raise, each naming another: returned is one that names whom most of them name.
     """
     pending, ended = set(tasks), list[int]()
     while pending and not ended:
@@ -263,8 +302,11 @@ async def _first_to_blame(
     end = tasks[ended[0]].result()
     if pending and end.error is not None and not end.is_death:
         await asyncio.wait(pending, timeout=BLAME_S)
-    deaths = [i for i, task in enumerate(tasks) if task.done() and task.result().is_death]
-    return (deaths or ended)[0]
+    done = {i: task.result() for i, task in enumerate(tasks) if task.done()}
+    deaths = [i for i, end in done.items() if end.is_death]
+    accused = {i: name for i, end in done.items() if (name := end.accused)}
+    votes = Counter(accused.values())
+    return (deaths or sorted(accused, key=lambda i: -votes[accused[i]]) or ended)[0]
 
 
 def _cause(error: BaseException) -> str:

@@ -23,7 +23,8 @@ from cluster.messages import StepAgreement, Vote
 
 ShapeOf = Callable[[StepAgreement], StepShape]
 """Dispatch: pure, and the same function on every rank."""
-
+AgreementOf = Callable[[Sequence[Vote]], StepAgreement]
+"""What votes in rank order amount to: pure as well."""
 
 PURE_DECODE = 1
 """`kind` of a step in which every sequence decodes as many tokens."""
@@ -125,11 +126,19 @@ class LockstepMachine:
     """
 
     def __init__(
-        self, *, dp_rank: int, dp_size: int, epoch: int, shape_of: ShapeOf, first_step: int = 1
+        self,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        epoch: int,
+        shape_of: ShapeOf,
+        agreement_of: AgreementOf = agree,
+        first_step: int = 1,
     ) -> None:
         self._dp_rank = dp_rank
         self._epoch = epoch
         self._shape_of = shape_of
+        self._agreement_of = agreement_of
         self._step = first_step - 1
         others = (rank for rank in range(dp_size) if rank != dp_rank)
         self._peers = {rank: _Peer(rank, epoch, first_step) for rank in others}
@@ -194,7 +203,7 @@ class LockstepMachine:
         assert self._mine is not None and not self.missing_votes
         votes = {rank: peer.votes.popleft() for rank, peer in self._peers.items()}
         votes[self._dp_rank] = self._mine
-        agreed = agree([votes[rank] for rank in sorted(votes)])
+        agreed = self._agreement_of([votes[rank] for rank in sorted(votes)])
         self._confirm = StepConfirm(agreed, self._shape_of(agreed))
         for peer in self._peers.values():
             self._check_confirm(peer)

@@ -65,7 +65,7 @@ class Watchdog:
         now: float,
         silent_s: float = SILENT_AFTER_S,
     ) -> None:
-        """Watch the ranks with these names from `now` on."""
+        """Watch the ranks with these names from `now` on, or from their first answer if earlier."""
         self._silent_s = silent_s
         self._names = list(names)
         self._watchdog_s = watchdog_s

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.engine.step_digest import StepDivergence
+from compile.config import CompilationConfig
 
 pytestmark = pytest.mark.ray
 
@@ -126,6 +132,80 @@ def test_a_follower_that_cannot_load_is_named_with_the_reason(
     with pytest.raises(RankDied, match=r"rank dp=0 tp=\d epoch=0 ended while loading: .*heads"):
         asyncio.run(scenario())
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.feature("P09")
+def test_a_follower_that_stops_while_it_loads_is_named(
+    ray_cluster: Any,
+    make_oracle: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its leader would wait for it for half an hour."""
+    from cluster.actors import rank_group
+    from cluster.actors.placement import create_placement_group
+
+    monkeypatch.setattr(rank_group, "FIRST_WORD_S", 20.0)
+    level_3 = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path))
+    engine = replace(config(make_oracle("tied"), 2), watchdog_s=1.0, compilation=level_3)
+
+    async def scenario() -> tuple[str, float]:
+        import ray
+
+        placement = create_placement_group(engine)
+        group = rank_group.RankGroup(
+            engine, placement, first_bundle=0, engine_id="test", config_hash="test"
+        )
+        try:
+            start = asyncio.create_task(group.start())
+            # The leader compiles, and the follower waits for what it compiles.
+            while not start.done():
+                await asyncio.sleep(0.02)
+                with suppress(TimeoutError):
+                    report = await group.report()
+                    if [load.what for load in report.loading] == ["compiling"] * 2:
+                        break
+            os.kill(report.ranks[1].pid, signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            with pytest.raises(rank_group.RankDied) as raised:
+                await start
+            return str(raised.value), time.monotonic() - stopped_at
+        finally:
+            group.kill()
+            ray.util.remove_placement_group(placement)
+
+    named, took = asyncio.run(scenario())
+    print(f"{named!r} after {took:.1f} s")
+    assert re.fullmatch(r"rank dp=0 tp=1 epoch=0: no heartbeat for .* s while loading", named)
+    assert took < 60
+
+
+def test_leaders_that_diverge_blame_whom_most_of_them_name() -> None:
+    """All of them raise; the one that differs finds the first of the others wrong."""
+    from ray.exceptions import RayTaskError
+
+    from cluster.actors.rank_group import _End, _first_to_blame
+
+    def finds(wrong: int) -> _End:
+        cause = StepDivergence(f"rank dp={wrong} tp=0 epoch=0", 7, "kind", 1, 2)
+        return _End(None, RayTaskError("run", "", cause).as_instanceof_cause())
+
+    async def end(after_s: float, end: _End) -> _End:
+        await asyncio.sleep(after_s)
+        return end
+
+    async def first(*ends: tuple[float, _End]) -> int | None:
+        tasks = [asyncio.ensure_future(end(*each)) for each in ends]
+        return await _first_to_blame(tasks, lambda _: True)
+
+    async def scenario() -> None:
+        broken = _End(None, RuntimeError("connection closed"))
+        assert await first((0.0, finds(1)), (0.02, finds(2)), (0.04, finds(1))) == 0
+        assert await first((0.02, finds(2)), (0.0, finds(0)), (0.04, finds(0))) == 1
+        assert await first((0.04, finds(2)), (0.02, finds(2)), (0.0, finds(0))) == 0
+        assert await first((0.0, broken), (0.02, finds(2)), (0.04, broken)) == 1
+
+    asyncio.run(scenario())
 
 
 def test_who_dies_is_to_blame_for_what_its_peers_say_before() -> None:

@@ -47,6 +47,15 @@ def test_a_rank_that_does_not_answer_is_named_followers_included() -> None:
     assert watchdog.next_deadline == SILENT_AFTER_S
 
 
+def test_a_rank_that_is_expected_to_speak_later_is_judged_from_its_first_answer_on() -> None:
+    watchdog = Watchdog(NAMES[:2], watchdog_s=10, now=100.0)
+    watchdog.on_heartbeat(1, beat(0, WAITING, 0, is_asleep=True), 2.0)
+    assert watchdog.on_tick(5.0) is None
+    assert watchdog.on_tick(5.5) == "rank dp=0 tp=1 epoch=3: no heartbeat for 3.5 s"
+    watchdog.on_heartbeat(1, beat(0, WAITING, 0, is_asleep=True), 102.0)
+    assert watchdog.on_tick(103.5) == "rank dp=0 tp=0 epoch=3: no heartbeat for 3.5 s"
+
+
 @pytest.mark.feature("P09")
 @pytest.mark.parametrize(
     ("beats", "named"),

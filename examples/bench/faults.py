@@ -1,0 +1,376 @@
+"""Strike the ranks of running applications, one after the other, and tell what came of it.
+
+    python examples/bench/faults.py [--only tp-kill dp-stop pd capture-tp diverge-dp ...]
+
+Each application serves the bundled model in float32 to clients that stream without a break. A rank
+is killed, stopped, or made to disagree at a known place of a step (`cluster/rank/faults.py`), or
+struck once `/ready` tells that its group captures graphs. Printed are, by strike:
+
+    named    seconds until `/ready` told who it was
+    serves   seconds until the group served again
+    pause    the longest pause of a stream, in seconds
+    answers  that ended since the strike before
+    refused  requests that came while a pool was rebuilt, and were told to come again
+    lost     requests that ended otherwise than with their answer
+    wrong    answers that are not, token for token, those of the model in one process
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from faults_app import App, Cluster, Load, right_answers
+
+from cluster.actors.status_board import NAMESPACE, board_name
+from cluster.channel_messages import StepDigest
+from cluster.lockstep_messages import StepShape
+from cluster.messages import StepAgreement
+from cluster.rank.faults import Action, Fault, Place
+
+TIMEOUT_S = 300.0
+ANSWERS_BETWEEN = 8
+"""So that requests are new at the next strike: one that is lost three times is given up."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One rank of one pool."""
+
+    pool: str
+    dp_rank: int
+    tp_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.pool} dp={self.dp_rank} tp={self.tp_rank}"
+
+    def find(self, replica: dict[str, Any]) -> dict[str, Any]:
+        """Return the rank's figures of its replica's."""
+        place = (self.dp_rank, self.tp_rank)
+        [rank] = [r for r in replica["ranks"] if (r["dp_rank"], r["tp_rank"]) == place]
+        return dict(rank)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that has struck."""
+
+    target: Target
+    what: str
+    place: str
+    rank: dict[str, Any]
+    """As `/ready` told of it before."""
+    began: float
+    """By the monotonic clock."""
+    step: int | None = None
+    """None outside a step."""
+
+    def is_named(self, error: str) -> bool:
+        """Tell whether an error names the rank, and of a divergence step and field."""
+        epoch, target = self.rank["epoch"], self.target
+        if f"rank dp={target.dp_rank} tp={target.tp_rank} epoch={epoch}" not in error:
+            return False
+        if self.step is None or not self.what.startswith(Action.DIVERGE.value):
+            return True
+        found = re.search(r" step (\d+): (\w+): wanted .*, found ", error)
+        # A step that is altered is told as what it was altered to.
+        steps = (self.step, self.step + 1)
+        return found is not None and int(found[1]) in steps and found[2] == self.what.split()[1]
+
+
+class Stage:
+    """A loaded application that is struck again and again."""
+
+    def __init__(self, app: App, load: Load) -> None:
+        self.app = app
+        self.load = load
+        self._num_answers = self._num_refused = 0
+
+    def strike(self, target: Target, place: Place, action: Action, field: str = "") -> None:
+        """Arm a rank, wait until it strikes and until its group serves again; print a row."""
+
+        self.load.wait_for(ANSWERS_BETWEEN)
+        rank = target.find(self._replica(target.pool))
+        with tempfile.TemporaryDirectory() as directory:
+            note = Path(directory, "note")
+            fault = Fault(place, action, str(note), field)
+            self.load.longest_pause_s = 0.0
+            # Not waited for: it may strike before it answers.
+            self._actor(target).arm.options(concurrency_group="ctl").remote(fault)
+            wait_until(note.exists, f"{target} to come to {place.value}")
+            step, began = note.read_text().split()
+        what = f"{action.value} {field}".strip()
+        self._await_restart(Strike(target, what, place.value, rank, float(began), int(step)))
+
+    def strike_in_capture(self, target: Target, action: Action) -> None:
+        """Let a group be rebuilt, and strike a rank while it captures its graphs."""
+        self.load.wait_for(ANSWERS_BETWEEN)
+        self.load.longest_pause_s = 0.0
+        os.kill(target.find(self._replica(target.pool))["pid"], signal.SIGKILL)
+        wait_until(lambda: self._replica(target.pool).get("error"), "the first strike to be named")
+        self._await_restart(strike_in_capture(self.app, target, action))
+
+    def _await_restart(self, strike: Strike) -> None:
+        named, named_s, epoch = "", 0.0, strike.rank["epoch"]
+
+        def has_restarted() -> bool:
+            nonlocal named, named_s
+            status, body = self.app.ready()
+            if not status:
+                return False
+            [replica] = body["pools"][strike.target.pool]["replicas"]
+            error = replica.get("error", "")
+            if not named and f"epoch={epoch}" in error:
+                named, named_s = error, time.monotonic() - strike.began
+            return status == 200 and {r["epoch"] for r in replica["ranks"]} == {epoch + 1}
+
+        wait_until(has_restarted, f"{strike.target} to serve again")
+        serves_s = time.monotonic() - strike.began
+        self.load.wait_for(ANSWERS_BETWEEN)
+        load = self.load
+        num_answers, self._num_answers = load.num_answers - self._num_answers, load.num_answers
+        num_refused, self._num_refused = load.num_refused - self._num_refused, load.num_refused
+        print_row(
+            self.app.what,
+            strike.target,
+            strike.what,
+            strike.place,
+            named_s,
+            serves_s,
+            load.longest_pause_s,
+            num_answers,
+            num_refused,
+            len(load.lost),
+            len(load.wrong),
+            told(strike, named),
+        )
+
+    def _replica(self, pool: str) -> dict[str, Any]:
+        _, body = self.app.ready()
+        [replica] = body["pools"][pool]["replicas"]
+        return dict(replica)
+
+    def _actor(self, target: Target) -> Any:
+        """Return the handle of a rank, which the application's board knows."""
+        import ray
+
+        board = ray.get_actor(board_name(self.app.name), namespace=NAMESPACE)
+        ranks = self._replica(target.pool)["ranks"]
+        [actors] = ray.get(board.actors.remote())[target.pool].values()
+        return actors[ranks.index(target.find({"ranks": ranks}))]
+
+
+def strike_in_capture(app: App, target: Target, action: Action) -> Strike:
+    """Wait until the target's group has captured a graph and wants more, and strike."""
+    found: list[dict[str, Any]] = []
+
+    def is_capturing() -> bool:
+        _, body = app.ready()
+        what = f"{target.pool}: capturing graphs"
+        done = [each for each in body.get("loading", []) if each["what"] == what]
+        if done and 0 < done[0]["done"] < done[0]["total"]:
+            [replica] = body["pools"][target.pool]["replicas"]
+            found.append(target.find(replica))
+        return bool(found)
+
+    wait_until(is_capturing, f"{target} to capture", pause_s=0.01)
+    began = time.monotonic()
+    os.kill(found[0]["pid"], getattr(signal, action.value))
+    return Strike(target, action.value, "capture", found[0], began)
+
+
+def told(strike: Strike, error: str) -> str:
+    """Return what was told of a strike: of Ray's account of a death its first sentence."""
+    is_gone = not Path(f"/proc/{strike.rank['pid']}").exists()
+    parts = ["" if strike.is_named(error) else "NOT NAMED", "" if is_gone else "STILL THERE"]
+    return " ".join([*filter(None, parts), error.split(". ")[0]])
+
+
+def wait_until(is_done: Callable[[], object], what: str, pause_s: float = 0.02) -> None:
+    """Wait for something to become true; end the program when it does not."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"wanted {what} in {TIMEOUT_S:g} s, found that it has not")
+        time.sleep(pause_s)
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+COLUMNS = (
+    *("group", "rank", "strike", "in", "named", "serves", "pause"),
+    *("answers", "refused", "lost", "wrong", "what /ready said"),
+)
+WIDTHS = (10, 17, 28, 8, 6, 7, 6, 8, 8, 5, 6, 0)
+
+
+def print_row(*values: object) -> None:
+    """Print a line of the table."""
+    texts = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in values]
+    cells = [text.ljust(width) for text, width in zip(texts, WIDTHS, strict=True)]
+    print(" ".join(cells), flush=True)
+
+
+# --- the groups ---------------------------------------------------------------------------------
+
+COMMON = ("dtype=float32", "O=0", "kv_memory=64MiB", "max_num_seqs=8")
+MIXED = ("pools=mixed", "compilation.cudagraph_mode=FULL_DECODE_ONLY")
+MANY_GRAPHS = "compilation.cudagraph_capture_sizes=[1,2,3,4,5,6,7,8]"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A mixed pool of one group, and those of its ranks that are struck."""
+
+    name: str
+    argument: str
+    ranks: tuple[Target, ...]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What `deploy` is told."""
+        return (*COMMON, *MIXED, self.argument)
+
+
+TP = Group(
+    "tp 2 mixed", "mixed.tensor_parallel_size=2", (Target("mixed", 0, 0), Target("mixed", 0, 1))
+)
+DP = Group(
+    "dp 2 mixed", "mixed.data_parallel_size=2", (Target("mixed", 0, 0), Target("mixed", 1, 0))
+)
+TP_4 = Group("tp 4 mixed", "mixed.tensor_parallel_size=4", (Target("mixed", 0, 0),))
+RIGHT: dict[str, tuple[int, ...]] = {}
+"""The right answers, from `main` on."""
+
+
+@contextmanager
+def stage(cluster: Cluster, what: str, *arguments: str) -> Iterator[Stage]:
+    """Start an application and its load, and end both."""
+    with App(cluster, what, arguments) as app:
+        wait_until(lambda: app.ready()[0] == 200, "the application to be ready")
+        with Load(app.url, RIGHT) as load:
+            yield Stage(app, load)
+
+
+def strike_steps(group: Group, action: Action, cluster: Cluster) -> None:
+    """Strike each rank in a prefill, in a decode and in a plan's transfer."""
+    with stage(cluster, group.name, *group.arguments) as struck:
+        for place in (Place.PREFILL, Place.DECODE, Place.PLAN):
+            for target in group.ranks:
+                struck.strike(target, place, action)
+
+
+def tear_plans(cluster: Cluster) -> None:
+    """Strike a leader that has sent a plan to two of its three followers."""
+    with stage(cluster, TP_4.name, *TP_4.arguments) as struck:
+        for action in (Action.KILL, Action.STOP):
+            struck.strike(TP_4.ranks[0], Place.PLAN, action)
+
+
+def strike_pools(cluster: Cluster) -> None:
+    """Strike a prefill and a decode rank, in steps and while KV is on its way."""
+    prefill, decode = Target("prefill", 0, 0), Target("decode", 0, 0)
+    with stage(cluster, "pd 1 + 1", *COMMON) as struck:
+        for action in (Action.KILL, Action.STOP):
+            struck.strike(prefill, Place.PREFILL, action)
+            struck.strike(decode, Place.DECODE, action)
+            struck.strike(prefill, Place.KV, action)
+            struck.strike(decode, Place.KV, action)
+
+
+def strike_captures(group: Group, cluster: Cluster) -> None:
+    """Strike ranks that capture: in a first start, which Serve repeats, and in restarts."""
+    with App(cluster, group.name, (*group.arguments, MANY_GRAPHS)) as app:
+        await_second_start(app, strike_in_capture(app, group.ranks[1], Action.KILL))
+    with stage(cluster, group.name, *group.arguments, MANY_GRAPHS) as struck:
+        for action in (Action.KILL, Action.STOP):
+            for target in group.ranks:
+                struck.strike_in_capture(target, action)
+
+
+def await_second_start(app: App, strike: Strike) -> None:
+    """Wait until an application that was struck in its first start serves; print a row."""
+    named, named_s = "", 0.0
+
+    def is_ready() -> bool:
+        nonlocal named, named_s
+        status, body = app.ready()
+        for replica in body.get("pools", {}).get(strike.target.pool, {}).get("replicas", []):
+            if not named and replica.get("error"):
+                named, named_s = replica["error"], time.monotonic() - strike.began
+        return status == 200
+
+    wait_until(is_ready, "the application to be ready")
+    serves_s = time.monotonic() - strike.began
+    with Load(app.url, RIGHT) as load:
+        load.wait_for(ANSWERS_BETWEEN)
+    print_row(
+        app.what,
+        strike.target,
+        f"{strike.what} in the first start",
+        strike.place,
+        named_s,
+        serves_s,
+        "",
+        load.num_answers,
+        load.num_refused,
+        len(load.lost),
+        len(load.wrong),
+        told(strike, named),
+    )
+
+
+def diverge_leaders(cluster: Cluster) -> None:
+    """Alter each field of what a leader agreed on with its peer, and of what it made of that."""
+    fields = (*StepAgreement.__struct_fields__, *StepShape.__struct_fields__)
+    with stage(cluster, DP.name, *DP.arguments) as struck:
+        for number, field in enumerate(fields):
+            struck.strike(DP.ranks[number % 2], Place.DECODE, Action.DIVERGE, field)
+
+
+def diverge_followers(cluster: Cluster) -> None:
+    """Alter each part of a follower's digest."""
+    with stage(cluster, TP.name, *TP.arguments) as struck:
+        for field in StepDigest.__struct_fields__:
+            struck.strike(TP.ranks[1], Place.DECODE, Action.DIVERGE, field)
+
+
+SLICES: dict[str, Callable[[Cluster], None]] = {
+    "tp-kill": partial(strike_steps, TP, Action.KILL),
+    "tp-stop": partial(strike_steps, TP, Action.STOP),
+    "dp-kill": partial(strike_steps, DP, Action.KILL),
+    "dp-stop": partial(strike_steps, DP, Action.STOP),
+    "tp4-plan": tear_plans,
+    "pd": strike_pools,
+    "capture-tp": partial(strike_captures, TP),
+    "capture-dp": partial(strike_captures, DP),
+    "diverge-tp": diverge_followers,
+    "diverge-dp": diverge_leaders,
+}
+
+
+def main() -> None:
+    """Run the slices that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=SLICES, default=list(SLICES))
+    slices = parser.parse_args().only
+    RIGHT.update(right_answers())
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}: {', '.join(slices)}")
+    print_row(*COLUMNS)
+    with Cluster() as cluster:
+        for name in slices:
+            SLICES[name](cluster)
+
+
+if __name__ == "__main__":
+    main()
