@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -420,7 +421,7 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
         FrameError: the bytes are not exactly one such struct; names the field.
     """
     try:
-        return _decoder(kind).decode(data)
+        return _decoder(cast("Hashable", kind)).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise FrameError(

@@ -50,7 +50,9 @@ class Tally:
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
         self.steps.append(outcome.num_steps)
-        names = [f"ranks: {schedule.num_ranks}", f"epochs: {outcome.num_epochs}"]
+        groups = [f"{shape.dp_size}x{shape.tp_size}" for shape in schedule.groups]
+        names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
+        names.append(f"groups, dp x tp: {' and '.join(groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
@@ -133,6 +135,8 @@ def main() -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     for outcome in run_all(seeds, arguments.processes):
         tally.add(outcome)
+        if outcome.finding is not None:
+            print(tally.findings[-1], flush=True)
     took = time.perf_counter() - began
     rate = f"{tally.num_schedules / took:.1f} schedules a second, {arguments.processes} processes"
     lines = [*tally.lines(), rate]

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from sim_group import SimGroup, SimPool
-from sim_rank import SimLeader, SimRunner, shape_of
+from sim_group import SimGroup
+from sim_model import shape_of
+from sim_owner import SimPool
+from sim_rank import SimLeader, SimRunner
 from sim_world import Plants
 
 from cluster.engine.lockstep import LockstepMachine
@@ -55,9 +57,9 @@ class _NeverConfirms(SimRunner):
 class _StaysInItsEpoch(SimLeader):
     """Rank 1 of a rebuilt group is told the epoch before."""
 
-    def __init__(self, group: SimGroup, dp_rank: int) -> None:
-        super().__init__(group, dp_rank)
-        if dp_rank == 1 and group.epoch:
+    def __init__(self, group: SimGroup, index: int) -> None:
+        super().__init__(group, index)
+        if self.dp_rank == 1 and group.epoch:
             self.epoch -= 1
             self.scheduler = self._scheduler()
 
@@ -82,8 +84,8 @@ class _DispatchesOnItsClock(SimLeader):
 class _HidesItsVote(SimLeader):
     """Its heartbeat says that it plans, until all have voted."""
 
-    def __init__(self, group: SimGroup, dp_rank: int) -> None:
-        super().__init__(group, dp_rank)
+    def __init__(self, group: SimGroup, index: int) -> None:
+        super().__init__(group, index)
         self.pulse.vote = lambda: None  # type: ignore[method-assign]
 
 

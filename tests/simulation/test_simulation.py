@@ -43,7 +43,7 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end() -> None:
     kinds = ["diverge", "drain", "kill", "pause", "slow", "stall", "stop"]
     wanted = {f"struck: {kind}" for kind in [*kinds, "held link", FAILED_START]}
     wanted |= {"had: aborts", "had: pre-emption", "had: resubmission"}
-    wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"epochs: {n}" for n in (1, 2, 3)}
+    wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"restarts: {n}" for n in (0, 1, 2)}
     assert wanted <= set(tally.counts)
     print("\n".join(tally.lines()))
 
