@@ -57,6 +57,7 @@ class Tally:
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
+        names += ["had: handoff"] * bool(outcome.num_handoffs)
         names.append(f"outcome: {finding.kind if finding else 'holds'}")
         self.counts.update(names)
         self.totals.update(
@@ -64,11 +65,13 @@ class Tally:
             aborted=outcome.num_aborted,
             attempts=outcome.num_resubmitted,
             preemptions=outcome.num_preemptions,
+            handoffs=outcome.num_handoffs,
             steps=outcome.num_steps,
             simulated_s=round(outcome.simulated_s),
         )
         if finding is not None:
-            self.findings.append(f"seed {schedule.seed}: {finding}")
+            again = f"python tests/simulation/run.py --only {schedule.seed}"
+            self.findings.append(f"{finding}; again: {again}")
 
     def lines(self) -> Iterator[str]:
         """Yield the distribution, a line each."""
@@ -111,7 +114,8 @@ def run_all(seeds: Iterable[int], num_processes: int) -> Iterator[Outcome]:
     if num_processes == 1:
         yield from map(run_seed, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+    # What was imported stays; there is no need to look through it again.
+    with multiprocessing.get_context("spawn").Pool(num_processes, gc.freeze) as pool:
         yield from pool.imap(run_seed, seeds, chunksize=CHUNK)
 
 
@@ -130,7 +134,7 @@ def main() -> int:
         outcome = run_seed(arguments.only)
         print(outcome)
         return int(outcome.finding is not None)
-    gc.freeze()  # what was imported stays; there is no need to look through it again
+    gc.freeze()
     began, tally = time.perf_counter(), Tally()
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     for outcome in run_all(seeds, arguments.processes):

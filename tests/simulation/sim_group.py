@@ -242,7 +242,8 @@ class SimGroup(RankGroup):
         fault = self.world.fault
         if fault is None or not fault.in_transfer or fault.rank != rank.index:
             return
-        if fault.pool == self.pool and not rank.process.is_dead:
+        is_due = fault.pool == self.pool and rank.last_step + 1 >= fault.step
+        if is_due and not rank.process.is_dead:
             self.strike(fault)
             self._signal(rank, fault)
 

@@ -102,7 +102,8 @@ class SimServer:
         deadline = self._holder.next_deadline()
         if deadline is not None and not self._is_timed:
             self._is_timed = True
-            self._loop.at(deadline, self._rank.process.call, self._on_deadline)
+            at = max(deadline, self._loop.now + WAKE_S)
+            self._loop.at(at, self._rank.process.call, self._on_deadline)
 
     def _on_deadline(self) -> None:
         self._is_timed = False
@@ -189,7 +190,8 @@ class SimPuller:
         deadline = self._reads.next_deadline()
         if deadline is not None and not self._is_timed:
             self._is_timed = True
-            self._loop.at(deadline, self._rank.process.call, self._on_deadline)
+            at = max(deadline, self._loop.now + WAKE_S)
+            self._loop.at(at, self._rank.process.call, self._on_deadline)
 
     def _on_deadline(self) -> None:
         self._is_timed = False

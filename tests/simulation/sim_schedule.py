@@ -20,6 +20,8 @@ MIN_STEPS = 40
 WATCHDOG_S = 4.0
 SHORT_S = 1.5
 """Whoever stands still for less is named by neither clock."""
+LONG_S = 4.5
+"""A read whose calls are lost is given up after five seconds, and tried again when they are not."""
 LOST = ("lost link", "lost frame")
 LINK = ("held link", *LOST, "diverge", "altered plan")
 """What happens to frames between two ranks of a group: it strikes when `rank` sends to `peer`."""
@@ -32,8 +34,10 @@ LOST_CALLS = "lost calls"
 """For a while nothing arrives between the ranks of two pools: reads fail, and leases end."""
 FAILED_START = "failed start"
 """A rank of the group that is rebuilt dies while it loads: only after what was fatal."""
-MAX_FATAL = 2
+MAX_LOSSES = 2
 """The router gives a request up at its third loss."""
+LATE = ("stop", "stall", *LOST)
+"""What takes the watchdog seconds: reads from such a rank fail before its group ends."""
 PHASES = (Phase.PLANNING, Phase.BUILDING, Phase.RUNNING, Phase.BOOKING)
 VOTE_FIELDS = ("num_tokens", "epoch", "step")
 PLAN_FIELDS = ("token_ids", "num_computed", "rows", "step", "agreed", "digest")
@@ -80,6 +84,12 @@ class Fault:
     field: str
     """What of it is altered."""
 
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        is_both = self.in_transfer and self.kind != LOST_CALLS
+        return f"{self.kind} in a transfer" if is_both else self.kind
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -109,6 +119,8 @@ class Schedule:
     routing: str
     delay_s: float
     """What a frame between ranks takes on average."""
+    kv_delay_s: float
+    """What a call or an answer between ranks of two pools takes on average."""
     lease_s: float
     is_mapped: bool
     """Whether KV is read from shared memory, and not asked for in calls."""
@@ -124,6 +136,7 @@ class Schedule:
 def draw_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(seed)
+    lease_s = rng.choice((0.5, 3.0))
     is_mixed = rng.random() < 0.6
     groups = [rng.choice(MIXED)] if is_mixed else rng.choice(PREFILL_AND_DECODE)
     block_size = rng.choice((2, 4, 8))
@@ -141,10 +154,11 @@ def draw_schedule(seed: int) -> Schedule:
         is_caching=rng.random() < 0.5,
         routing=rng.choice(("round_robin", "least_requests", "least_tokens")),
         delay_s=rng.choice((0.00005, 0.0005, 0.005)),
-        lease_s=rng.choice((3.0, 6.0)),
+        kv_delay_s=rng.choice((0.001, 0.03)),
+        lease_s=lease_s,
         is_mapped=rng.random() < 0.5,
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
-        faults=_draw_faults(rng, groups),
+        faults=_draw_faults(rng, groups, lease_s),
     )
 
 
@@ -162,12 +176,13 @@ def draw_arrival(rng: random.Random, i: int, num_requests: int, has_aborts: bool
     )
 
 
-def _draw_faults(rng: random.Random, groups: list[Shape]) -> list[Fault]:
-    num_fatal = rng.choice((0, 1, 1, 1, MAX_FATAL))
-    num_harmless = rng.choice((0, 0, 1, 2)) if num_fatal else rng.choice((1, 2))
-    losses = FATAL if len(groups) == 1 else (*FATAL, LOST_CALLS, LOST_CALLS)
-    kinds = [rng.choice(losses) for _ in range(num_fatal)]
-    kinds += [rng.choice(HARMLESS) for _ in range(num_harmless)]
+def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> list[Fault]:
+    is_mixed = len(groups) == 1
+    fatal = FATAL if is_mixed else (*FATAL, *[LOST_CALLS] * 4)
+    kinds = [rng.choice(fatal) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
+    kinds += [rng.choice(HARMLESS) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
+    while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > MAX_LOSSES:
+        kinds.pop()
     rng.shuffle(kinds)
     faults = [_draw_fault(rng, kind, rng.choice(groups)) for kind in kinds]
     if (fatal := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
@@ -178,11 +193,21 @@ def _draw_faults(rng: random.Random, groups: list[Shape]) -> list[Fault]:
     return faults
 
 
+def _num_losses(kind: str, is_mixed: bool, lease_s: float) -> int:
+    """Return how often a fault may lose one request."""
+    if kind == "pause":
+        return 0 if is_mixed or lease_s > SHORT_S else 1
+    if kind in HARMLESS:
+        return 0
+    return 2 if kind in LATE and not is_mixed else 1
+
+
 def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
     rank, peer = rng.randrange(shape.num_ranks), -1
     in_transfer = kind == LOST_CALLS
     if kind in IN_TRANSFER and shape.pool != "mixed":
         in_transfer = rng.random() < 0.5
+    longest_s = LONG_S if kind == LOST_CALLS else SHORT_S
     fields = PLAN_FIELDS if kind == "altered plan" else VOTE_FIELDS
     if kind in LINK:
         if not (links := _links(kind, shape)):
@@ -196,7 +221,7 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
         phase=rng.choice(PHASES),
         in_transfer=in_transfer,
         delay_s=rng.choice((0.0, 0.001, 0.02)) * rng.random(),
-        duration_s=0.1 + (SHORT_S - 0.1) * rng.random(),
+        duration_s=0.1 + (longest_s - 0.1) * rng.random(),
         peer=peer,
         field=rng.choice(fields),
     )

@@ -79,6 +79,8 @@ class Outcome:
     num_resubmitted: int = 0
     """Attempts beyond the first of each request, those that a pool refused included."""
     num_preemptions: int = 0
+    num_handoffs: int = 0
+    """Tickets that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     """Why groups ended."""
@@ -246,6 +248,7 @@ class World:
         frame = OutputFrame(epoch, pool, inbox, outputs)
         self.loop.at(self._arrival(inbox, "ingress"), self.tokens._deliver, frame)
         if ended := [output for output in outputs if output.finish_reason]:
+            self.outcome.num_handoffs += sum(output.handoff is not None for output in ended)
             self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].on_ends, ended)
 
     def rank_at(self, address: str) -> SimRank:
@@ -255,7 +258,7 @@ class World:
 
     def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
         """Put a call or an answer between ranks of two pools on its way."""
-        at = self._arrival(sender, receiver)
+        at = self._arrival(sender, receiver, self.schedule.kv_delay_s)
         if self.loop.now >= self._calls_lost_until:
             self.loop.at(at, call, *args)
 
@@ -263,10 +266,10 @@ class World:
         """Let nothing through between ranks of two pools for a while."""
         self._calls_lost_until = self.loop.now + duration_s
 
-    def _arrival(self, sender: str, receiver: str) -> float:
+    def _arrival(self, sender: str, receiver: str, mean_s: float = 0.001) -> float:
         """Return when a frame arrives; those between two do in order."""
         key = (sender, receiver)
-        late_s = -0.001 * log(1.0 - self.rng.random())
+        late_s = -mean_s * log(1.0 - self.rng.random())
         at = max(self.loop.now + late_s, self._arrives_at.get(key, 0.0))
         self._arrives_at[key] = at
         return at
@@ -290,7 +293,7 @@ class World:
         """The next fault struck."""
         self._faults.remove(fault)
         self.fault = self._faults[0] if self._faults else None
-        self.outcome.struck.append(fault.kind)
+        self.outcome.struck.append(fault.name)
 
     def on_group_end(self, group: SimGroup, reason: str) -> None:
         """A group ended: by a fault, and with the right name, or by order."""
