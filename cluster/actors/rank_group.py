@@ -186,7 +186,13 @@ class RankGroup:
         names = [_name(place) for place in self.places]
         clock = asyncio.get_running_loop().time
         # A process whose memory the node has to bring back answers late, and is not dead.
-        watchdog = Watchdog(names, watchdog_s=self._watchdog_s, now=since, silent_s=silent_s)
+        watchdog = Watchdog(
+            names,
+            watchdog_s=self._watchdog_s,
+            now=since,
+            silent_s=silent_s,
+            leaders=[i - place.tp_rank for i, place in enumerate(self.places)],
+        )
         asked: dict[int, asyncio.Task[_End]] = {}
         while True:
             for i, actor in enumerate(self._actors):

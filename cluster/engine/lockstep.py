@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import msgspec
 
 from cluster.engine.step_digest import StepDivergence
 from cluster.lockstep_messages import PeerHello, StepConfirm, StepShape
@@ -39,18 +42,20 @@ def agree(votes: Sequence[Vote]) -> StepAgreement:
 
     Invariant: epoch and step of all votes are equal.
     """
-    is_end = all(vote.draining for vote in votes)
+    columns = zip(*map(msgspec.structs.astuple, votes), strict=True)
+    epochs, steps, kinds, num_tokens, num_seqs, query_lens, graphs, work, draining = columns
+    is_end = all(draining)
     return StepAgreement(
-        epoch=votes[0].epoch,
-        step=votes[0].step,
-        kind=max(vote.kind for vote in votes),
-        max_tokens=max(vote.num_tokens for vote in votes),
-        max_seqs=max(vote.num_seqs for vote in votes),
-        max_query_len=max(vote.max_query_len for vote in votes),
-        graph_allowed=all(vote.graph_allowed for vote in votes),
-        has_work=any(vote.has_work for vote in votes) and not is_end,
+        epoch=epochs[0],
+        step=steps[0],
+        kind=max(kinds),
+        max_tokens=max(num_tokens),
+        max_seqs=max(num_seqs),
+        max_query_len=max(query_lens),
+        graph_allowed=all(graphs),
+        has_work=any(work) and not is_end,
         draining=is_end,
-        num_tokens_across_dp=tuple(vote.num_tokens for vote in votes),
+        num_tokens_across_dp=num_tokens,
     )
 
 
@@ -90,12 +95,8 @@ class _Peer:
         self.has_to_confirm = False
 
     def on_vote(self, vote: Vote) -> None:
-        self._check("epoch", self.epoch, vote.epoch, vote.step)
-        if self.has_to_confirm and vote.step == self.step:
-            raise StepDivergence(self.name, vote.step, "votes", 1, 2)
-        self._check("step", self.step + 1, vote.step, vote.step)
-        if self.has_to_confirm:
-            raise StepDivergence(self.name, self.step, "confirms", 1, 0)
+        if self.has_to_confirm or vote.step != self.step + 1 or vote.epoch != self.epoch:
+            self._refuse_vote(vote)
         if vote.kind == PURE_DECODE:
             # What dispatch relies on: an agreement on anything else has no shape.
             wanted = vote.num_seqs * vote.max_query_len
@@ -104,10 +105,18 @@ class _Peer:
         self.has_to_confirm = True
         self.votes.append(vote)
 
+    def _refuse_vote(self, vote: Vote) -> NoReturn:
+        self._check("epoch", self.epoch, vote.epoch, vote.step)
+        if self.has_to_confirm and vote.step == self.step:
+            raise StepDivergence(self.name, vote.step, "votes", 1, 2)
+        self._check("step", self.step + 1, vote.step, vote.step)
+        raise StepDivergence(self.name, self.step, "confirms", 1, 0)
+
     def on_confirm(self, confirm: StepConfirm) -> None:
         agreed = confirm.agreed
-        self._check("epoch", self.epoch, agreed.epoch, agreed.step)
-        self._check("step", self.step, agreed.step, agreed.step)
+        if agreed.epoch != self.epoch or agreed.step != self.step:
+            self._check("epoch", self.epoch, agreed.epoch, agreed.step)
+            self._check("step", self.step, agreed.step, agreed.step)
         if not self.has_to_confirm:
             raise StepDivergence(self.name, self.step, "confirms", 1, 2)
         self.has_to_confirm = False
@@ -151,16 +160,19 @@ class LockstepMachine:
         Raises:
             StepDivergence: it is of another epoch or step than comes next.
         """
-        me = f"rank dp={self._dp_rank} tp=0 epoch={self._epoch}"
-        wanted = {"epoch": self._epoch, "step": self._step + 1}
-        for field, value in wanted.items():
-            if value != getattr(vote, field):
-                raise StepDivergence(me, self._step + 1, field, value, getattr(vote, field))
+        if vote.epoch != self._epoch or vote.step != self._step + 1:
+            self._refuse_vote(vote)
         assert self._confirm is not None or self._mine is None, "the step before has not concluded"
-        assert not self.missing_confirms, "the step before is not confirmed"
+        assert not any(map(self.lacks_confirm, self._peers)), "the step before is not confirmed"
         self._step += 1
         self._mine, self._confirm = vote, None
         return vote
+
+    def _refuse_vote(self, vote: Vote) -> None:
+        me, step = f"rank dp={self._dp_rank} tp=0 epoch={self._epoch}", self._step + 1
+        for field, wanted in (("epoch", self._epoch), ("step", step)):
+            if wanted != getattr(vote, field):
+                raise StepDivergence(me, step, field, wanted, getattr(vote, field))
 
     def on_frame(self, dp_rank: int, frame: PeerHello | Vote | StepConfirm) -> None:
         """Take what arrived from a peer.
@@ -172,28 +184,38 @@ class LockstepMachine:
         peer = self._peers[dp_rank]
         if isinstance(frame, Vote):
             peer.on_vote(frame)
+            if peer.step > self._step + 1:
+                # It cannot have heard this rank's vote for the step before.
+                raise StepDivergence(peer.name, peer.step, "step", self._step + 1, peer.step)
         elif isinstance(frame, StepConfirm):
             peer.on_confirm(frame)
+            self._check_confirm(peer)
         else:
             raise StepDivergence(peer.name, peer.step, "frame", "a vote or confirm", "a hello")
-        if peer.step > self._step + 1:
-            # It cannot have heard this rank's vote for the step before.
-            raise StepDivergence(peer.name, peer.step, "step", self._step + 1, peer.step)
-        self._check_confirm(peer)
+
+    @property
+    def peers(self) -> Iterable[int]:
+        """The other ranks, in order."""
+        return self._peers
+
+    def lacks_vote(self, dp_rank: int) -> bool:
+        """Tell whether a rank's vote for this step has not arrived."""
+        return self._peers[dp_rank].step < self._step
+
+    def lacks_confirm(self, dp_rank: int) -> bool:
+        """Tell whether a rank has not confirmed this step."""
+        peer = self._peers[dp_rank]
+        return peer.step < self._step or (peer.has_to_confirm and peer.step == self._step)
 
     @property
     def missing_votes(self) -> list[int]:
         """Ranks whose vote for this step has not arrived."""
-        return [rank for rank, peer in self._peers.items() if peer.step < self._step]
+        return [rank for rank in self._peers if self.lacks_vote(rank)]
 
     @property
     def missing_confirms(self) -> list[int]:
         """Ranks that have not confirmed this step."""
-        return [
-            rank
-            for rank, peer in self._peers.items()
-            if peer.step < self._step or (peer.step == self._step and peer.has_to_confirm)
-        ]
+        return [rank for rank in self._peers if self.lacks_confirm(rank)]
 
     def conclude(self) -> StepConfirm:
         """Compute the agreement and what dispatch makes of it, to be sent to all others.

@@ -64,8 +64,14 @@ class Watchdog:
         watchdog_s: float,
         now: float,
         silent_s: float = SILENT_AFTER_S,
+        leaders: Sequence[int] | None = None,
     ) -> None:
-        """Watch the ranks with these names from `now` on, or from their first answer if earlier."""
+        """Watch the ranks with these names from `now` on, or from their first answer if earlier.
+
+        Args:
+            leaders: for each rank, the one whose plans it waits for; None: all are leaders.
+        """
+        self._leaders = range(len(names)) if leaders is None else leaders
         self._silent_s = silent_s
         self._names = list(names)
         self._watchdog_s = watchdog_s
@@ -97,7 +103,8 @@ class Watchdog:
             return None
         # Of equals the one that came there first: the others may have waited for it before.
         ranks = range(len(beats))
-        behind = min(ranks, key=lambda i: (*_place(beats[i]), -beats[i].phase_s))
+        leaders = [beats[i] for i in self._leaders]
+        behind = min(ranks, key=lambda i: (*_place(beats[i], leaders[i]), -beats[i].phase_s))
         beat = beats[behind]
         where = f"{beat.phase.name.lower()} for {beat.phase_s:.1f} s"
         return f"{self._names[behind]}: does not advance in step {beat.step}: {where}"
@@ -108,12 +115,15 @@ class Watchdog:
         return beat.phase_s > max(self._watchdog_s, EXPECTED_TIMES * beat.expected_s)
 
 
-def _place(beat: Heartbeat) -> tuple[int, float]:
+def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     """Return how far a rank is: a smaller one is further behind.
 
     A vote wakes whoever sleeps. So one that sleeps is behind those that have voted for the next
-    step, and ahead of one that plans it and has not voted.
+    step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
+    without work: it waits for what its leader plans next, and is behind once that runs.
     """
     if beat.is_asleep:
         return beat.step + 1, (Phase.PLANNING + Phase.AGREEING) / 2
+    if beat.phase is Phase.WAITING:
+        return max(beat.step, leader.step + leader.is_asleep), beat.phase
     return beat.step, beat.phase

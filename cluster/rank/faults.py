@@ -133,7 +133,7 @@ def _strike_in_plan(rank: Any, fault: Fault) -> None:
             fault.strike(frame.step)
 
     if not hasattr(rank, "engine"):
-        _after(rank._receiver, "receive", on_frame)
+        _after(rank.loop.receiver, "receive", on_frame)
     elif rank.engine.channel.sockets:
         _send_half(rank.engine.channel, fault)
     elif hasattr(rank.engine.lockstep, "_channel"):
@@ -188,7 +188,7 @@ def _diverge(rank: Any, fault: Fault) -> None:
         return altered(digest, plan.step, plan.vote().kind)
 
     if not hasattr(rank, "engine"):
-        _after(rank._digester, "digest", of_digest)
+        _after(rank.loop._digester, "digest", of_digest)
     elif hasattr(rank.engine.lockstep, "_machine"):
         _after(rank.engine.lockstep._machine, "_agreement_of", of_agreement)
         _after(rank.engine.lockstep._machine, "_shape_of", of_shape)

@@ -13,27 +13,15 @@ from __future__ import annotations
 
 import zmq
 
-from cluster.channel_messages import (
-    CancelRead,
-    DropKV,
-    EndOfSteps,
-    ExpectKV,
-    FollowerHello,
-    HoldKV,
-    KVOrder,
-    LeaderHello,
-    ReadEnded,
-    StartRead,
-    StepFrame,
-    TicketsEnded,
-)
+from cluster.channel_messages import FollowerHello, LeaderHello
 from cluster.config import EngineConfig
-from cluster.engine.step_digest import StepDigester, StepDivergence, check_digest
+from cluster.engine.step_digest import StepDigester
 from cluster.engine.watchdog import Heartbeat
-from cluster.messages import PROTOCOL_VERSION, FrameError, header_bytes
+from cluster.messages import PROTOCOL_VERSION, header_bytes
 from cluster.rank.channel import StepReceiver
 from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
+from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.forward import Progress
 from cluster.rank.groups import TensorParallelGroup
 from cluster.rank.kv_transfer.end import TransferEnd
@@ -45,10 +33,7 @@ from model.config import ModelConfig
 
 
 class Follower:
-    """Runner and transfer of one following rank.
-
-    Invariant: every step that its leader sends is executed in order, or `run` raises.
-    """
+    """Runner, transfer and loop of one following rank."""
 
     def __init__(
         self,
@@ -66,8 +51,6 @@ class Follower:
         """Load, and tell the leader."""
         self.epoch = epoch
         self._name = f"rank dp={dp_rank} tp={tp_rank} epoch={epoch}"
-        self._step = 0
-        self._is_stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorbell = Doorbell()
 
@@ -91,7 +74,6 @@ class Follower:
             storage=self.transfer.storage,
             exchange=exchange,
         )
-        self._digester = StepDigester(self.runner.forward.shape_of)
         self.transfer.start(
             self.runner.kv_pool,
             context=self._context,
@@ -113,6 +95,14 @@ class Follower:
                 source=self.transfer.source,
             )
         )
+        self.loop = FollowerLoop(
+            self._name,
+            receiver=self._receiver,
+            runner=self.runner,
+            digester=StepDigester(self.runner.forward.shape_of),
+            holder=self.transfer.server,
+            reader=self.transfer.puller,
+        )
 
     def run(self) -> None:
         """Do what the leader says until it ends, or until stopped.
@@ -120,25 +110,12 @@ class Follower:
         Raises:
             StepDivergence: a step is not the leader's; names rank, step and field.
         """
-        while not self._is_stopping:
-            self.runner.pulse.wait(self._step + 1, is_asleep=False)
-            match self._receiver.receive():
-                case StepFrame() as frame:
-                    self._execute(frame)
-                case EndOfSteps():
-                    break
-                case None:
-                    pass  # the doorbell rang
-                case HoldKV() | DropKV() | ExpectKV() | StartRead() | CancelRead() as order:
-                    self._obey(order)
-                case frame:
-                    raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
-            self._report()
+        self.loop.run()
         self._close()
 
     def stop(self) -> None:
         """Make `run` return at the next step's border. Any thread may call it."""
-        self._is_stopping = True
+        self.loop.is_stopping = True
         self._doorbell.ring()
 
     def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
@@ -151,7 +128,7 @@ class Follower:
             node=node,
             state="ready",
             epoch=self.epoch,
-            step=self._step,
+            step=self.loop.step,
             held_tickets=server.num_held if server else 0,
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
@@ -160,45 +137,6 @@ class Follower:
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self.runner.pulse.heartbeat()
-
-    def _execute(self, frame: StepFrame) -> None:
-        mine = self._digester.digest(frame.plan, frame.agreed)
-        try:
-            check_digest(self._name, frame.digest, mine)
-        except StepDivergence as error:
-            raise error.after(self.runner.steps.tail()) from None
-        self._step = frame.plan.step
-        self.runner.execute(frame.plan, frame.agreed)
-
-    def _obey(self, order: KVOrder) -> None:
-        """Do to this rank's slice what the leader did to its own."""
-        server, puller = self.transfer.server, self.transfer.puller
-        match order:
-            case HoldKV() if server is not None:
-                ticket = server.hold(order.request_id, order.block_ids, order.generations)
-                if ticket != order.ticket:
-                    raise FrameError(f"{self._name}: ticket: wanted {order.ticket}, found {ticket}")
-            case DropKV() if server is not None:
-                server.drop(order.ticket)
-            case ExpectKV() if puller is not None:
-                puller.expect(order.request_id, order.handoff)
-            case StartRead() if puller is not None:
-                puller.start(
-                    order.request_id, order.handoff, order.source_indices, order.dst_blocks
-                )
-            case CancelRead() if puller is not None:
-                puller.cancel(order.request_id)
-            case _:
-                found = type(order).__name__
-                raise FrameError(f"{self._name}: wanted an order for its role, found {found}")
-
-    def _report(self) -> None:
-        """Tell the leader what has ended here since the last report."""
-        server, puller = self.transfer.server, self.transfer.puller
-        if server is not None and (tickets := server.take_ended()):
-            self._receiver.report(TicketsEnded(tickets))
-        for result in puller.take_finished() if puller is not None else ():
-            self._receiver.report(ReadEnded(result.request_id, result.error))
 
     def _close(self) -> None:
         self.transfer.close()

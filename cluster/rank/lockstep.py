@@ -56,8 +56,9 @@ class JoinedLockstep:
         machine = self._machine
         self._channel.send(encode(machine.vote(vote)))
         self._pulse.vote()
-        while missing := machine.missing_votes:
-            self._receive(missing)
+        for rank in machine.peers:
+            while machine.lacks_vote(rank):
+                self._receive(rank)
         confirm = machine.conclude()
         self._channel.send(encode(confirm))
         return confirm.agreed
@@ -71,19 +72,22 @@ class JoinedLockstep:
             StepDivergence: a peer agreed on something else; names rank, step and field.
             PeersSilent: a peer has not confirmed in time; names it.
         """
-        while missing := self._machine.missing_confirms:
-            self._receive(missing)
+        machine = self._machine
+        for rank in machine.peers:
+            while machine.lacks_confirm(rank):
+                self._receive(rank)
 
-    def _receive(self, missing: list[int]) -> None:
-        body = self._channel.receive(missing[0])
+    def _receive(self, dp_rank: int) -> None:
+        machine = self._machine
+        body = self._channel.receive(dp_rank)
         if body is None:
-            self._machine.on_silence(missing)
+            machine.on_silence(machine.missing_votes or machine.missing_confirms)
             return
         try:
             frame = decode(body, ToPeer)
         except FrameError as error:
-            raise FrameError(f"rank dp={missing[0]} tp=0: {error}") from error
-        self._machine.on_frame(missing[0], frame)
+            raise FrameError(f"rank dp={dp_rank} tp=0: {error}") from error
+        machine.on_frame(dp_rank, frame)
 
 
 class Lockstep:

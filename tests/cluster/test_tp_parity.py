@@ -350,7 +350,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
             frame, plan=msgspec.structs.replace(frame.plan, **alter(frame.plan))
         )
 
-    follower._receiver = AlteringReceiver(follower._receiver, alter_fourth)  # type: ignore[assignment]
+    follower.loop.receiver = AlteringReceiver(follower._receiver, alter_fourth)
     lost: list[BaseException] = []
 
     def lead() -> None:

@@ -50,11 +50,14 @@ class Tally:
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
         self.steps.append(outcome.num_steps)
-        names = [f"ranks: {schedule.num_ranks}", f"epochs: {outcome.num_epochs}"]
+        groups = [f"{shape.dp_size}x{shape.tp_size}" for shape in schedule.groups]
+        names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
+        names.append(f"groups, dp x tp: {' and '.join(groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
+        names += ["had: handoff"] * bool(outcome.num_handoffs)
         names.append(f"outcome: {finding.kind if finding else 'holds'}")
         self.counts.update(names)
         self.totals.update(
@@ -62,11 +65,13 @@ class Tally:
             aborted=outcome.num_aborted,
             attempts=outcome.num_resubmitted,
             preemptions=outcome.num_preemptions,
+            handoffs=outcome.num_handoffs,
             steps=outcome.num_steps,
             simulated_s=round(outcome.simulated_s),
         )
         if finding is not None:
-            self.findings.append(f"seed {schedule.seed}: {finding}")
+            again = f"python tests/simulation/run.py --only {schedule.seed}"
+            self.findings.append(f"{finding}; again: {again}")
 
     def lines(self) -> Iterator[str]:
         """Yield the distribution, a line each."""
@@ -109,7 +114,8 @@ def run_all(seeds: Iterable[int], num_processes: int) -> Iterator[Outcome]:
     if num_processes == 1:
         yield from map(run_seed, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+    # What was imported stays; there is no need to look through it again.
+    with multiprocessing.get_context("spawn").Pool(num_processes, gc.freeze) as pool:
         yield from pool.imap(run_seed, seeds, chunksize=CHUNK)
 
 
@@ -128,11 +134,13 @@ def main() -> int:
         outcome = run_seed(arguments.only)
         print(outcome)
         return int(outcome.finding is not None)
-    gc.freeze()  # what was imported stays; there is no need to look through it again
+    gc.freeze()
     began, tally = time.perf_counter(), Tally()
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     for outcome in run_all(seeds, arguments.processes):
         tally.add(outcome)
+        if outcome.finding is not None:
+            print(tally.findings[-1], flush=True)
     took = time.perf_counter() - began
     rate = f"{tally.num_schedules / took:.1f} schedules a second, {arguments.processes} processes"
     lines = [*tally.lines(), rate]

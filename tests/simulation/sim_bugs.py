@@ -12,15 +12,23 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from sim_group import SimGroup, SimPool
-from sim_rank import SimLeader, SimRunner, shape_of
+from sim_group import SimGroup
+from sim_model import shape_of
+from sim_owner import SimPool
+from sim_rank import SimFollower, SimLeader, SimRunner
 from sim_world import Plants
 
+from cluster.channel_messages import StepFrame
+from cluster.engine.group_kv import GroupReader
+from cluster.engine.handoff import KVHolder
+from cluster.engine.kv_reads import KVReads
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
+from cluster.engine.watchdog import Phase
 from cluster.lockstep_messages import StepShape
-from cluster.messages import StepAgreement, StepPlan, Submit, decode, encode
+from cluster.messages import KVAnswer, StepAgreement, StepPlan, Submit, decode, encode
+from cluster.rank.follower_loop import FollowerLoop
 
 
 class _SkipsDummies(SimRunner):
@@ -55,9 +63,9 @@ class _NeverConfirms(SimRunner):
 class _StaysInItsEpoch(SimLeader):
     """Rank 1 of a rebuilt group is told the epoch before."""
 
-    def __init__(self, group: SimGroup, dp_rank: int) -> None:
-        super().__init__(group, dp_rank)
-        if dp_rank == 1 and group.epoch:
+    def __init__(self, group: SimGroup, index: int) -> None:
+        super().__init__(group, index)
+        if self.dp_rank == 1 and group.epoch:
             self.epoch -= 1
             self.scheduler = self._scheduler()
 
@@ -82,8 +90,8 @@ class _DispatchesOnItsClock(SimLeader):
 class _HidesItsVote(SimLeader):
     """Its heartbeat says that it plans, until all have voted."""
 
-    def __init__(self, group: SimGroup, dp_rank: int) -> None:
-        super().__init__(group, dp_rank)
+    def __init__(self, group: SimGroup, index: int) -> None:
+        super().__init__(group, index)
         self.pulse.vote = lambda: None  # type: ignore[method-assign]
 
 
@@ -167,6 +175,73 @@ class _TakesOldVotes(LockstepMachine):
         return super().conclude()
 
 
+class _SkipsTheDigest(FollowerLoop):
+    """Runs whatever it is told."""
+
+    def _execute(self, frame: StepFrame) -> None:
+        self.step = frame.plan.step
+        self._runner.execute(frame.plan, frame.agreed)
+
+
+class _HidesItsWait(SimFollower):
+    """Its heartbeat says that it books a step while it waits for a plan."""
+
+    def __init__(self, group: SimGroup, index: int) -> None:
+        super().__init__(group, index)
+        pulse = self.pulse
+        pulse.wait = lambda step, *, is_asleep: pulse._enter(step, Phase.BOOKING)  # type: ignore[method-assign]
+
+
+class _AwaitsLeadersAlone(SimGroup):
+    """A follower's death is heard of through its leader."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._sentinels = [self._actors[leader.index].sentinel for leader in self.leaders]
+
+
+class _WaitsAsIfAsleep(SimLeader):
+    """Its heartbeat says that it sleeps while it waits for others."""
+
+    def __init__(self, group: SimGroup, index: int) -> None:
+        super().__init__(group, index)
+        pulse = self.pulse
+        pulse.vote = lambda: pulse.wait(self.last_step, is_asleep=True)  # type: ignore[method-assign]
+        pulse.build = lambda step, num_tokens: pulse.wait(step, is_asleep=True)  # type: ignore[method-assign]
+
+
+class _BelievesHalfARead(GroupReader):
+    """A read is good if it has ended on every rank."""
+
+    def on_read_ended(self, request_id: str, error: str) -> None:
+        super().on_read_ended(request_id, "")
+
+
+class _BelievesAnyRelease(KVReads):
+    """What was copied is good, whether or not its lease held."""
+
+    def on_answer(self, address: str, answer: KVAnswer, blocks: list[memoryview]) -> None:
+        alive = msgspec.structs.replace(answer, alive=answer.alive or answer.call == "KVRelease")
+        super().on_answer(address, alive, blocks)
+
+
+class _EndsLeasesEarly(KVHolder):
+    """A read ends its ticket: the rest is asked for in vain, and believed to have been there."""
+
+    def covers(self, ticket: int, block_ids: list[int], generations: list[int]) -> bool:
+        is_held = super().covers(ticket, block_ids, generations)
+        if is_held:
+            self._ended.append(ticket)
+        return is_held
+
+
+class _KeepsAbandonedTickets(KVHolder):
+    """A lease that nobody renews runs on."""
+
+    def tick(self) -> list[int]:
+        return []
+
+
 def _plants(**parts: Any) -> Plants:
     plants = Plants()
     for name, part in parts.items():
@@ -194,4 +269,12 @@ BUGS: dict[str, Plants] = {
     "an abort that leaks blocks": _plants(scheduler=_LeaksOnAbort),
     "a pre-emption that forgets its outputs": _plants(scheduler=_PreemptsToThePrompt),
     "a vote that heartbeats do not tell of": _plants(leader=_HidesItsVote),
+    "a wait for peers that looks like sleep": _plants(leader=_WaitsAsIfAsleep),
+    "a plan whose digest is not checked": _plants(follower_loop=_SkipsTheDigest),
+    "a wait for a plan that looks like work": _plants(follower=_HidesItsWait),
+    "a follower that nobody watches": _plants(group=_AwaitsLeadersAlone),
+    "a read that is good on half of its ranks": _plants(group_reader=_BelievesHalfARead),
+    "a release that is not listened to": _plants(kv_reads=_BelievesAnyRelease),
+    "a ticket that ends with its first read": _plants(kv_holder=_EndsLeasesEarly),
+    "a ticket whose lease never ends": _plants(kv_holder=_KeepsAbandonedTickets),
 }

@@ -12,6 +12,7 @@ schedule is a function of its seed.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from heapq import heappop, heappush
@@ -27,8 +28,11 @@ class Violation(AssertionError):
     """What a simulation found: `kind` in a word or two, and the particulars."""
 
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
+        super().__init__(kind, text)
         self.kind = kind
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -37,13 +41,16 @@ class SimLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._ready: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        """What runs before time goes on."""
         self._num_asked = 0
         self._error: BaseException | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
     def after(self, delay: float, call: Callable[..., Any], *args: Any) -> None:
         """Call in so many seconds; cheaper than `call_later`, and not to be cancelled."""
-        self.at(self.now + delay, call, *args)
+        self._num_asked += 1
+        heappush(self._events, (self.now + delay, self._num_asked, call, args))
 
     def at(self, when: float, call: Callable[..., Any], *args: Any) -> None:
         """Call at this very time: a delay that is added again may come out a bit earlier."""
@@ -53,12 +60,15 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run(self, end: float) -> bool:
         """Run until nothing is left to do; tell whether that was before `end`."""
         asyncio._set_running_loop(self)
-        events = self._events
+        events, ready = self._events, self._ready
         try:
-            while events:
-                if events[0][0] > end:
+            while ready or events:
+                if ready:
+                    call, args = ready.popleft()
+                elif events[0][0] <= end:
+                    self.now, _, call, args = heappop(events)
+                else:
                     return False
-                self.now, _, call, args = heappop(events)
                 call(*args)
                 if self._error is not None:
                     raise self._error
@@ -78,6 +88,11 @@ class SimLoop(asyncio.AbstractEventLoop):
                 self.run(self.now)
             self._error = None
 
+    def stop(self) -> None:
+        """Let `run` end after this event, whatever is left to do."""
+        self._ready.clear()
+        self._events.clear()
+
     def fail(self, error: BaseException) -> None:
         """Let `run` raise after this event: for whoever must not raise itself."""
         self._error = self._error or error
@@ -87,10 +102,10 @@ class SimLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self.now
 
+    # What is called soon is never cancelled here, and nothing looks at context variables.
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self.after(0.0, _run_handle, handle)
-        return handle
+        self._ready.append((callback, args))
+        return None  # type: ignore[return-value]
 
     def call_later(
         self, delay: float, callback: Any, *args: Any, context: Any = None
@@ -143,37 +158,42 @@ class Process:
         self._loop = loop
         self._hub = getcurrent()
         self._greenlet = greenlet(main)
-        self._num_waits = 0
         self._is_woken = False
         self._error: Exception | None = None
         self._num_stops = 0
+        self._on_continue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.ticket = 0
+        """Identifies the wait that comes next, or the one under way."""
         self.is_dead = False
-        self.on_continue: list[Callable[[], None]] = []
 
     @property
     def is_stopped(self) -> bool:
         """Whether somebody stopped it."""
         return self._num_stops > 0
 
-    @property
-    def ticket(self) -> int:
-        """Identifies the wait that comes next, or the one under way."""
-        return self._num_waits
-
     def wake(self, ticket: int) -> None:
         """End the wait of this ticket, if it has not ended yet."""
-        if self.is_dead or ticket != self._num_waits:
+        if ticket != self.ticket or self.is_dead:
             return
-        if self.is_stopped:
+        if self._num_stops:
             self._is_woken = True
             return
-        self._num_waits += 1
+        self.ticket += 1
         self._greenlet.switch()
 
     def interrupt(self, error: Exception) -> None:
         """Let the wait under way raise."""
         self._error = error
-        self.wake(self._num_waits)
+        self.wake(self.ticket)
+
+    def call(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run a call on another thread of the process, as soon as it is not stopped."""
+        if self.is_dead:
+            return
+        if self._num_stops:
+            self._on_continue.append((callback, args))
+        else:
+            callback(*args)
 
     def stop(self) -> None:
         """Do what SIGSTOP does; two who stop it must both let it go on."""
@@ -182,14 +202,14 @@ class Process:
     def resume(self) -> None:
         """Do what SIGCONT does."""
         self._num_stops -= 1
-        if self.is_dead or self.is_stopped:
+        if self._num_stops:
             return
-        calls, self.on_continue = self.on_continue, []
-        for call in calls:
-            call()
+        calls, self._on_continue = self._on_continue, []
+        for callback, args in calls:
+            self.call(callback, *args)
         if self._is_woken:
             self._is_woken = False
-            self.wake(self._num_waits)
+            self.wake(self.ticket)
 
     def kill(self) -> None:
         """Do what SIGKILL does."""
@@ -206,5 +226,8 @@ class Process:
 
     def sleep(self, delay: float) -> None:
         """Inside the process: let time pass."""
-        self._loop.after(delay, self.wake, self._num_waits)
-        self.wait()
+        self._loop.after(delay, self.wake, self.ticket)
+        self._hub.switch()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

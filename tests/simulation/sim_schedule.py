@@ -7,11 +7,12 @@ the simulation asks for a clock, an address or the order of a set.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.engine.watchdog import Phase
 
 VOCAB = 97
+MAX_MODEL_LEN = 64
 LONGEST = 48
 """Tokens of a sequence, prompt and output."""
 MIN_STEPS = 40
@@ -19,13 +20,49 @@ MIN_STEPS = 40
 WATCHDOG_S = 4.0
 SHORT_S = 1.5
 """Whoever stands still for less is named by neither clock."""
-FATAL = ("kill", "stop", "stall", "diverge", "drain")
+LONG_S = 4.5
+"""A read whose calls are lost is given up after five seconds, and tried again when they are not."""
+LOST = ("lost link", "lost frame")
+LINK = ("held link", *LOST, "diverge", "altered plan")
+"""What happens to frames between two ranks of a group: it strikes when `rank` sends to `peer`."""
+FATAL = ("kill", "stop", "stall", "drain", "diverge", "altered plan", *LOST)
 HARMLESS = ("pause", "slow", "held link")
+IN_STEP = ("kill", "stop", "stall", "drain", "pause", "slow")
+"""What strikes a rank in a phase of its step; some of it also while its KV is on the way."""
+IN_TRANSFER = ("kill", "stop", "drain", "pause")
+LOST_CALLS = "lost calls"
+"""For a while nothing arrives between the ranks of two pools: reads fail, and leases end."""
 FAILED_START = "failed start"
 """A rank of the group that is rebuilt dies while it loads: only after what was fatal."""
-MAX_FATAL = 2
+MAX_LOSSES = 2
 """The router gives a request up at its third loss."""
+LATE = ("stop", "stall", *LOST)
+"""What takes the watchdog seconds: reads from such a rank fail before its group ends."""
 PHASES = (Phase.PLANNING, Phase.BUILDING, Phase.RUNNING, Phase.BOOKING)
+VOTE_FIELDS = ("num_tokens", "epoch", "step")
+PLAN_FIELDS = ("token_ids", "num_computed", "rows", "step", "agreed", "digest")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pool's group: ranks are counted by data-parallel, then by tensor-parallel rank."""
+
+    pool: str
+    dp_size: int
+    tp_size: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in the group."""
+        return self.dp_size * self.tp_size
+
+
+MIXED = [Shape("mixed", dp, tp) for dp, tp in [(2, 1)] * 3 + [(3, 1)] * 2 + [(4, 1)]]
+MIXED += [Shape("mixed", dp, tp) for dp, tp in [(1, 2), (2, 2), (2, 2)]]
+PREFILL_AND_DECODE = [
+    [Shape("prefill", prefill_dp, tp), Shape("decode", decode_dp, tp)]
+    for prefill_dp, decode_dp, tp in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+]
 
 
 @dataclass(frozen=True)
@@ -33,15 +70,25 @@ class Fault:
     """Something goes wrong on one rank when it comes to `step` of its epoch, in `phase`."""
 
     kind: str
+    pool: str
     rank: int
     step: int
     phase: Phase
+    in_transfer: bool
+    """It strikes when the rank next reads KV or lets it be read, and not in a phase."""
     delay_s: float
     """Between that and a signal, so that it strikes anywhere in a step."""
     duration_s: float
     peer: int
-    """To whom a rank's vote is altered, or its link is held."""
-    vote_field: str
+    """To whom the rank's frame is altered, lost or late."""
+    field: str
+    """What of it is altered."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        is_both = self.in_transfer and self.kind != LOST_CALLS
+        return f"{self.kind} in a transfer" if is_both else self.kind
 
 
 @dataclass(frozen=True)
@@ -62,7 +109,8 @@ class Schedule:
     """One simulation. Invariant: faults strike one after the other, each at most once."""
 
     seed: int
-    num_ranks: int
+    groups: list[Shape]
+    """One mixed pool, or a prefill and a decode pool."""
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -70,41 +118,47 @@ class Schedule:
     is_caching: bool
     routing: str
     delay_s: float
-    """What a frame between leaders takes on average."""
+    """What a frame between ranks takes on average."""
+    kv_delay_s: float
+    """What a call or an answer between ranks of two pools takes on average."""
+    lease_s: float
+    is_mapped: bool
+    """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]
     faults: list[Fault]
-    features: list[str] = field(default_factory=list)
-    """What of it the report counts."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all groups."""
+        return sum(shape.num_ranks for shape in self.groups)
 
 
 def draw_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(seed)
-    num_ranks = rng.choice((2, 2, 2, 3, 3, 4))
+    lease_s = rng.choice((0.5, 3.0))
+    is_mixed = rng.random() < 0.6
+    groups = [rng.choice(MIXED)] if is_mixed else rng.choice(PREFILL_AND_DECODE)
     block_size = rng.choice((2, 4, 8))
     per_sequence = -(-LONGEST // block_size)
     is_full = rng.random() < 0.4
-    num_blocks = per_sequence + rng.randrange(3) if is_full else 5 * per_sequence
     num_requests = rng.randint(8, 10)
     has_aborts = rng.random() < 0.4
-    arrivals = [draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)]
-    faults = _draw_faults(rng, num_ranks)
-    features = ["full pool"] * is_full + ["aborts"] * any(
-        arrival.abort_after_s is not None for arrival in arrivals
-    )
     return Schedule(
         seed=seed,
-        num_ranks=num_ranks,
-        num_blocks=num_blocks,
+        groups=groups,
+        num_blocks=per_sequence + rng.randrange(3) if is_full else 5 * per_sequence,
         block_size=block_size,
         max_num_seqs=rng.choice((3, 4, 8)),
         budget=rng.choice((8, 12, 32)),
         is_caching=rng.random() < 0.5,
         routing=rng.choice(("round_robin", "least_requests", "least_tokens")),
         delay_s=rng.choice((0.00005, 0.0005, 0.005)),
-        arrivals=arrivals,
-        faults=faults,
-        features=features + [fault.kind for fault in faults],
+        kv_delay_s=rng.choice((0.001, 0.03)),
+        lease_s=lease_s,
+        is_mapped=rng.random() < 0.5,
+        arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
+        faults=_draw_faults(rng, groups, lease_s),
     )
 
 
@@ -122,26 +176,60 @@ def draw_arrival(rng: random.Random, i: int, num_requests: int, has_aborts: bool
     )
 
 
-def _draw_faults(rng: random.Random, num_ranks: int) -> list[Fault]:
-    num_fatal = rng.choice((0, 1, 1, 1, MAX_FATAL))
-    num_harmless = rng.choice((0, 0, 1, 2)) if num_fatal else rng.choice((1, 2))
-    kinds = [rng.choice(FATAL) for _ in range(num_fatal)]
-    kinds += [rng.choice(HARMLESS) for _ in range(num_harmless)]
+def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> list[Fault]:
+    is_mixed = len(groups) == 1
+    fatal = FATAL if is_mixed else (*FATAL, *[LOST_CALLS] * 4)
+    kinds = [rng.choice(fatal) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
+    kinds += [rng.choice(HARMLESS) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
+    while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > MAX_LOSSES:
+        kinds.pop()
     rng.shuffle(kinds)
+    faults = [_draw_fault(rng, kind, rng.choice(groups)) for kind in kinds]
     if (fatal := [i for i, kind in enumerate(kinds) if kind in FATAL]) and rng.random() < 0.2:
-        kinds.insert(rng.choice(fatal) + 1, FAILED_START)
-    return [_draw_fault(rng, kind, num_ranks) for kind in kinds]
+        i = rng.choice(fatal)
+        pool = faults[i].pool
+        shape = next(shape for shape in groups if shape.pool == pool)
+        faults.insert(i + 1, _draw_fault(rng, FAILED_START, shape))
+    return faults
 
 
-def _draw_fault(rng: random.Random, kind: str, num_ranks: int) -> Fault:
-    rank, peer = rng.sample(range(num_ranks), 2)
+def _num_losses(kind: str, is_mixed: bool, lease_s: float) -> int:
+    """Return how often a fault may lose one request."""
+    if kind == "pause":
+        return 0 if is_mixed or lease_s > SHORT_S else 1
+    if kind in HARMLESS:
+        return 0
+    return 2 if kind in LATE and not is_mixed else 1
+
+
+def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
+    rank, peer = rng.randrange(shape.num_ranks), -1
+    in_transfer = kind == LOST_CALLS
+    if kind in IN_TRANSFER and shape.pool != "mixed":
+        in_transfer = rng.random() < 0.5
+    longest_s = LONG_S if kind == LOST_CALLS else SHORT_S
+    fields = PLAN_FIELDS if kind == "altered plan" else VOTE_FIELDS
+    if kind in LINK:
+        if not (links := _links(kind, shape)):
+            return _draw_fault(rng, "stall" if kind in FATAL else "slow", shape)
+        rank, peer = rng.choice(links)
     return Fault(
         kind=kind,
+        pool=shape.pool,
         rank=rank,
         step=rng.randint(2, 14),
         phase=rng.choice(PHASES),
+        in_transfer=in_transfer,
         delay_s=rng.choice((0.0, 0.001, 0.02)) * rng.random(),
-        duration_s=0.1 + (SHORT_S - 0.1) * rng.random(),
+        duration_s=0.1 + (longest_s - 0.1) * rng.random(),
         peer=peer,
-        vote_field=rng.choice(("num_tokens", "epoch", "step")),
+        field=rng.choice(fields),
     )
+
+
+def _links(kind: str, shape: Shape) -> list[tuple[int, int]]:
+    """Return sender and receiver of the links that such a fault may strike."""
+    leaders = range(0, shape.num_ranks, shape.tp_size)
+    votes = [(a, b) for a in leaders for b in leaders if a != b]
+    plans = [(a, a + i) for a in leaders for i in range(1, shape.tp_size)]
+    return {"diverge": votes, "altered plan": plans}.get(kind, votes + plans)

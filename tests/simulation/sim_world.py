@@ -15,20 +15,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
-from sim_group import SimGroup, SimPool, SimTokens
+from sim_group import SimGroup
+from sim_judge import is_named
 from sim_loop import SimLoop, Violation
-from sim_rank import SimLeader, SimRunner, continuation, shape_of
+from sim_model import continuation, shape_of
+from sim_owner import PoolHandle, SimPool, SimTokens
+from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
 
+from cluster.engine.group_kv import GroupHolder, GroupReader
+from cluster.engine.handoff import KVHolder
+from cluster.engine.kv_reads import KVReads
 from cluster.engine.lockstep import LockstepMachine, num_tokens_to_run
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.watchdog import Phase
 from cluster.messages import EngineOutput, GenerateRequest, OutputFrame, Sampling, StepAgreement
+from cluster.rank.follower_loop import FollowerLoop
 from serve.router import Router
 
 END_S = 180.0
@@ -37,14 +44,8 @@ MAX_EXTRA = 64
 """Requests beyond the schedule's, for steps and for faults that have not struck."""
 SETTLE_S = 1.5
 """Until the last abort has reached its engine."""
-NAMED = {
-    "kill": " ended: ",
-    "stop": ": no heartbeat for ",
-    "stall": ": does not advance in step ",
-    "drain": " ended: stopped",
-    "diverge": ": wanted ",
-}
-"""What a group's end says of a fault."""
+REST_S = 12.0
+"""Until the last lease has ended, and the last read from a dead holder."""
 
 
 class Plants:
@@ -54,6 +55,12 @@ class Plants:
     machine: Any = LockstepMachine
     runner: Any = SimRunner
     leader: Any = SimLeader
+    follower: Any = SimFollower
+    follower_loop: Any = FollowerLoop
+    kv_holder: Any = KVHolder
+    kv_reads: Any = KVReads
+    group_holder: Any = GroupHolder
+    group_reader: Any = GroupReader
     group: Any = SimGroup
     pool: Any = SimPool
     router: Any = Router
@@ -66,12 +73,14 @@ class Outcome:
     schedule: Schedule
     finding: Violation | None = None
     num_steps: int = 0
-    num_epochs: int = 0
+    num_restarts: int = 0
     num_requests: int = 0
     num_aborted: int = 0
     num_resubmitted: int = 0
     """Attempts beyond the first of each request, those that a pool refused included."""
     num_preemptions: int = 0
+    num_handoffs: int = 0
+    """Tickets that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     """Why groups ended."""
@@ -94,11 +103,14 @@ class World:
         self.plants = plants
         self.loop = SimLoop()
         self.rng = random.Random(schedule.seed + 1)
-        self.diverged_at = 0
         self.outcome = Outcome(schedule)
-        self._groups: list[SimGroup] = []
+        self.pools: dict[str, Any] = {}
+        self._groups: dict[tuple[str, int], SimGroup] = {}
         self._faults = list(schedule.faults)
+        self.fault = self._faults[0] if self._faults else None
+        """The one that strikes next."""
         self._arrives_at: dict[tuple[str, str], float] = {}
+        self._calls_lost_until = 0.0
         self._is_done = False
 
     def run(self) -> Outcome:
@@ -113,18 +125,20 @@ class World:
             outcome.finding = error
         except AssertionError as error:
             outcome.finding = Violation("assertion", str(error))
-        for group in self._groups:
-            for leader in group.leaders:
-                leader.process.kill()
+        for group in self._groups.values():
+            for rank in group.ranks:
+                rank.process.kill()
         outcome.simulated_s = self.loop.now
         self.loop.close()
-        outcome.num_epochs = len(self._groups)
+        outcome.num_restarts = len(self._groups) - len(self.pools)
         return outcome
 
     def _begin(self) -> None:
         self.tokens = SimTokens(self)
-        self.pool = self.plants.pool(self)
-        self.router = self.plants.router({"mixed": self}, self.tokens)
+        for shape in self.schedule.groups:
+            self.pools[shape.pool] = self.plants.pool(self, shape)
+        handles = {name: PoolHandle(self, pool) for name, pool in self.pools.items()}
+        self.router = self.plants.router(handles, self.tokens)
         self._main_task = self.loop.create_task(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
@@ -132,28 +146,37 @@ class World:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.loop.fail(error)
         self._is_done = True
+        self.loop.stop()
 
     def _where(self) -> str:
-        group = self._groups[-1]
-        ranks = [f"{each.name} in step {each.pulse.heartbeat().step}" for each in group.leaders]
-        return f"pool {self.pool._state}, {', '.join(ranks)}, struck {self.outcome.struck}"
+        texts = [f"struck {self.outcome.struck}"]
+        for name, pool in self.pools.items():
+            beats = [(rank.name, rank.pulse.heartbeat()) for rank in pool.group.ranks]
+            ranks = [f"{who} {beat.phase.name} step {beat.step}" for who, beat in beats]
+            texts.append(f"{name} {pool._state}: {', '.join(ranks)}")
+        return "; ".join(texts)
 
     # --- the story --------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        await self.pool.start()
+        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
         num_extra = 0
         while self.outcome.num_steps < MIN_STEPS or (self._faults and num_extra < MAX_EXTRA):
             arrivals = [self._extra(num_extra + i) for i in range(3)]
             num_extra += len(arrivals)
             await asyncio.gather(*map(self._client, arrivals))
-        self._faults = []
+        self._faults, self.fault = [], None
         await asyncio.sleep(SETTLE_S)
-        while self.pool._state != "ready" or self._fatal(self.pool._group):
+        for pool in self.pools.values():
+            while pool._state != "ready" or self._fatal(pool.group):
+                await asyncio.sleep(0.5)
+        began = self.loop.now
+        while self._is_busy() and self.loop.now < began + REST_S:
             await asyncio.sleep(0.5)
-        self._check_rest()
-        await self.pool.shut_down()
+        for pool in self.pools.values():
+            self._check_rest(pool.group)
+        await asyncio.gather(*(pool.shut_down() for pool in self.pools.values()))
 
     def _extra(self, i: int) -> Arrival:
         arrival = draw_arrival(self.rng, i, 8, has_aborts=False)
@@ -187,9 +210,13 @@ class World:
             text = f"wanted {wanted}, found {tokens} {reason}"
             raise Violation("tokens differ", f"{arrival.request_id}: {text}")
 
-    def _check_rest(self) -> None:
+    def _is_busy(self) -> bool:
+        leaders = [leader for pool in self.pools.values() for leader in pool.group.leaders]
+        return any(leader.scheduler.has_unfinished for leader in leaders)
+
+    def _check_rest(self, group: SimGroup) -> None:
         """Check that nothing is left of any request."""
-        for leader in self.pool._group.leaders:
+        for leader in group.leaders:
             scheduler = leader.scheduler
             scheduler.check()
             if scheduler.has_unfinished or scheduler.blocks.num_free_blocks != (
@@ -200,31 +227,50 @@ class World:
 
     # --- ways between processes -------------------------------------------------------------------
 
-    def generate(self, request_id: str, frame: bytes) -> asyncio.Task[str]:
-        """Start a handle call: what the router asks of a pool."""
+    def on_attempt(self, request_id: str) -> None:
+        """The router asks a pool."""
         if not request_id.endswith(".0"):
             self.outcome.num_resubmitted += 1
-        return self.loop.create_task(self.pool.generate(request_id, frame))
 
     def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
         """Put a frame on its way to a leader's inbox."""
-        epoch, dp_rank = map(int, inbox.split("/"))
-        leader = self._groups[epoch].leaders[dp_rank]
+        pool, epoch, dp_rank = inbox.split("/")
+        leader = self._groups[pool, int(epoch)].leaders[int(dp_rank)]
         self.loop.at(self._arrival(sender, inbox), leader.receive, body)
 
-    def send_outputs(self, inbox: str, epoch: int, outputs: list[EngineOutput]) -> None:
+    def send_outputs(
+        self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
+    ) -> None:
         """Put a step's outputs on their way to the ingress, and the last ones to the pool."""
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self._note(self.loop.now, epoch, num_tokens)
-        frame = OutputFrame(epoch, "mixed", inbox, outputs)
+        inbox = f"{pool}/{epoch}/{dp_rank}"
+        frame = OutputFrame(epoch, pool, inbox, outputs)
         self.loop.at(self._arrival(inbox, "ingress"), self.tokens._deliver, frame)
         if ended := [output for output in outputs if output.finish_reason]:
-            self.loop.at(self._arrival(inbox, "pool"), self.pool.on_ends, ended)
+            self.outcome.num_handoffs += sum(output.handoff is not None for output in ended)
+            self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].on_ends, ended)
 
-    def _arrival(self, sender: str, receiver: str) -> float:
+    def rank_at(self, address: str) -> SimRank:
+        """Return the rank whose KV is read there, dead or alive."""
+        pool, epoch, index = address.split("/")
+        return self._groups[pool, int(epoch)].ranks[int(index)]
+
+    def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
+        """Put a call or an answer between ranks of two pools on its way."""
+        at = self._arrival(sender, receiver, self.schedule.kv_delay_s)
+        if self.loop.now >= self._calls_lost_until:
+            self.loop.at(at, call, *args)
+
+    def lose_calls(self, duration_s: float) -> None:
+        """Let nothing through between ranks of two pools for a while."""
+        self._calls_lost_until = self.loop.now + duration_s
+
+    def _arrival(self, sender: str, receiver: str, mean_s: float = 0.001) -> float:
         """Return when a frame arrives; those between two do in order."""
         key = (sender, receiver)
-        at = max(self.loop.now + self.rng.expovariate(1000), self._arrives_at.get(key, 0.0))
+        late_s = -mean_s * log(1.0 - self.rng.random())
+        at = max(self.loop.now + late_s, self._arrives_at.get(key, 0.0))
         self._arrives_at[key] = at
         return at
 
@@ -232,7 +278,7 @@ class World:
 
     def on_group(self, group: SimGroup) -> None:
         """A group was made."""
-        self._groups.append(group)
+        self._groups[group.pool, group.epoch] = group
 
     def on_step(self, agreed: StepAgreement) -> None:
         """A group goes by a new agreement."""
@@ -243,27 +289,23 @@ class World:
         """Return what every rank must run in a step."""
         return num_tokens_to_run(agreed, shape_of(agreed))
 
-    @property
-    def next_fault(self) -> Fault | None:
-        """The fault that strikes next."""
-        return self._faults[0] if self._faults else None
-
-    def on_strike(self, group: SimGroup, fault: Fault) -> None:
+    def on_strike(self, fault: Fault) -> None:
         """The next fault struck."""
         self._faults.remove(fault)
-        self.outcome.struck.append(fault.kind)
+        self.fault = self._faults[0] if self._faults else None
+        self.outcome.struck.append(fault.name)
 
     def on_group_end(self, group: SimGroup, reason: str) -> None:
         """A group ended: by a fault, and with the right name, or by order."""
         self.outcome.ends.append(reason)
         for leader in group.leaders:
             self.outcome.num_preemptions += leader.scheduler.stats().num_preemptions
-        if self.pool._state == "stopping":
+        if self.pools[group.pool]._state == "stopping":
             return
         fatal = self._fatal(group)
         if not fatal:
             self.loop.fail(Violation("named without a fault", reason))
-        elif not any(_is_named(fault, group.epoch, reason) for fault in fatal):
+        elif not any(is_named(fault, group.places, reason) for fault in fatal):
             where = [f"{fault.kind} of rank {fault.rank} {fault.phase.name}" for fault in fatal]
             self.loop.fail(Violation("wrong rank named", f"{reason}; struck {where}"))
 
@@ -272,15 +314,6 @@ class World:
 
     def _note(self, *values: float) -> None:
         self.outcome.trace = hash((self.outcome.trace, *values))
-
-
-def _is_named(fault: Fault, epoch: int, reason: str) -> bool:
-    """Tell whether a group's end is what a fault must look like."""
-    # Nobody can tell who of a collective has not entered it, and of two votes which one is wrong.
-    is_in_collective = fault.kind == "stall" and fault.phase is Phase.RUNNING
-    is_any_rank = is_in_collective or fault.kind in ("drain", "diverge")
-    name = "rank dp=" if is_any_rank else f"rank dp={fault.rank} tp=0 epoch={epoch}"
-    return reason.startswith(name) and NAMED[fault.kind] in reason
 
 
 def _request(arrival: Arrival) -> GenerateRequest:

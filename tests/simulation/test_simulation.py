@@ -1,6 +1,8 @@
 """The deterministic simulator: no schedule hangs or loses a token, and planted bugs are found.
 
-`run.py` beside this file runs as many schedules as one likes.
+How many schedules a run of these tests goes through, and from which seed on, is told by
+`LOCKSTEP_SIMULATION_SCHEDULES` (10,000) and `LOCKSTEP_SIMULATION_SEED` (0). `run.py` beside this
+file runs as many as one likes.
 """
 
 from __future__ import annotations
@@ -13,39 +15,54 @@ from pathlib import Path
 import pytest
 import run as runner
 from sim_bugs import BUGS
-from sim_schedule import FAILED_START, MIN_STEPS, draw_schedule
+from sim_schedule import (
+    FAILED_START,
+    FATAL,
+    HARMLESS,
+    IN_TRANSFER,
+    LOST_CALLS,
+    MIN_STEPS,
+    draw_schedule,
+)
 from sim_world import run_schedule
 
-NUM_SCHEDULES = 600
-NUM_CHUNKS = 8
-MAX_UNTIL_FOUND = 100
+NUM_SCHEDULES = int(os.environ.get("LOCKSTEP_SIMULATION_SCHEDULES", "10000"))
+FIRST_SEED = int(os.environ.get("LOCKSTEP_SIMULATION_SEED", "0"))
+NUM_PROCESSES = len(os.sched_getaffinity(0))
+MAX_UNTIL_FOUND = 300
 """No planted bug has ever survived as many."""
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.feature("X04")
-@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
-def test_no_schedule_hangs_or_loses_a_token(chunk: int) -> None:
-    num = NUM_SCHEDULES // NUM_CHUNKS
-    for seed in range(chunk * num, (chunk + 1) * num):
-        outcome = run_schedule(draw_schedule(seed))
-        assert outcome.finding is None, f"run.py --only {seed}: {outcome.finding}"
-        assert 2 <= outcome.schedule.num_ranks <= 4
-        assert outcome.num_requests >= 8
-        assert outcome.num_steps >= MIN_STEPS
+def test_no_schedule_hangs_or_loses_a_token() -> None:
+    tally = runner.Tally()
+    seeds = range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES)
+    print(f"seeds {seeds.start} to {seeds.stop - 1}, {NUM_PROCESSES} processes")
+    for outcome in runner.run_all(seeds, NUM_PROCESSES):
+        tally.add(outcome)
+        seed = outcome.schedule.seed
+        assert outcome.finding is not None or outcome.num_steps >= MIN_STEPS, f"seed {seed}"
+        assert outcome.finding is not None or outcome.num_requests >= 8, f"seed {seed}"
         assert outcome.struck, f"seed {seed}: wanted a fault, found none"
+        assert 2 <= outcome.schedule.num_ranks <= 4, f"seed {seed}"
+    print("\n".join(tally.lines()))
+    assert tally.num_schedules == NUM_SCHEDULES
+    assert not tally.findings, "\n".join(tally.findings[: runner.MAX_TOLD])
 
 
 @pytest.mark.feature("X04")
 def test_the_seeds_meet_every_fault_and_every_kind_of_end() -> None:
     tally = runner.Tally()
-    for seed in range(60):
+    for seed in range(250):
         tally.add(run_schedule(draw_schedule(seed)))
-    kinds = ["diverge", "drain", "kill", "pause", "slow", "stall", "stop"]
-    wanted = {f"struck: {kind}" for kind in [*kinds, "held link", FAILED_START]}
-    wanted |= {"had: aborts", "had: pre-emption", "had: resubmission"}
-    wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"epochs: {n}" for n in (1, 2, 3)}
-    assert wanted <= set(tally.counts)
-    print("\n".join(tally.lines()))
+    wanted = {f"struck: {kind}" for kind in (*FATAL, *HARMLESS, LOST_CALLS, FAILED_START)}
+    wanted |= {f"struck: {kind} in a transfer" for kind in IN_TRANSFER}
+    wanted |= {"had: aborts", "had: pre-emption", "had: resubmission", "had: handoff"}
+    wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"restarts: {n}" for n in (0, 1, 2)}
+    wanted |= {f"groups, dp x tp: {group}" for group in ("2x1", "3x1", "4x1", "1x2", "2x2")}
+    assert wanted <= set(tally.counts), sorted(wanted - set(tally.counts))
 
 
 @pytest.mark.feature("X04")

@@ -1,0 +1,149 @@
+"""The loop of a follower: receive, check, execute, report.
+
+1. A step's plan is run if the follower's own digest of it is the leader's.
+2. An order about KV is done to this rank's slice as the leader did to its own.
+3. After each, what has ended here is reported.
+
+The one thing to know: receiver, executor and transfer are handed in, so that a simulator runs the
+same loop over a simulated channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cluster.channel_messages import (
+    CancelRead,
+    DropKV,
+    EndOfSteps,
+    ExpectKV,
+    FollowerReport,
+    HoldKV,
+    KVOrder,
+    ReadEnded,
+    StartRead,
+    StepFrame,
+    TicketsEnded,
+)
+from cluster.engine.handoff import Holder, KVReader
+from cluster.engine.step_digest import StepDigester, StepDivergence, check_digest
+from cluster.engine.step_log import StepLog
+from cluster.messages import FrameError, SampledTokens, StepAgreement, StepPlan
+from cluster.rank.pulse import Pulse
+
+
+class PlanReceiver(Protocol):
+    """The follower's side of the step channel."""
+
+    def receive(self) -> Any:
+        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
+
+    def report(self, report: FollowerReport) -> None:
+        """Tell the leader what has ended here."""
+
+
+class StepRunner(Protocol):
+    """Runs a plan on this rank, and keeps account of it."""
+
+    @property
+    def pulse(self) -> Pulse:
+        """What the step thread does."""
+
+    @property
+    def steps(self) -> StepLog:
+        """The last steps."""
+
+    def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
+        """Run the model on the plan's batch, or a dummy one, and return what it sampled."""
+
+
+class FollowerLoop:
+    """What one follower does from its first step to its last.
+
+    Invariant: every step that its leader sends is executed in order, or `run` raises.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        receiver: PlanReceiver,
+        runner: StepRunner,
+        digester: StepDigester,
+        holder: Holder | None,
+        reader: KVReader | None,
+    ) -> None:
+        """Start before the first step.
+
+        Args:
+            holder: keeps tickets for this rank's slice; None unless the role is prefill.
+            reader: reads this rank's slice; None unless the role is decode.
+        """
+        self.receiver = receiver
+        self.step = 0
+        """The last one that was executed."""
+        self.is_stopping = False
+        self._name = name
+        self._runner = runner
+        self._digester = digester
+        self._holder = holder
+        self._reader = reader
+
+    def run(self) -> None:
+        """Do what the leader says until it ends, or until stopped.
+
+        Raises:
+            StepDivergence: a step is not the leader's; names rank, step and field.
+        """
+        while not self.is_stopping:
+            self._runner.pulse.wait(self.step + 1, is_asleep=False)
+            match self.receiver.receive():
+                case StepFrame() as frame:
+                    self._execute(frame)
+                case EndOfSteps():
+                    break
+                case None:
+                    pass  # the doorbell rang
+                case HoldKV() | DropKV() | ExpectKV() | StartRead() | CancelRead() as order:
+                    self._obey(order)
+                case frame:
+                    raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
+            self._report()
+
+    def _execute(self, frame: StepFrame) -> None:
+        mine = self._digester.digest(frame.plan, frame.agreed)
+        try:
+            check_digest(self._name, frame.digest, mine)
+        except StepDivergence as error:
+            raise error.after(self._runner.steps.tail()) from None
+        self.step = frame.plan.step
+        self._runner.execute(frame.plan, frame.agreed)
+
+    def _obey(self, order: KVOrder) -> None:
+        """Do to this rank's slice what the leader did to its own."""
+        holder, reader = self._holder, self._reader
+        match order:
+            case HoldKV() if holder is not None:
+                ticket = holder.hold(order.request_id, order.block_ids, order.generations)
+                if ticket != order.ticket:
+                    raise FrameError(f"{self._name}: ticket: wanted {order.ticket}, found {ticket}")
+            case DropKV() if holder is not None:
+                holder.drop(order.ticket)
+            case ExpectKV() if reader is not None:
+                reader.expect(order.request_id, order.handoff)
+            case StartRead() if reader is not None:
+                reader.start(
+                    order.request_id, order.handoff, order.source_indices, order.dst_blocks
+                )
+            case CancelRead() if reader is not None:
+                reader.cancel(order.request_id)
+            case _:
+                found = type(order).__name__
+                raise FrameError(f"{self._name}: wanted an order for its role, found {found}")
+
+    def _report(self) -> None:
+        """Tell the leader what has ended here since the last report."""
+        if self._holder is not None and (tickets := self._holder.take_ended()):
+            self.receiver.report(TicketsEnded(tickets))
+        for result in self._reader.take_finished() if self._reader is not None else ():
+            self.receiver.report(ReadEnded(result.request_id, result.error))

@@ -1,0 +1,236 @@
+"""KV between the simulated ranks of a prefill and a decode pool.
+
+Real are the tickets and leases (`KVHolder`), the reads (`KVReads`) and what makes one of all ranks'
+slices (`GroupHolder`, `GroupReader`). Simulated are the two threads, their sockets and the memory.
+
+The one thing to know: both threads run on while the rank steps. What they call runs in the loop, or
+later if the process is stopped, and never once it is dead. The blocks of an answer are looked at
+when the reader writes them: a ticket that ended meanwhile must not be believed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cluster.engine.handoff import HandoffTerms, KVReadResult
+from cluster.engine.kv_reads import CHUNK_BYTES
+from cluster.messages import (
+    KVAnswer,
+    KVCall,
+    KVHandoff,
+    KVRead,
+    KVRelease,
+    KVRenew,
+    KVSource,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from sim_rank import SimRank
+
+BLOCK_BYTES = CHUNK_BYTES // 2
+"""Two blocks in one answer."""
+LAYOUT = "simulated"
+WAKE_S = 0.0001
+"""Until a thread does what it was asked to."""
+
+Block = list[int]
+
+
+def kv_address(pool: str, epoch: int, index: int) -> str:
+    """Return where a rank's slice is read."""
+    return f"{pool}/{epoch}/{index}"
+
+
+def handoff_terms(
+    pool: str, epoch: int, dp_rank: int, tp_size: int, lease_s: float
+) -> HandoffTerms:
+    """Return what the ranks under one leader write into their tickets, and want to find there."""
+    sources = []
+    for tp_rank in range(tp_size):
+        index = dp_rank * tp_size + tp_rank
+        sources.append(KVSource(tp_rank, "node", index, 0, kv_address(pool, epoch, index)))
+    return HandoffTerms(sources, BLOCK_BYTES, LAYOUT, lease_s)
+
+
+class SimServer:
+    """The holder's thread, as `KVServer`."""
+
+    def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
+        self._rank = rank
+        self._loop = rank.group.loop
+        self._ring = ring
+        self.address = kv_address(rank.group.pool, rank.epoch, rank.index)
+        self._holder = rank.group.plants.kv_holder(rank.group.schedule.lease_s, self._loop.time)
+        self._early: list[tuple[SimPuller, KVCall]] = []
+        self._is_timed = False
+
+    # --- the step thread's side -----------------------------------------------------------------
+
+    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
+        """Start a lease and return its ticket."""
+        ticket: int = self._holder.hold(request_id, block_ids, generations)
+        self._loop.after(WAKE_S, self._rank.process.call, self._wake)
+        return ticket
+
+    def drop(self, ticket: int) -> None:
+        """End a ticket: its request was aborted."""
+        self._holder.drop(ticket)
+
+    def take_ended(self) -> list[int]:
+        """Return the tickets whose blocks may be freed."""
+        ended: list[int] = self._holder.take_ended()
+        return ended
+
+    @property
+    def num_held(self) -> int:
+        """Tickets that are alive."""
+        num_held: int = self._holder.num_held
+        return num_held
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        early, self._early = self._early, []
+        for puller, call in early:
+            self._take(puller, call)
+        if self._holder.tick():
+            self._ring()
+        deadline = self._holder.next_deadline()
+        if deadline is not None and not self._is_timed:
+            self._is_timed = True
+            at = max(deadline, self._loop.now + WAKE_S)
+            self._loop.at(at, self._rank.process.call, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._is_timed = False
+        self._wake()
+
+    def on_call(self, puller: SimPuller, body: bytes) -> None:
+        """A reader's call is there."""
+        self._rank.group.on_transfer(self._rank)
+        self._rank.process.call(self._take, puller, decode(body, KVCall))
+
+    def _take(self, puller: SimPuller, call: KVCall) -> None:
+        """Answer a call, or keep it until its ticket is held."""
+        if call.ticket > self._holder.last_ticket:
+            self._early.append((puller, call))
+            return
+        blocks: list[Block] = []
+        match call:
+            case KVRead():
+                alive = self._holder.covers(call.ticket, call.block_ids, call.generations)
+                cells = self._rank.model.blocks
+                blocks = [cells[block] for block in call.block_ids] if alive else []
+            case KVRenew():
+                alive = self._holder.renew(call.ticket)
+            case KVRelease():
+                alive = self._holder.release(call.ticket, call.num_blocks_read)
+                self._ring()
+        answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
+        puller.answer_from(self.address, answer, blocks)
+
+
+class SimPuller:
+    """The reader's thread, as `KVPuller`, and its `ReadTransport`."""
+
+    def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
+        group = rank.group
+        self._rank, self._loop, self._world = rank, group.loop, group.world
+        self._ring = ring
+        self.address = kv_address(group.pool, rank.epoch, rank.index)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._finished: list[KVReadResult] = []
+        self._is_timed = False
+        self._reads = group.plants.kv_reads(
+            self, tp_rank=rank.tp_rank, block_bytes=BLOCK_BYTES, clock=group.loop.time
+        )
+
+    # --- the step thread's side -----------------------------------------------------------------
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        """Keep the ticket's lease alive until the read starts or is cancelled."""
+        self._post(lambda: self._reads.expect(request_id, handoff))
+
+    def start(
+        self,
+        request_id: str,
+        handoff: KVHandoff,
+        source_indices: list[int],
+        dst_blocks: list[int],
+    ) -> None:
+        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
+        self._post(lambda: self._reads.start(request_id, source_indices, dst_blocks))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop and release; a read that was started still reports when it no longer writes."""
+        self._post(lambda: self._reads.cancel(request_id))
+
+    def take_finished(self) -> list[KVReadResult]:
+        """Return the reads that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._loop.after(WAKE_S, self._rank.process.call, self._wake)
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._reads.on_tick()
+        if finished := self._reads.take_finished():
+            self._finished += finished
+            self._ring()
+        deadline = self._reads.next_deadline()
+        if deadline is not None and not self._is_timed:
+            self._is_timed = True
+            at = max(deadline, self._loop.now + WAKE_S)
+            self._loop.at(at, self._rank.process.call, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._is_timed = False
+        self._wake()
+
+    def answer_from(self, sender: str, answer: bytes, blocks: list[Block]) -> None:
+        """Put a holder's answer on its way. Called on the holder's thread."""
+        call = self._rank.process.call
+        self._world.send_kv(sender, self.address, call, self._take, sender, answer, blocks)
+
+    def _take(self, address: str, answer: bytes, blocks: list[Block]) -> None:
+        self._reads.on_answer(address, decode(answer, KVAnswer), blocks)
+        self._wake()
+
+    # --- what the reads need of the world ---------------------------------------------------------
+
+    def send(self, address: str, call: KVCall) -> None:
+        """Send a call."""
+        self._rank.group.on_transfer(self._rank)
+        server = self._world.rank_at(address).server
+        assert server is not None, f"{address}: wanted a holder"
+        self._world.send_kv(self.address, address, server.on_call, self, encode(call))
+
+    def is_mapped(self, source: KVSource) -> bool:
+        """Whether `copy` can reach the source's blocks."""
+        is_mapped: bool = self._world.schedule.is_mapped
+        return is_mapped
+
+    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
+        """Copy blocks of the source into blocks of ours; raises OSError where it is gone."""
+        rank = self._world.rank_at(source.address)
+        if rank.process.is_dead:
+            raise OSError(f"process {source.pid}: wanted it alive, found it dead")
+        self.write(ids, [rank.model.blocks[block] for block in source_ids])
+
+    def write(self, ids: list[int], blocks: list[Any]) -> None:
+        """Write the cells of an answer into blocks of ours."""
+        for block, cells in zip(ids, blocks, strict=True):
+            self._rank.model.blocks[block][:] = cells
+
+    def forget(self, address: str) -> None:
+        """Nothing is open."""

@@ -1,0 +1,247 @@
+"""Connections between the ranks of a group: frames arrive in order, each after its own while.
+
+The one thing to know: a link fault strikes a frame of its sender to its receiver, in or after the
+fault's step. What was lost never arrives, and nobody is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from math import log
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sim_schedule import LINK, Fault
+
+from cluster.channel_messages import (
+    EndOfSteps,
+    FollowerReport,
+    KVOrder,
+    StepFrame,
+    ToFollower,
+)
+from cluster.engine.step_digest import StepDigester
+from cluster.messages import StepAgreement, StepPlan, Vote, decode, encode
+
+if TYPE_CHECKING:
+    from sim_group import SimGroup
+    from sim_rank import SimFollower, SimLeader
+
+
+class Link:
+    """One direction of a connection."""
+
+    def __init__(self, group: SimGroup, deliver: Callable[[bytes], None]) -> None:
+        self._loop = group.loop
+        self._random = group.rng.random
+        self._mean_s = group.schedule.delay_s
+        self._deliver = deliver
+        self._arrives_at = 0.0
+        self.is_lost = False
+
+    def send(self, body: bytes, late_s: float = 0.0) -> None:
+        """Put a frame on its way."""
+        if self.is_lost:
+            return
+        at = self._loop.now - self._mean_s * log(1.0 - self._random()) + late_s
+        if at < self._arrives_at:
+            at = self._arrives_at
+        self._arrives_at = at
+        self._loop.at(at, self._deliver, body)
+
+    def strike(self, group: SimGroup, fault: Fault, body: bytes) -> None:
+        """Send a frame that a link fault may strike."""
+        match fault.kind:
+            case "diverge":
+                self.send(_alter_vote(group, fault, body))
+                return
+            case "altered plan":
+                self.send(_alter_plan(group, fault, body))
+                return
+            case "held link":
+                self.send(body, fault.duration_s)
+            case "lost link":
+                self.is_lost = True
+        group.strike(fault)
+
+
+class SimPeers:
+    """A leader's connections to the other leaders."""
+
+    def __init__(self, leader: SimLeader) -> None:
+        self._leader = leader
+        self._links: dict[int, Link] = {}
+        self._frames: list[deque[bytes]] = [deque() for _ in range(leader.group.dp_size)]
+        self._awaited = -1
+
+    def connect(self) -> None:
+        """Open a link to every other leader."""
+        me = self._leader
+        for peer in me.group.leaders:
+            if peer is not me:
+                self._links[peer.index] = Link(me.group, peer.peers.receiver(me.dp_rank))
+
+    def receiver(self, sender: int) -> Callable[[bytes], None]:
+        """Return what takes the frames of a peer. Called from the loop."""
+        leader, frames = self._leader, self._frames[sender]
+        process = leader.process
+
+        def deliver(body: bytes) -> None:
+            frames.append(body)
+            if self._awaited == sender or leader.is_asleep:
+                process.wake(process.ticket)
+
+        return deliver
+
+    def send(self, body: bytes) -> None:
+        """Send a frame to every peer."""
+        fault = self._leader.due(LINK)
+        for index, link in self._links.items():
+            if fault is not None and fault.peer == index:
+                link.strike(self._leader.group, fault, body)
+            else:
+                link.send(body)
+
+    def receive(self, dp_rank: int) -> bytes | None:
+        """Wait for the next frame of a peer."""
+        frames = self._frames[dp_rank]
+        if not frames:
+            self._awaited = dp_rank
+            while not frames:
+                self._leader.process.wait()
+            self._awaited = -1
+        return frames.popleft()
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether a peer has sent what was not received."""
+        return any(self._frames)
+
+
+class SimSender:
+    """A leader's side of the step channel, as `StepSender`."""
+
+    def __init__(self, leader: SimLeader) -> None:
+        self._leader = leader
+        self._digester = StepDigester(leader.shape_of)
+        self._links: dict[int, Link] = {}
+        self.reports: deque[tuple[int, bytes]] = deque()
+
+    def connect(self, followers: list[SimFollower]) -> None:
+        """Open links to and from the followers."""
+        for follower in followers:
+            self._links[follower.index] = Link(follower.group, follower.receiver.deliver)
+            follower.receiver.connect(self)
+
+    def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
+        """Hand one step to every follower."""
+        body = encode(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
+        fault = self._leader.due(LINK)
+        for index, link in self._links.items():
+            if fault is not None and fault.peer == index:
+                link.strike(self._leader.group, fault, body)
+            else:
+                link.send(body)
+
+    def tell(self, order: KVOrder) -> None:
+        """Hand an order to every follower, behind the steps that were sent before."""
+        for link in self._links.values():
+            link.send(encode(order))
+
+    def take_reports(self) -> list[tuple[int, FollowerReport]]:
+        """Return what followers have reported since the last call, with their ranks."""
+        reports = [(tp_rank, decode(body, FollowerReport)) for tp_rank, body in self.reports]
+        self.reports.clear()
+        return reports
+
+    def on_report(self, tp_rank: int, body: bytes) -> None:
+        """A report is there. Called from the loop."""
+        self.reports.append((tp_rank, body))
+        self._leader.wake()
+
+    def close(self) -> None:
+        """Tell the followers that no step comes any more."""
+        for link in self._links.values():
+            link.send(encode(EndOfSteps()))
+
+
+class SimReceiver:
+    """A follower's side of the step channel, as `StepReceiver`."""
+
+    def __init__(self, follower: SimFollower) -> None:
+        self._follower = follower
+        self._frames: deque[bytes] = deque()
+        self._has_rung = False
+        self._is_waiting = False
+
+    def connect(self, sender: SimSender) -> None:
+        """Open the link to the leader."""
+        tp_rank = self._follower.tp_rank
+        self._link = Link(self._follower.group, lambda body: sender.on_report(tp_rank, body))
+
+    def deliver(self, body: bytes) -> None:
+        """A frame is there. Called from the loop."""
+        self._frames.append(body)
+        self._wake()
+
+    def ring(self) -> None:
+        """Ring the doorbell. Called from the loop."""
+        self._has_rung = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._is_waiting:
+            self._follower.process.wake(self._follower.process.ticket)
+
+    def receive(self) -> Any:
+        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
+        self._is_waiting = True
+        while not (self._frames or self._has_rung):
+            self._follower.process.wait()
+        self._is_waiting = False
+        if not self._frames:
+            self._has_rung = False
+            return None
+        frame = decode(self._frames.popleft(), ToFollower)
+        if isinstance(frame, StepFrame):
+            self._follower.on_plan(frame)
+        return frame
+
+    def report(self, report: FollowerReport) -> None:
+        """Tell the leader what has ended here."""
+        self._link.send(encode(report))
+
+
+def _alter_vote(group: SimGroup, fault: Fault, body: bytes) -> bytes:
+    """Return another vote in place of the first one with work from the fault's step on."""
+    vote = decode(body, Vote) if decode(body, Any)[0] == "Vote" else None
+    if vote is None or vote.step < fault.step or not vote.has_work:
+        return body
+    group.strike(fault)
+    group.diverged_at = vote.step
+    value = getattr(vote, fault.field) + 1
+    return encode(msgspec.structs.replace(vote, **{fault.field: value}))
+
+
+def _alter_plan(group: SimGroup, fault: Fault, body: bytes) -> bytes:
+    """Return another plan, agreement or digest in place of the first one with sequences."""
+    frame: StepFrame = decode(body, StepFrame)
+    if frame.plan.step < fault.step or not frame.plan.rows:
+        return body
+    group.strike(fault)
+    group.diverged_at = frame.plan.step
+    replace = msgspec.structs.replace
+    match fault.field:
+        case "digest":
+            digest = replace(frame.digest, previous_step=frame.digest.previous_step + 1)
+            return encode(replace(frame, digest=digest))
+        case "agreed":
+            agreed = replace(frame.agreed, max_tokens=frame.agreed.max_tokens + 1)
+            return encode(replace(frame, agreed=agreed))
+        case "step":
+            plan = replace(frame.plan, step=frame.plan.step + 1)
+        case field:
+            first, *others = getattr(frame.plan, field)
+            plan = replace(frame.plan, **{field: [first + 1, *others]})
+    return encode(replace(frame, plan=plan))
