@@ -27,7 +27,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.engine.watchdog import Phase
 from cluster.lockstep_messages import StepShape
-from cluster.messages import KVAnswer, StepAgreement, StepPlan, Submit, decode, encode
+from cluster.messages import KVAnswer, KVSource, StepAgreement, StepPlan, Submit, decode, encode
 from cluster.rank.follower_loop import FollowerLoop
 
 
@@ -220,9 +220,9 @@ class _BelievesHalfARead(GroupReader):
 class _BelievesAnyRelease(KVReads):
     """What was copied is good, whether or not its lease held."""
 
-    def on_answer(self, address: str, answer: KVAnswer, blocks: list[memoryview]) -> None:
+    def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
         alive = msgspec.structs.replace(answer, alive=answer.alive or answer.call == "KVRelease")
-        super().on_answer(address, alive, blocks)
+        super().on_answer(source, alive, blocks)
 
 
 class _EndsLeasesEarly(KVHolder):

@@ -24,6 +24,7 @@ from cluster.messages import (
     KVRelease,
     KVRenew,
     KVSource,
+    RankProcess,
     decode,
     encode,
 )
@@ -45,14 +46,19 @@ def kv_address(pool: str, epoch: int, index: int) -> str:
     return f"{pool}/{epoch}/{index}"
 
 
+def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
+    """Return what tickets tell of a rank's slice."""
+    address = kv_address(pool, epoch, index)
+    return KVSource(tp_rank, "node", index, 0, address, RankProcess(epoch, address))
+
+
 def handoff_terms(
     pool: str, epoch: int, dp_rank: int, tp_size: int, lease_s: float
 ) -> HandoffTerms:
     """Return what the ranks under one leader write into their tickets, and want to find there."""
     sources = []
     for tp_rank in range(tp_size):
-        index = dp_rank * tp_size + tp_rank
-        sources.append(KVSource(tp_rank, "node", index, 0, kv_address(pool, epoch, index)))
+        sources.append(kv_source(pool, epoch, tp_rank, dp_rank * tp_size + tp_rank))
     return HandoffTerms(sources, BLOCK_BYTES, LAYOUT, lease_s)
 
 
@@ -63,7 +69,7 @@ class SimServer:
         self._rank = rank
         self._loop = rank.group.loop
         self._ring = ring
-        self.address = kv_address(rank.group.pool, rank.epoch, rank.index)
+        self._source = kv_source(rank.group.pool, rank.epoch, rank.tp_rank, rank.index)
         self._holder = rank.group.plants.kv_holder(rank.group.schedule.lease_s, self._loop.time)
         self._early: list[tuple[SimPuller, KVCall]] = []
         self._is_timed = False
@@ -131,7 +137,7 @@ class SimServer:
                 alive = self._holder.release(call.ticket, call.num_blocks_read)
                 self._ring()
         answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
-        puller.answer_from(self.address, answer, blocks)
+        puller.answer_from(self._source, answer, blocks)
 
 
 class SimPuller:
@@ -197,23 +203,24 @@ class SimPuller:
         self._is_timed = False
         self._wake()
 
-    def answer_from(self, sender: str, answer: bytes, blocks: list[Block]) -> None:
+    def answer_from(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
         """Put a holder's answer on its way. Called on the holder's thread."""
         call = self._rank.process.call
-        self._world.send_kv(sender, self.address, call, self._take, sender, answer, blocks)
+        sender = source.address
+        self._world.send_kv(sender, self.address, call, self._take, source, answer, blocks)
 
-    def _take(self, address: str, answer: bytes, blocks: list[Block]) -> None:
-        self._reads.on_answer(address, decode(answer, KVAnswer), blocks)
+    def _take(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
+        self._reads.on_answer(source, decode(answer, KVAnswer), blocks)
         self._wake()
 
     # --- what the reads need of the world ---------------------------------------------------------
 
-    def send(self, address: str, call: KVCall) -> None:
+    def send(self, source: KVSource, call: KVCall) -> None:
         """Send a call."""
         self._rank.group.on_transfer(self._rank)
-        server = self._world.rank_at(address).server
-        assert server is not None, f"{address}: wanted a holder"
-        self._world.send_kv(self.address, address, server.on_call, self, encode(call))
+        server = self._world.rank_at(source.address).server
+        assert server is not None, f"{source.address}: wanted a holder"
+        self._world.send_kv(self.address, source.address, server.on_call, self, encode(call))
 
     def is_mapped(self, source: KVSource) -> bool:
         """Whether `copy` can reach the source's blocks."""
@@ -232,5 +239,5 @@ class SimPuller:
         for block, cells in zip(ids, blocks, strict=True):
             self._rank.model.blocks[block][:] = cells
 
-    def forget(self, address: str) -> None:
+    def forget(self, source: KVSource) -> None:
         """Nothing is open."""
