@@ -33,6 +33,10 @@ PURE_DECODE = 1
 """`kind` of a step in which every sequence decodes as many tokens."""
 
 
+NO_SHAPE = StepShape(graph_mode=0, num_tokens=0, num_seqs=0, is_padded=False)
+"""Of an agreement that dispatch refuses."""
+
+
 class PeersSilent(RuntimeError):
     """Leaders that a step waits for have not spoken in time; the message names them."""
 
@@ -226,7 +230,7 @@ class LockstepMachine:
         votes = {rank: peer.votes.popleft() for rank, peer in self._peers.items()}
         votes[self._dp_rank] = self._mine
         agreed = self._agreement_of([votes[rank] for rank in sorted(votes)])
-        self._confirm = StepConfirm(agreed, self._shape_of(agreed))
+        self._confirm = StepConfirm(agreed, self._shape(agreed))
         for peer in self._peers.values():
             self._check_confirm(peer)
         return self._confirm
@@ -239,6 +243,14 @@ class LockstepMachine:
         """
         names = ", ".join(self._peers[rank].name for rank in missing)
         raise PeersSilent(f"{names} step {self._step}: wanted a frame in time, found none")
+
+    def _shape(self, agreed: StepAgreement) -> StepShape:
+        try:
+            return self._shape_of(agreed)
+        except ValueError:
+            # It fails again when the step is run. Peers are told first what this rank agreed on:
+            # they find the field that differs, if it is not a step that nobody can run.
+            return NO_SHAPE
 
     def _check_confirm(self, peer: _Peer) -> None:
         mine = self._confirm

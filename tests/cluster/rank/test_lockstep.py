@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +34,7 @@ from cluster.messages import (
 )
 from cluster.rank import groups, peers
 from cluster.rank.contexts import end_context
+from cluster.rank.faults import Action, Fault, Place, arm
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
 from cluster.rank.meeting import Meeting, introduce
@@ -194,8 +197,12 @@ def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     end_context(context, "test", linger=0)
 
 
-def run_both(pair: Pair) -> dict[int, Exception]:
-    """Set both leaders running; return where their errors will be."""
+def run_both(pair: Pair, *, stays_open: bool = False) -> dict[int, Exception]:
+    """Set both leaders running; return where their errors will be.
+
+    Args:
+        stays_open: who raises keeps its sockets, as a process does until its owner kills it.
+    """
     errors: dict[int, Exception] = {}
 
     def run(rank: int) -> None:
@@ -205,7 +212,8 @@ def run_both(pair: Pair) -> dict[int, Exception]:
         except Exception as error:
             errors[rank] = error
             pair.noticed_at[rank] = time.monotonic()
-            leader._close()
+            if not stays_open:
+                leader._close()
 
     pair.threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for thread in pair.threads:
@@ -292,6 +300,38 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
             tokens[request_id] = tokens.get(request_id, 0) + len(token_ids)
     assert tokens == {"a": 3, "b": 3}
     assert [step["step"] for step in pair.leaders[0].runner.steps.as_dicts()] == [1, 2, 3]
+
+
+@pytest.mark.feature("P13")
+@pytest.mark.parametrize("field", [*StepAgreement.__struct_fields__, *StepShape.__struct_fields__])
+def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_step(
+    pair: Pair, field: str, tmp_path: Path
+) -> None:
+    """Whatever field of the agreement, or of what dispatch made of it, differs on one rank."""
+    note = tmp_path / "note"
+    arm(pair.leaders[1], Fault(Place.DECODE, Action.DIVERGE, str(note), field))
+    pair.submit(0, "a", 20)
+    pair.submit(1, "b", 20)
+    while not all(leader._inbox.poll(10) for leader in pair.leaders):
+        pass
+    errors = run_both(pair, stays_open=True)
+    for thread in pair.threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    step = int(note.read_text().split()[0])
+    told = step + 1 if field == "step" else step  # by whom it is altered
+    wanted = rf"rank dp=1 tp=0 epoch=2 step {told}: {field}: wanted .*, found .*"
+    assert re.fullmatch(wanted, str(errors[0]).splitlines()[-1])
+    # Its own dispatch may refuse what it agreed on: it told its peer before.
+    assert isinstance(errors[1], StepDivergence | ValueError)
+    tokens = {"a": 0, "b": 0}
+    while outputs := pair.receive(0.1):
+        for request_id, token_ids, _ in outputs:
+            tokens[request_id] += len(token_ids)
+    assert tokens == {"a": step - 1, "b": step - 1}
+    for leader in pair.leaders:
+        assert [each["step"] for each in leader.step_log()] == list(range(1, step))
+        leader._close()
 
 
 @pytest.mark.feature("P02")
