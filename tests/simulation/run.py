@@ -55,6 +55,7 @@ class Tally:
         names.append(f"groups, dp x tp: {' and '.join(groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         names += ["had: aborts"] * bool(outcome.num_aborted)
+        names += ["had: lost aborts"] * schedule.loses_aborts
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
         names += ["had: handoff"] * bool(outcome.num_handoffs)

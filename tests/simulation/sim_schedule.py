@@ -122,6 +122,8 @@ class Schedule:
     kv_delay_s: float
     """What a call or an answer between ranks of two pools takes on average."""
     lease_s: float
+    loses_aborts: bool
+    """Who should tell engines to let go dies before, every other time: leases must end tickets."""
     is_mapped: bool
     """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]
@@ -156,6 +158,7 @@ def draw_schedule(seed: int) -> Schedule:
         delay_s=rng.choice((0.00005, 0.0005, 0.005)),
         kv_delay_s=rng.choice((0.001, 0.03)),
         lease_s=lease_s,
+        loses_aborts=rng.random() < 0.2,
         is_mapped=rng.random() < 0.5,
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
         faults=_draw_faults(rng, groups, lease_s),
