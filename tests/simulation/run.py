@@ -27,12 +27,17 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from sim_bugs import BUGS  # noqa: E402
-from sim_schedule import draw_schedule  # noqa: E402
+from sim_schedule import Shape, draw_schedule  # noqa: E402
 from sim_world import Outcome, Plants, run_schedule  # noqa: E402
 
 MAX_TOLD = 20
 MAX_UNTIL_FOUND = 1000
 CHUNK = 50
+
+
+def sizes_of(shapes: list[Shape]) -> str:
+    """Return the sizes of groups as reports tell them."""
+    return " and ".join(f"{shape.dp_size}x{shape.tp_size}" for shape in shapes)
 
 
 @dataclass
@@ -53,9 +58,8 @@ class Tally:
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
         self.steps[outcome.num_steps] += 1
-        groups = [f"{shape.dp_size}x{shape.tp_size}" for shape in schedule.groups]
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
-        names.append(f"groups, dp x tp: {' and '.join(groups)}")
+        names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: lost aborts"] * schedule.loses_aborts
