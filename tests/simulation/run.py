@@ -6,7 +6,8 @@
 
 Schedule number i has the seed `--seed` + i, on any machine and in any process; `--only` runs one
 schedule and prints it. `--report` writes the distribution of steps, faults and outcomes, and for
-each planted bug the number of schedules until it is found.
+each planted bug the number of schedules until it is found. A long run may be made of several:
+`--tally FILE` keeps the account in a file, and goes on behind the last seed of what is there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
-import statistics
+import pickle
 import sys
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from sim_bugs import BUGS  # noqa: E402
-from sim_schedule import draw_schedule  # noqa: E402
+from sim_schedule import Shape, draw_schedule  # noqa: E402
 from sim_world import Outcome, Plants, run_schedule  # noqa: E402
 
 MAX_TOLD = 20
@@ -34,12 +35,19 @@ MAX_UNTIL_FOUND = 1000
 CHUNK = 50
 
 
+def sizes_of(shapes: list[Shape]) -> str:
+    """Return the sizes of groups as reports tell them."""
+    return " and ".join(f"{shape.dp_size}x{shape.tp_size}" for shape in shapes)
+
+
 @dataclass
 class Tally:
     """What came of many schedules."""
 
     num_schedules: int = 0
-    steps: list[int] = field(default_factory=list)
+    took_s: float = 0.0
+    steps: Counter[int] = field(default_factory=Counter)
+    """How many schedules had so many agreed steps with work."""
     counts: Counter[str] = field(default_factory=Counter)
     """By ranks, faults, features, epochs and outcome."""
     totals: Counter[str] = field(default_factory=Counter)
@@ -49,12 +57,12 @@ class Tally:
         """Count a schedule."""
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
-        self.steps.append(outcome.num_steps)
-        groups = [f"{shape.dp_size}x{shape.tp_size}" for shape in schedule.groups]
+        self.steps[outcome.num_steps] += 1
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
-        names.append(f"groups, dp x tp: {' and '.join(groups)}")
+        names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
         names += ["had: aborts"] * bool(outcome.num_aborted)
+        names += ["had: lost aborts"] * schedule.loses_aborts
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)
         names += ["had: resubmission"] * bool(outcome.num_resubmitted)
         names += ["had: handoff"] * bool(outcome.num_handoffs)
@@ -76,16 +84,24 @@ class Tally:
     def lines(self) -> Iterator[str]:
         """Yield the distribution, a line each."""
         yield f"{self.num_schedules} schedules, {len(self.findings)} findings"
-        cuts = statistics.quantiles(self.steps, n=100) if len(self.steps) > 1 else self.steps * 99
         yield (
-            f"agreed steps with work: least {min(self.steps)}, p50 {cuts[49]:.0f}, "
-            f"p99 {cuts[98]:.0f}, most {max(self.steps)}"
+            f"agreed steps with work: least {min(self.steps)}, p50 {self._steps_at(0.5)}, "
+            f"p99 {self._steps_at(0.99)}, most {max(self.steps)}"
         )
         for name, count in sorted(self.counts.items()):
             yield f"  {name:24} {count:8} {count / self.num_schedules:7.1%}"
         for name, count in sorted(self.totals.items()):
             yield f"  in all: {name:16} {count:8}"
         yield from self.findings[:MAX_TOLD]
+
+    def _steps_at(self, share: float) -> int:
+        """Return the number of steps that this share of the schedules does not exceed."""
+        left = share * self.num_schedules
+        for num_steps in sorted(self.steps):
+            left -= self.steps[num_steps]
+            if left <= 0:
+                return num_steps
+        return max(self.steps)
 
 
 def schedules_until_found(plants: Plants, seed: int = 0, most: int = MAX_UNTIL_FOUND) -> str:
@@ -129,21 +145,27 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", type=int, help="run one schedule and print it")
     parser.add_argument("--report", type=Path, help="also write the report, planted bugs included")
+    parser.add_argument("--tally", type=Path, help="go on from this file, and write it")
     arguments = parser.parse_args()
     if arguments.only is not None:
         outcome = run_seed(arguments.only)
         print(outcome)
         return int(outcome.finding is not None)
     gc.freeze()
-    began, tally = time.perf_counter(), Tally()
-    seeds = range(arguments.seed, arguments.seed + arguments.schedules)
-    for outcome in run_all(seeds, arguments.processes):
+    tally = Tally()
+    if arguments.tally is not None and arguments.tally.exists():
+        tally = pickle.loads(arguments.tally.read_bytes())
+    began, first = time.perf_counter(), arguments.seed + tally.num_schedules
+    for outcome in run_all(range(first, first + arguments.schedules), arguments.processes):
         tally.add(outcome)
         if outcome.finding is not None:
             print(tally.findings[-1], flush=True)
-    took = time.perf_counter() - began
-    rate = f"{tally.num_schedules / took:.1f} schedules a second, {arguments.processes} processes"
-    lines = [*tally.lines(), rate]
+    took_s = time.perf_counter() - began
+    tally.took_s += took_s
+    if arguments.tally is not None:
+        arguments.tally.write_bytes(pickle.dumps(tally))
+    lines = [f"seeds from {arguments.seed}", *tally.lines()]
+    lines.append(f"{arguments.schedules / took_s:.1f} schedules a second")
     print("\n".join(lines), flush=True)
     if arguments.report is not None:
         bugs = list(bug_lines(arguments.seed))

@@ -241,6 +241,9 @@ class _KeepsAbandonedTickets(KVHolder):
     def tick(self) -> list[int]:
         return []
 
+    def next_deadline(self) -> float | None:
+        return None
+
 
 def _plants(**parts: Any) -> Plants:
     plants = Plants()

@@ -158,7 +158,8 @@ class Process:
         self._loop = loop
         self._hub = getcurrent()
         self._greenlet = greenlet(main)
-        self._is_woken = False
+        self._woken = -1
+        """The wait that would have ended if the process were not stopped."""
         self._error: Exception | None = None
         self._num_stops = 0
         self._on_continue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -176,7 +177,7 @@ class Process:
         if ticket != self.ticket or self.is_dead:
             return
         if self._num_stops:
-            self._is_woken = True
+            self._woken = ticket
             return
         self.ticket += 1
         self._greenlet.switch()
@@ -207,9 +208,7 @@ class Process:
         calls, self._on_continue = self._on_continue, []
         for callback, args in calls:
             self.call(callback, *args)
-        if self._is_woken:
-            self._is_woken = False
-            self.wake(self.ticket)
+        self.wake(self._woken)
 
     def kill(self) -> None:
         """Do what SIGKILL does."""

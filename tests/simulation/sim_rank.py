@@ -142,8 +142,9 @@ class SimRunner:
             rank.group.on_agreement(rank.dp_rank, agreed)
         pulse.run()
         rank.pass_time(Phase.RUNNING, 0.0)
-        self.forward(plan, agreed, self.num_tokens(plan, across))
+        # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
+        self.forward(plan, agreed, self.num_tokens(plan, across))
         rank.group.on_sampled(rank, agreed.step, sampled)
         pulse.book()
         rank.pass_time(Phase.BOOKING, 0.0)

@@ -122,6 +122,8 @@ class Schedule:
     kv_delay_s: float
     """What a call or an answer between ranks of two pools takes on average."""
     lease_s: float
+    loses_aborts: bool
+    """Who should tell engines to let go dies before, every other time: leases must end tickets."""
     is_mapped: bool
     """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]
@@ -136,7 +138,7 @@ class Schedule:
 def draw_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(seed)
-    lease_s = rng.choice((0.5, 3.0))
+    lease_s = rng.choice((0.3, 3.0))
     is_mixed = rng.random() < 0.6
     groups = [rng.choice(MIXED)] if is_mixed else rng.choice(PREFILL_AND_DECODE)
     block_size = rng.choice((2, 4, 8))
@@ -156,6 +158,7 @@ def draw_schedule(seed: int) -> Schedule:
         delay_s=rng.choice((0.00005, 0.0005, 0.005)),
         kv_delay_s=rng.choice((0.001, 0.03)),
         lease_s=lease_s,
+        loses_aborts=rng.random() < 0.2,
         is_mapped=rng.random() < 0.5,
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
         faults=_draw_faults(rng, groups, lease_s),
@@ -180,7 +183,8 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
     is_mixed = len(groups) == 1
     fatal = FATAL if is_mixed else (*FATAL, *[LOST_CALLS] * 4)
     kinds = [rng.choice(fatal) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
-    kinds += [rng.choice(HARMLESS) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
+    harmless = HARMLESS if is_mixed else (*HARMLESS, "pause", "pause")
+    kinds += [rng.choice(harmless) for _ in range(rng.choice((0, 0, 1, 2) if kinds else (1, 2)))]
     while sum(_num_losses(kind, is_mixed, lease_s) for kind in kinds) > MAX_LOSSES:
         kinds.pop()
     rng.shuffle(kinds)
@@ -195,10 +199,8 @@ def _draw_faults(rng: random.Random, groups: list[Shape], lease_s: float) -> lis
 
 def _num_losses(kind: str, is_mixed: bool, lease_s: float) -> int:
     """Return how often a fault may lose one request."""
-    if kind == "pause":
-        return 0 if is_mixed or lease_s > SHORT_S else 1
     if kind in HARMLESS:
-        return 0
+        return 0 if is_mixed or lease_s > SHORT_S else 1
     return 2 if kind in LATE and not is_mixed else 1
 
 

@@ -34,7 +34,14 @@ from cluster.engine.handoff import KVHolder
 from cluster.engine.kv_reads import KVReads
 from cluster.engine.lockstep import LockstepMachine, num_tokens_to_run
 from cluster.engine.scheduler import Scheduler
-from cluster.messages import EngineOutput, GenerateRequest, OutputFrame, Sampling, StepAgreement
+from cluster.messages import (
+    EngineOutput,
+    GenerateRequest,
+    OutputFrame,
+    Sampling,
+    StepAgreement,
+    decode,
+)
 from cluster.rank.follower_loop import FollowerLoop
 from serve.router import Router
 
@@ -234,9 +241,14 @@ class World:
 
     def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
         """Put a frame on its way to a leader's inbox."""
+        if self.schedule.loses_aborts and self._is_lost_abort(body):
+            return
         pool, epoch, dp_rank = inbox.split("/")
         leader = self._groups[pool, int(epoch)].leaders[int(dp_rank)]
         self.loop.at(self._arrival(sender, inbox), leader.receive, body)
+
+    def _is_lost_abort(self, body: bytes) -> bool:
+        return decode(body, Any)[0] == "Abort" and self.rng.random() < 0.5
 
     def send_outputs(
         self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
