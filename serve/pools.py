@@ -108,9 +108,12 @@ class Pool:
             self._open.pop(request_id, None)
 
     async def check_health(self) -> None:
-        """Fail when the rank group is gone, so that Serve replaces this replica."""
+        """Fail when the rank group is gone, or nobody watches it, so that Serve replaces this."""
         if self._state == "failed":
             raise RankDied(self._error)
+        for task in self._tasks:
+            if task.done() and (error := task.exception()) is not None:
+                raise error
 
     async def __del__(self) -> None:
         self._state = "stopping"

@@ -222,9 +222,9 @@ class StepForward:
             is_graph_allowed=agreed.graph_allowed,
         )
 
-    def shape_of(self, agreed: StepAgreement) -> StepShape:
-        """Return what all ranks must make of the agreement alike."""
-        mode = self.mode_of(agreed)
+    def shape_of(self, agreed: StepAgreement, mode: ForwardMode | None = None) -> StepShape:
+        """Return what all ranks must make of the agreement alike; `mode` is what they run it in."""
+        mode = mode or self.mode_of(agreed)
         is_padded = agreed.kind == PURE_DECODE or mode.mode is not CUDAGraphMode.NONE
         return StepShape(mode.mode.value, mode.num_tokens, mode.num_seqs, is_padded)
 

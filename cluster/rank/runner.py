@@ -144,7 +144,8 @@ class ModelRunner:
         Args:
             confirm: called when the inputs are ready and no collective has begun.
         """
-        mode, shape = self.forward.mode_of(agreed), self.forward.shape_of(agreed)
+        mode = self.forward.mode_of(agreed)
+        shape = self.forward.shape_of(agreed, mode)
         across = num_tokens_to_run(agreed, shape)
         self.pulse.build(agreed.step, across[self._dp_rank])
         batch = self._build(plan, agreed, shape, across)
