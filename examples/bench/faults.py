@@ -126,8 +126,8 @@ class Stage:
         def has_restarted() -> bool:
             nonlocal named, named_s
             status, body = self.app.ready()
-            if not status:
-                return False
+            if not status or not body["pools"][strike.target.pool]["replicas"]:
+                return False  # on a machine that is too busy to tell
             [replica] = body["pools"][strike.target.pool]["replicas"]
             error = replica.get("error", "")
             if not named and f"epoch={epoch}" in error:
