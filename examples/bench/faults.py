@@ -1,6 +1,6 @@
 """Strike the ranks of running applications, one after the other, and tell what came of it.
 
-    python examples/bench/faults.py [--only tp-kill dp-stop pd capture-tp diverge-dp ...]
+    python examples/bench/faults.py [--only tp-plan dp-decode pd capture-tp diverge-dp ...]
 
 Each application serves the bundled model in float32 to clients that stream without a break. A rank
 is killed, stopped, or made to disagree at a known place of a step (`cluster/rank/faults.py`), or
@@ -126,8 +126,8 @@ class Stage:
         def has_restarted() -> bool:
             nonlocal named, named_s
             status, body = self.app.ready()
-            if not status:
-                return False
+            if not status or not body["pools"][strike.target.pool]["replicas"]:
+                return False  # on a machine that is too busy to tell
             [replica] = body["pools"][strike.target.pool]["replicas"]
             error = replica.get("error", "")
             if not named and f"epoch={epoch}" in error:
@@ -262,11 +262,11 @@ def stage(cluster: Cluster, what: str, *arguments: str) -> Iterator[Stage]:
             yield Stage(app, load)
 
 
-def strike_steps(group: Group, action: Action, cluster: Cluster) -> None:
-    """Strike each rank in a prefill, in a decode and in a plan's transfer."""
+def strike_steps(group: Group, place: Place, cluster: Cluster) -> None:
+    """Kill and stop each rank in a prefill, in a decode or in a plan's transfer."""
     with stage(cluster, group.name, *group.arguments) as struck:
-        for place in (Place.PREFILL, Place.DECODE, Place.PLAN):
-            for target in group.ranks:
+        for target in group.ranks:
+            for action in (Action.KILL, Action.STOP):
                 struck.strike(target, place, action)
 
 
@@ -346,10 +346,12 @@ def diverge_followers(cluster: Cluster) -> None:
 
 
 SLICES: dict[str, Callable[[Cluster], None]] = {
-    "tp-kill": partial(strike_steps, TP, Action.KILL),
-    "tp-stop": partial(strike_steps, TP, Action.STOP),
-    "dp-kill": partial(strike_steps, DP, Action.KILL),
-    "dp-stop": partial(strike_steps, DP, Action.STOP),
+    "tp-prefill": partial(strike_steps, TP, Place.PREFILL),
+    "tp-decode": partial(strike_steps, TP, Place.DECODE),
+    "tp-plan": partial(strike_steps, TP, Place.PLAN),
+    "dp-prefill": partial(strike_steps, DP, Place.PREFILL),
+    "dp-decode": partial(strike_steps, DP, Place.DECODE),
+    "dp-plan": partial(strike_steps, DP, Place.PLAN),
     "tp4-plan": tear_plans,
     "pd": strike_pools,
     "capture-tp": partial(strike_captures, TP),
