@@ -33,7 +33,7 @@ class Phase(IntEnum):
     WAITING = 2
     """A follower waits for its leader's plan, or a group sleeps: nobody waits for this rank."""
     BUILDING = 3
-    """Inputs are built; no collective of the step has begun."""
+    """All votes are there and inputs are built; no collective of the step has begun."""
     RUNNING = 4
     """Inside the forward, and perhaps inside a collective."""
     BOOKING = 5

@@ -41,7 +41,7 @@ class JoinedLockstep:
     def __init__(
         self, machine: LockstepMachine, channel: VoteChannel, pulse: Pulse | None = None
     ) -> None:
-        """Drive `machine` over `channel`; `pulse` is told when this rank has voted."""
+        """Drive `machine` over `channel`; `pulse` is told when this rank, and all have voted."""
         self._machine = machine
         self._channel = channel
         self._pulse = pulse or Pulse()
@@ -60,6 +60,7 @@ class JoinedLockstep:
             while machine.lacks_vote(rank):
                 self._receive(rank)
         confirm = machine.conclude()
+        self._pulse.agree()
         self._channel.send(encode(confirm))
         return confirm.agreed
 

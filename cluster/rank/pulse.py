@@ -33,6 +33,10 @@ class Pulse:
         """A leader has voted."""
         self._enter(self._now[0], Phase.AGREEING)
 
+    def agree(self) -> None:
+        """A leader has all votes, and waits for nobody's vote any more."""
+        self._enter(self._now[0], Phase.BUILDING)
+
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""
         self._num_tokens, self._began = num_tokens, self._clock()

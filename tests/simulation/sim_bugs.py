@@ -207,6 +207,7 @@ class _WaitsAsIfAsleep(SimLeader):
         super().__init__(group, index)
         pulse = self.pulse
         pulse.vote = lambda: pulse.wait(self.last_step, is_asleep=True)  # type: ignore[method-assign]
+        pulse.agree = pulse.vote  # type: ignore[method-assign]
         pulse.build = lambda step, num_tokens: pulse.wait(step, is_asleep=True)  # type: ignore[method-assign]
 
 

@@ -213,7 +213,7 @@ def _draw_fault(rng: random.Random, kind: str, shape: Shape) -> Fault:
     fields = PLAN_FIELDS if kind == "altered plan" else VOTE_FIELDS
     if kind in LINK:
         if not (links := _links(kind, shape)):
-            return _draw_fault(rng, "stall" if kind in FATAL else "slow", shape)
+            return _draw_fault(rng, "kill" if kind in FATAL else "slow", shape)
         rank, peer = rng.choice(links)
     return Fault(
         kind=kind,

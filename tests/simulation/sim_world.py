@@ -3,9 +3,10 @@
 1. Everything ends, in bounded time.
 2. Each request's tokens are the oracle's, or a head of them where its client left.
 3. All ranks of an epoch go by the same agreements, in the same order, through the same
-   collectives, each with the tokens that were agreed on.
-4. A group ends only by a fault, and then the rank is named that it struck.
-5. An aborted request gets no token any more, and in the end all blocks are free.
+   collectives, each with the tokens that were agreed on; the ranks under one leader draw alike.
+4. A group ends only by a fault, and then a rank is named that it struck.
+5. An aborted request gets no token any more, no token of a step leaves that ranks were told
+   different things about, and in the end all blocks are free and no ticket is held.
 
 The one thing to know: the first `Violation` ends a simulation; `run_schedule` never raises.
 """
@@ -132,6 +133,8 @@ class World:
             outcome.finding = error
         except AssertionError as error:
             outcome.finding = Violation("assertion", str(error))
+        except Exception as error:
+            outcome.finding = Violation("error", repr(error))
         for group in self._groups.values():
             for rank in group.ranks:
                 rank.process.kill()

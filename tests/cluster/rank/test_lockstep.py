@@ -18,6 +18,7 @@ import zmq
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.lockstep import LockstepMachine, PeersSilent
 from cluster.engine.step_digest import StepDivergence
+from cluster.engine.watchdog import Phase
 from cluster.lockstep_messages import PeerHello, StepShape, ToPeer
 from cluster.messages import (
     PROTOCOL_VERSION,
@@ -38,6 +39,7 @@ from cluster.rank.faults import Action, Fault, Place, arm
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
 from cluster.rank.meeting import Meeting, introduce
+from cluster.rank.pulse import Pulse
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.dispatch import ForwardMode
 
@@ -50,6 +52,35 @@ def shape_of(agreed: StepAgreement) -> StepShape:
 
 def vote(step: int, rank: int) -> Vote:
     return Vote(EPOCH, step, 1, rank + 1, rank + 1, 1, True, True, False)
+
+
+class ScriptedChannel:
+    """Frames of a peer that are there at once; notes what the pulse says at each wait."""
+
+    def __init__(self, pulse: Pulse, frames: list[bytes]) -> None:
+        self._pulse = pulse
+        self._frames = frames
+        self.phases: list[Phase] = []
+
+    def send(self, body: bytes) -> None:
+        """Send it to nobody."""
+
+    def receive(self, dp_rank: int) -> bytes:
+        self.phases.append(self._pulse.heartbeat().phase)
+        return self._frames.pop(0)
+
+
+def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes() -> None:
+    peer = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, shape_of=shape_of)
+    peer.vote(vote(1, 1))
+    peer.on_frame(0, vote(1, 0))
+    pulse = Pulse()
+    channel = ScriptedChannel(pulse, [encode(vote(1, 1)), encode(peer.conclude())])
+    machine = LockstepMachine(dp_rank=0, dp_size=2, epoch=EPOCH, shape_of=shape_of)
+    lockstep = Lockstep.joined(machine, channel, pulse)
+    lockstep.agree(vote(1, 0))
+    lockstep.confirm()
+    assert channel.phases == [Phase.AGREEING, Phase.BUILDING]
 
 
 def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
