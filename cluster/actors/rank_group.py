@@ -37,7 +37,7 @@ STATS_TIMEOUT_S = 1.0
 HEARTBEAT_PERIOD_S = 1.0
 BLAME_S = 0.5
 """Between a rank's error and the news of a process that died and may have caused it."""
-LOADING_TIMES = 6
+LOADING_TIMES = 3
 """So much longer may a rank be silent while it loads: reading a large weight keeps Python busy."""
 FIRST_WORD_S = 120.0
 """Until a rank that loads is first heard: its process starts, and imports torch."""

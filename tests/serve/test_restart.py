@@ -16,7 +16,7 @@ import pytest
 
 from cluster.rank.faults import Action, Fault, Place
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 QUESTIONS = ["Count from 3 to 9.", "What is 12 + 30?", "Sort 5 2 9.", "Count from 11 to 19."]
 NUM_CLIENTS = 4
@@ -132,6 +132,7 @@ def wait_for_restart(app: Any, pool: str, epoch: int) -> tuple[str, float, float
     raise AssertionError(f"not ready again: {app.log.read_text()}")
 
 
+@pytest.mark.slow
 @pytest.mark.feature("P09", "P14")
 def test_ranks_that_are_killed_or_stopped_are_named_and_no_request_notices(
     start_app: Callable[..., Any],
@@ -185,6 +186,7 @@ def strike(
     return int(note.read_text().split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.feature("P09", "P13", "P14")
 def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_told_twice(
     start_app: Callable[..., Any],
