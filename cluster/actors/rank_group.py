@@ -284,10 +284,12 @@ async def _first_of(
 ) -> tuple[int | None, str | None]:
     """Wait for the first of them; return its result, and None for the other."""
     first, second = asyncio.ensure_future(blamed), asyncio.ensure_future(watched)
-    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-    is_first = first.done()
-    first.cancel()
-    second.cancel()
+    try:
+        await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        is_first = first.done()
+    finally:
+        first.cancel()
+        second.cancel()
     return (first.result(), None) if is_first else (None, second.result())
 
 

@@ -361,7 +361,7 @@ def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_
             tokens[request_id] += len(token_ids)
     assert tokens == {"a": step - 1, "b": step - 1}
     for leader in pair.leaders:
-        assert [each["step"] for each in leader.step_log()] == list(range(1, step))
+        assert [each["step"] for each in leader.runner.steps.as_dicts()] == list(range(1, step))
         leader._close()
 
 
