@@ -1,0 +1,80 @@
+"""How sequences are sampled is worked out when they change, and follows every change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cluster.messages import Admission, NewBlocks, StepPlan
+from cluster.rank.inputs import StepBatch, StepInputs
+
+
+@pytest.fixture
+def inputs() -> StepInputs:
+    return StepInputs(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_blocks_per_seq=4,
+        block_size=4,
+        vocab_size=64,
+        device=torch.device("cpu"),
+    )
+
+
+def plan(
+    rows: list[int], output_index: list[int], admitted: tuple[Admission, ...] = ()
+) -> StepPlan:
+    """Each row decodes one token; a sequence with output index -1 samples none."""
+    return StepPlan(
+        epoch=0,
+        step=1,
+        admitted=list(admitted),
+        new_blocks=[NewBlocks(a.row, 0, [1 + a.row]) for a in admitted],
+        rows=rows,
+        num_computed=[1] * len(rows),
+        num_new=[1] * len(rows),
+        output_index=output_index,
+        token_ids=[5] * len(rows),
+        num_decodes=len(rows),
+        prompt_targets=[],
+    )
+
+
+def admission(row: int, temperature: float, num_logprobs: int = -1) -> Admission:
+    return Admission(row, temperature, 7 * row, 0.5, 0.25, 11 + row, num_logprobs, None)
+
+
+def temperatures(batch: StepBatch) -> list[float]:
+    return batch.sampling.temperature.tolist()
+
+
+def test_a_row_that_is_given_away_is_sampled_as_its_new_sequence_wants(inputs: StepInputs) -> None:
+    first = (admission(0, 1.0), admission(1, 2.0, num_logprobs=3))
+    batch = inputs.build(plan([0, 1], [0, 0], first))
+    assert (temperatures(batch), batch.wants_logprobs) == ([1.0, 2.0], [-1, 3])
+    batch = inputs.build(plan([0, 1], [1, 0], (admission(1, 0.0),)))
+    assert (temperatures(batch), batch.wants_logprobs) == ([1.0, 0.0], [-1, -1])
+    assert batch.sampling.num_logprobs == -1 and not batch.sampling.all_greedy
+
+
+def test_steps_of_the_same_sequences_differ_in_what_is_drawn_alone(inputs: StepInputs) -> None:
+    rows = (admission(0, 1.0), admission(1, 2.0))
+    first = inputs.build(plan([0, 1], [0, 0], rows)).sampling
+    drawn = first.uniform.tolist()
+    second = inputs.build(plan([0, 1], [1, 1])).sampling
+    assert second.uniform.tolist() != drawn
+    assert inputs.build(plan([0, 1], [0, 0])).sampling.uniform.tolist() == drawn
+    assert second.temperature.tolist() == [1.0, 2.0] and second.top_k.tolist() == [0, 7]
+
+
+def test_other_rows_between_two_steps_leave_nothing_behind(inputs: StepInputs) -> None:
+    rows = (admission(0, 1.0), admission(1, 2.0), admission(2, 3.0))
+    assert temperatures(inputs.build(plan([0, 1], [0, 0], rows))) == [1.0, 2.0]
+    assert temperatures(inputs.build(plan([2, 1], [0, 1]))) == [3.0, 2.0]
+    assert temperatures(inputs.build(plan([0, 1], [1, 2]))) == [1.0, 2.0]
+    # A step that samples only the second of them, and one that samples none.
+    assert temperatures(inputs.build(plan([0, 1], [-1, 3]))) == [2.0]
+    assert temperatures(inputs.build(plan([0, 1], [-1, -1]))) == []
+    inputs.dummy(4, 4)
+    assert temperatures(inputs.build(plan([0, 1], [-1, 4]))) == [2.0]
+    assert temperatures(inputs.build(plan([0, 1], [2, 5]))) == [1.0, 2.0]
