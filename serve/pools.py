@@ -112,7 +112,7 @@ class Pool:
         if self._state == "failed":
             raise RankDied(self._error)
         for task in self._tasks:
-            if task.done() and (error := task.exception()) is not None:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
 
     async def __del__(self) -> None:

@@ -47,6 +47,7 @@ def agree(votes: Sequence[Vote]) -> StepAgreement:
     Invariant: epoch and step of all votes are equal.
     """
     columns = zip(*map(msgspec.structs.astuple, votes), strict=True)
+    # In the order of Vote's fields.
     epochs, steps, kinds, num_tokens, num_seqs, query_lens, graphs, work, draining = columns
     is_end = all(draining)
     return StepAgreement(
