@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.memory import available_memory_bytes
 from model.config import ModelConfig
 
@@ -29,7 +29,7 @@ class CaptureRoom:
 
     def __init__(
         self,
-        group: TensorParallelGroup,
+        group: GroupMembership,
         device: torch.device,
         bytes_per_token: int,
         free_bytes: Callable[[torch.device], int] | None = None,

@@ -16,7 +16,7 @@ import torch
 
 import model
 from cluster.config import EngineConfig
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from compile.config import (
     AttentionGraphSupport,
     CompilationConfig,
@@ -49,7 +49,7 @@ def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
 def rank_scope(
     config: EngineConfig,
     dp_rank: int,
-    group: TensorParallelGroup,
+    group: GroupMembership,
     pools: GraphPools,
     exchange: ArtifactExchange | None = None,
 ) -> CompileScope:
@@ -76,7 +76,7 @@ def rank_scope(
     )
 
 
-def _compilable(config: EngineConfig, group: TensorParallelGroup) -> CompilationConfig:
+def _compilable(config: EngineConfig, group: GroupMembership) -> CompilationConfig:
     """Return what the group can compile: nothing where a rank's CPU lacks a C++ compiler."""
     wanted = config.compilation
     needs_compiler = (

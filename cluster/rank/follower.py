@@ -23,7 +23,7 @@ from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.forward import Progress
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.kv_transfer.end import TransferEnd
 from cluster.rank.meeting import Rendezvous
 from cluster.rank.runner import ModelRunner
@@ -55,7 +55,7 @@ class Follower:
         self._doorbell = Doorbell()
 
         dp_size = config.parallel.lockstep_size
-        self._group = TensorParallelGroup.follow(
+        self._group = GroupMembership.follow(
             rendezvous,
             tp_rank,
             config.device,

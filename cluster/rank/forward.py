@@ -22,7 +22,7 @@ from cluster.engine.lockstep import PURE_DECODE
 from cluster.lockstep_messages import StepShape
 from cluster.messages import StepAgreement, checksum
 from cluster.rank.capture_room import CaptureRoom
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from compile.capture import (
     CaptureCase,
@@ -72,7 +72,7 @@ class StepForward:
         inputs: StepInputs,
         config: CompilationConfig,
         *,
-        group: TensorParallelGroup,
+        group: GroupMembership,
         pools: GraphPools,
         room: CaptureRoom,
     ) -> None:

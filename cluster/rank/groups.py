@@ -1,4 +1,4 @@
-"""The process group of one tensor-parallel group: gloo on CPU, NCCL on CUDA.
+"""The process group of the ranks that step together: gloo on CPU, NCCL on CUDA.
 
 The first leader's process keeps a store, on a listener that it opened before. All ranks that step
 together join through it, those of other data-parallel ranks too, and wait for one another in it.
@@ -40,7 +40,7 @@ COLLECTIVE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
 
 
-class TensorParallelGroup:
+class GroupMembership:
     """One rank's membership. `shard` is the model's view of it.
 
     Invariant: `rank` of `size` counts all ranks that step together, tensor-parallel ranks of one
@@ -68,7 +68,7 @@ class TensorParallelGroup:
         dp_size: int = 1,
         shares_experts: bool = False,
         where: Rendezvous | None = None,
-    ) -> TensorParallelGroup:
+    ) -> GroupMembership:
         """Join as tensor-parallel rank 0 of those that meet here; alone where nobody else does.
 
         Args:
@@ -101,7 +101,7 @@ class TensorParallelGroup:
         dp_rank: int = 0,
         dp_size: int = 1,
         shares_experts: bool = False,
-    ) -> TensorParallelGroup:
+    ) -> GroupMembership:
         """Join as a follower.
 
         Args:

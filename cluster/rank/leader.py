@@ -47,7 +47,7 @@ from cluster.rank.assembly import assemble_engine
 from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.kv_transfer.end import TransferEnd
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
 from cluster.rank.meeting import Meeting, Rendezvous
@@ -104,7 +104,7 @@ class Leader:
         self._is_stopping = False
 
         dp_size = config.parallel.lockstep_size
-        self._group = TensorParallelGroup.lead(
+        self._group = GroupMembership.lead(
             meeting,
             config.parallel.tensor_parallel_size,
             config.device,

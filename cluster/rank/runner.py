@@ -22,7 +22,7 @@ from cluster.messages import SampledTokens, StepAgreement, StepPlan, TokenLogpro
 from cluster.rank.capture_room import CaptureRoom, bytes_per_token
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.memory import available_memory_bytes
 from cluster.rank.pulse import Pulse
@@ -51,7 +51,7 @@ class ModelRunner:
         config: EngineConfig,
         *,
         dp_rank: int = 0,
-        group: TensorParallelGroup | None = None,
+        group: GroupMembership | None = None,
         progress: Progress | None = None,
         storage: Callable[[int], memoryview | None] | None = None,
         exchange: ArtifactExchange | None = None,
@@ -65,7 +65,7 @@ class ModelRunner:
             storage: returns memory of the given size in bytes for the pool, or None.
             exchange: where ranks on other nodes publish what they compile.
         """
-        group = group or TensorParallelGroup(None, Shard())
+        group = group or GroupMembership(None, Shard())
         self.shard = group.shard
         self._dp_rank = group.dp_rank
         self.steps = StepLog()

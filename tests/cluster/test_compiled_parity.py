@@ -38,6 +38,8 @@ SHAPES = (
     "qwen3moe many experts",
 )
 """One of each family."""
+SLOW_SHAPES = {"mistral window 13 wide heads", "qwen2 tied", "mixtral tied eight experts"}
+"""Left out by default: what they compile takes minutes together."""
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -113,7 +115,9 @@ MODES = [
 
 
 CASES = [
-    pytest.param(*case.values, shape, marks=case.marks)
+    pytest.param(
+        *case.values, shape, marks=[*case.marks, *[pytest.mark.slow] * (shape in SLOW_SHAPES)]
+    )
     for case in MODES
     for shape in (SHAPES if case.values[0] in (0, 3) else SHAPES[:1])
 ]

@@ -212,7 +212,7 @@ def check_logs(ends: list[tuple[list[dict[str, Any]], dict[str, int], Any]]) -> 
     ("shape", "tp_size"),
     [
         pytest.param("odd vocabulary", 1, id="1x2"),
-        pytest.param("one kv head", 2, id="2x2"),
+        pytest.param("one kv head", 2, id="2x2", marks=pytest.mark.slow),
         pytest.param("mixtral tied eight experts", 1, id="1x2 experts", marks=EXPERTS),
         pytest.param("mixtral tied eight experts", 2, id="2x2 experts", marks=EXPERTS),
     ],

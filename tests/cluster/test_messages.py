@@ -6,6 +6,7 @@ silently. Hypothesis builds every struct from its own annotations.
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from typing import Any
@@ -48,6 +49,7 @@ SCALARS: dict[object, st.SearchStrategy[Any]] = {
 }
 
 
+@functools.cache
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for every value that the annotation allows."""
     if annotation in SCALARS:

@@ -184,20 +184,26 @@ class Case:
 # Each family, on so many ranks, with the rows that it shows.
 SHAPES = [
     ("one kv head", 2, "S01"),
-    ("odd vocabulary", 2, "S01"),
     ("llama3 rope", 2, "S01 S05"),
     ("mistral window 13 wide heads", 2, "S01 S06"),
     ("qwen2 tied", 2, "S02"),  # with biases, and an odd vocabulary
-    ("qwen2 window in all layers", 2, "S02 S06"),
     ("qwen3 wide heads", 2, "S02"),  # tied, with one KV head
     ("qwen3 window in every other layer", 4, "S02 S06"),  # two of which hold the same KV head
 ]
-# With those above at least six of each family on two ranks; on one, `test_parity.py` has them all.
+# With those above and the slow ones at least six of each family on two ranks; on one,
+# `test_parity.py` has them all.
 MORE_SHAPES = [
+    ("mistral window 7", "S01 S06"),
+    ("qwen2 yarn rope with mscale", "S02 S05"),
+    ("qwen3 tied linear rope", "S02 S05"),
+    ("mixtral window 11 wide heads", "S03 P15 S06"),
+    ("qwen3moe many experts", "S03 P15"),  # 9 on each, and a KV head on both
+]
+SLOW_SHAPES = [
     ("wide heads", "S01"),
     ("tied", "S01"),
+    ("odd vocabulary", "S01"),
     ("linear rope", "S01 S05"),
-    ("mistral window 7", "S01 S06"),
     ("mistral window 11 two kv heads", "S01 S06"),
     ("mistral window 20 tied", "S01 S06"),
     ("mistral window 16", "S01 S06"),
@@ -205,15 +211,13 @@ MORE_SHAPES = [
     ("qwen2 wide heads", "S02"),
     ("qwen2 eight heads", "S02"),
     ("qwen2 window in the last layers", "S02 S06"),
-    ("qwen2 yarn rope with mscale", "S02 S05"),
+    ("qwen2 window in all layers", "S02 S06"),
     ("qwen3 eight heads", "S02"),
     ("qwen3 odd vocabulary", "S02"),
-    ("qwen3 tied linear rope", "S02 S05"),
     ("qwen3 yarn rope without truncation", "S02 S05"),
     ("qwen3 window in every other layer", "S02 S06"),
-    ("mixtral window 11 wide heads", "S03 P15 S06"),
-    ("qwen3moe many experts", "S03 P15"),  # 9 on each, and a KV head on both
 ]
+"""Together they take minutes."""
 
 
 @pytest.fixture(
@@ -245,7 +249,16 @@ def test_several_ranks_and_one_generate_what_transformers_does(case: Case) -> No
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(shape, marks=pytest.mark.feature(*rows.split())) for shape, rows in MORE_SHAPES],
+    [
+        *(
+            pytest.param(shape, marks=pytest.mark.feature(*rows.split()))
+            for shape, rows in MORE_SHAPES
+        ),
+        *(
+            pytest.param(shape, marks=[pytest.mark.feature(*rows.split()), pytest.mark.slow])
+            for shape, rows in SLOW_SHAPES
+        ),
+    ],
 )
 def test_two_ranks_generate_what_transformers_does(
     shape: str, make_oracle: Callable[[str], Any], other_followers: FollowerProcesses

@@ -73,7 +73,7 @@ def failing_tests(mutation: Mutation) -> list[str]:
         subprocess.run(["git", "apply", str(mutation.path)], cwd=tree, check=True)
         environment = {**os.environ, "PYTHONPATH": str(tree), "LOCKSTEP_CACHE_ROOT": f"{tree}/.c"}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", *mutation.tests],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-rfE", *mutation.tests],
             cwd=tree,
             env=environment,
             capture_output=True,

@@ -95,6 +95,7 @@ def test_the_offline_example(server: Any, arguments: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("R01", "Y05")
 def test_the_command_with_arguments_serves_a_second_app(
     server: Any, ray_cluster: Any, tmp_path: Path

@@ -54,6 +54,9 @@ SETTLE_S = 1.5
 """Until the last abort has reached its engine."""
 REST_S = 12.0
 """Until the last lease has ended, and the last read from a dead holder."""
+LONGEST_DELAY = 4.0
+"""Of the mean. A frame that is later is held up by a fault: else the shortest lease may end by bad
+luck alone, and a request be lost once more than its schedule's faults account for."""
 
 
 class Plants:
@@ -284,7 +287,7 @@ class World:
     def _arrival(self, sender: str, receiver: str, mean_s: float = 0.001) -> float:
         """Return when a frame arrives; those between two do in order."""
         key = (sender, receiver)
-        late_s = -mean_s * log(1.0 - self.rng.random())
+        late_s = mean_s * min(-log(1.0 - self.rng.random()), LONGEST_DELAY)
         at = max(self.loop.now + late_s, self._arrives_at.get(key, 0.0))
         self._arrives_at[key] = at
         return at

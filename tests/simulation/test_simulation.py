@@ -64,7 +64,6 @@ def tally() -> runner.Tally:
     return tally
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.feature("X04")
 def test_no_schedule_hangs_or_loses_a_token(tally: runner.Tally) -> None:
@@ -72,7 +71,6 @@ def test_no_schedule_hangs_or_loses_a_token(tally: runner.Tally) -> None:
     assert not tally.findings, "\n".join(tally.findings[: runner.MAX_TOLD])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.feature("X04")
 @pytest.mark.skipif(len(SEEDS) < 1000, reason="fewer schedules may miss one")

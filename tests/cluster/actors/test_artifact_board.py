@@ -39,7 +39,9 @@ def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
 
 
 @pytest.mark.feature("P12")
-@pytest.mark.parametrize(("is_shared", "num_compilations"), [(True, 3), (False, 6)])
+@pytest.mark.parametrize(
+    ("is_shared", "num_compilations"), [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)]
+)
 def test_nodes_fetch_what_one_of_them_compiles(
     ray_cluster: Any,
     make_oracle: Callable[[str], Any],

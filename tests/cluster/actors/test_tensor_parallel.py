@@ -134,6 +134,7 @@ def test_a_follower_that_cannot_load_is_named_with_the_reason(
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 @pytest.mark.feature("P09")
 def test_a_follower_that_stops_while_it_loads_is_named(
     ray_cluster: Any,

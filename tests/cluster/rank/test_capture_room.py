@@ -14,7 +14,7 @@ import torch
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.rank.capture_room import MARGIN_BYTES, CaptureRoom, bytes_per_token, free_memory_bytes
 from cluster.rank.contexts import end_context
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.meeting import Meeting, introduce
 from compile.capture import CaptureCase, capture_all
 from compile.config import CUDAGraphMode
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 SIZES = (8, 4, 2, 1)
 
 
-def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
     """Join dp x tp ranks on threads through one store, do the work on each and leave."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
     meetings = [
@@ -41,11 +41,11 @@ def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> l
         where, place = told[dp_rank], {"dp_rank": dp_rank, "dp_size": dp}
         if tp_rank == 0:
             meeting = meetings[dp_rank]
-            group = TensorParallelGroup.lead(
+            group = GroupMembership.lead(
                 meeting, tp, "cpu", where=where, shares_experts=True, **place
             )
         else:
-            group = TensorParallelGroup.follow(
+            group = GroupMembership.follow(
                 where, tp_rank, "cpu", HOST, hello=meetings[0].hello, shares_experts=True, **place
             )
         try:
@@ -62,7 +62,7 @@ def run_ranks(dp: int, tp: int, work: Callable[[TensorParallelGroup], Any]) -> l
 
 
 def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
-    def work(group: TensorParallelGroup) -> Any:
+    def work(group: GroupMembership) -> Any:
         mine = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
         assert group.shard.data is not None
         across = group.shard.data.all_reduce(torch.full((1,), 10.0**group.rank))
@@ -84,7 +84,7 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
     lock = threading.Lock()
     per_token = 1000
 
-    def work(group: TensorParallelGroup) -> Any:
+    def work(group: GroupMembership) -> Any:
         is_last = group.rank == group.size - 1
         short = iter([MARGIN_BYTES + 7999, 1 << 40, MARGIN_BYTES, 1 << 40])
         room = CaptureRoom(

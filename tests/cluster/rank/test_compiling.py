@@ -10,14 +10,14 @@ import torch
 
 from cluster.config import EngineConfig, Role, SchedulerConfig
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.scope import CompileScope
 from model.parallel import Shard
 
 
 def scope_of(
-    path: Path, role: Role, group: TensorParallelGroup | None = None, **compilation: object
+    path: Path, role: Role, group: GroupMembership | None = None, **compilation: object
 ) -> CompileScope:
     config = EngineConfig(
         model_path=str(path),
@@ -27,7 +27,7 @@ def scope_of(
         compilation=CompilationConfig(**compilation),  # type: ignore[arg-type]
     )
     pools = graph_pools(config.compilation, torch.device("cpu"))
-    return rank_scope(config, 0, group or TensorParallelGroup(None, Shard()), pools)
+    return rank_scope(config, 0, group or GroupMembership(None, Shard()), pools)
 
 
 @pytest.mark.feature("Q02")
@@ -73,7 +73,7 @@ def test_a_cpu_without_a_compiler_serves_eagerly_and_says_so_in_one_line(
     assert eager_pieces.level == 3
 
 
-class PeersWithoutCompiler(TensorParallelGroup):
+class PeersWithoutCompiler(GroupMembership):
     """A group in which another rank found no compiler."""
 
     def minimum(self, name: str, value: int) -> int:

@@ -17,23 +17,23 @@ from cluster.messages import PROTOCOL_VERSION, FrameError
 from cluster.rank import groups
 from cluster.rank.channel import ChannelAddress
 from cluster.rank.contexts import end_context
-from cluster.rank.groups import TensorParallelGroup
+from cluster.rank.groups import GroupMembership
 from cluster.rank.meeting import Meeting, Rendezvous
 
 HOST = "127.0.0.1"
 
 
-def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+def run_ranks(size: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
     """Join `size` ranks on threads, do the work on each and leave; return the results."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(size))
     meeting = Meeting(config, host=HOST, config_hash="test", epoch=0)
 
     def run(rank: int) -> Any:
         if rank == 0:
-            group = TensorParallelGroup.lead(meeting, size, "cpu")
+            group = GroupMembership.lead(meeting, size, "cpu")
         else:
             assert meeting.rendezvous is not None
-            group = TensorParallelGroup.follow(
+            group = GroupMembership.follow(
                 meeting.rendezvous, rank, "cpu", HOST, hello=meeting.hello
             )
         try:
@@ -51,7 +51,7 @@ def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any
 
 
 def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
-    def work(group: TensorParallelGroup) -> tuple[int, list[float], int]:
+    def work(group: GroupMembership) -> tuple[int, list[float], int]:
         rank = group.shard.rank
         total = group.shard.all_reduce(torch.full((2,), rank + 1.0))
         return rank, total.tolist(), group.minimum("num_blocks", 100 - rank)
@@ -75,9 +75,9 @@ def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
     meeting.listener = socket.create_server((HOST, 0))
     where = Rendezvous(HOST, meeting.listener.getsockname()[1], (ChannelAddress("", "", ""),))
     with ThreadPoolExecutor(1) as threads:
-        leader = threads.submit(TensorParallelGroup.lead, meeting, 2, "cpu", where=where)
+        leader = threads.submit(GroupMembership.lead, meeting, 2, "cpu", where=where)
         with pytest.raises(FrameError, match=f"^{message}$"):
-            TensorParallelGroup.follow(where, 1, "cpu", HOST, hello=hello)
+            GroupMembership.follow(where, 1, "cpu", HOST, hello=hello)
         with pytest.raises(RuntimeError):
             leader.result(timeout=20)
     end_context(meeting.context, "test")
@@ -86,7 +86,7 @@ def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
 def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 0.3)
 
-    def work(group: TensorParallelGroup) -> None:
+    def work(group: GroupMembership) -> None:
         if group.rank == 0:
             group.minimum("num_blocks", 1)
 
@@ -102,7 +102,7 @@ def test_one_rank_is_a_group_that_waits_for_nobody() -> None:
 def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 0.5)
 
-    def work(group: TensorParallelGroup) -> float:
+    def work(group: GroupMembership) -> float:
         began = time.monotonic()
         if group.shard.rank == 0:
             with pytest.raises(RuntimeError):
@@ -120,7 +120,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_at_the_end(
 ) -> None:
     monkeypatch.setattr(groups, "END_TIMEOUT_S", 0.2)
 
-    def work(group: TensorParallelGroup) -> None:
+    def work(group: GroupMembership) -> None:
         if group.shard.rank == 1:
             time.sleep(1.0)
 

@@ -27,6 +27,7 @@ def usages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Y02")
 def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any]]) -> None:
     assert {(usage["kernel"], usage["arch"]) for usage in usages} == {
@@ -45,6 +46,7 @@ def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any
     }
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Y02")
 def test_no_kernel_spills_or_exceeds_a_multiprocessor(usages: list[dict[str, Any]]) -> None:
     assert [u for u in usages if u["stack_bytes"] or u["local_bytes"]] == []

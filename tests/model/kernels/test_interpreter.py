@@ -35,13 +35,13 @@ def run(group: str, num_shapes: int, **env: str) -> None:
 @pytest.mark.parametrize(
     ("group", "num_shapes"),
     [
-        ("decode", 70),
-        ("prefill", 70),
+        ("decode", 35),
+        ("prefill", 35),
         ("prefill_padding", 10),
-        ("rope", 40),
-        ("norm", 50),
+        ("rope", 20),
+        ("norm", 30),
         ("silu", 30),
-        ("experts", 40),
+        ("experts", 25),
     ],
 )
 def test_kernel_equals_its_torch_twin(group: str, num_shapes: int) -> None:
