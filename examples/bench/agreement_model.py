@@ -247,7 +247,9 @@ def step_of_half_a_billion(layers: int) -> float:
         path = Path(directory) / "qwen"
         write_checkpoint(path, dict(SHAPE), layers, "bfloat16")
         fields = {"level": 0, "cudagraph_mode": "NONE"}
-        options = argparse.Namespace(batches="1", context=128, rounds=12, threads=1, dp_rank=0)
+        options = argparse.Namespace(
+            batches="1", context=128, rounds=12, turn=1, threads=1, dp_rank=0
+        )
         step: Callable[[], None] = our_steps(runner(path, "bfloat16", fields, options), 1, 128)
         times = []
         for _ in range(12):

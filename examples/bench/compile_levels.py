@@ -1,14 +1,16 @@
 """What compiling and replaying buy: decode steps by level and mode, and the time of a start.
 
     python examples/bench/compile_levels.py [--models tiny,qwen] [--batches 1,8,32] [--rounds 15]
-        [--layers 24] [--threads 1] [--no-starts] [--json PATH]
+        [--turn 10] [--layers 24] [--threads 1] [--no-starts] [--json PATH]
 
 All variants of a model are loaded in one process and take turns in every round, so a neighbour on
-the machine slows all of them; figures are medians of rounds, in milliseconds and as a share of the
-eager step. `host_us` is the step of a model of equal depth and a width of 64, whose kernels have
-next to nothing to do. A start is timed in a process of its own, from the moment torch is imported
-to the end of the first step; the second one finds what the first one compiled, and a second rank
-has a directory of its own in the same cache.
+the machine slows all of them; figures are medians of steps, in milliseconds and as a share of the
+eager step. A turn is a few steps in a row, as a server makes them; the first one is left out, since
+it finds another variant's weights in the processor's caches. `--turn 1` times that step instead.
+`host_us` is the step of a model of equal depth and a width of 64, whose kernels have next to
+nothing to do. A start is timed in a process of its own, from the moment torch is imported to the
+end of the first step; the second one finds what the first one compiled, and a second rank has a
+directory of its own in the same cache.
 
 A replay on a CPU says nothing about CUDA graphs.
 """
@@ -69,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", default="tiny,qwen")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--turn", type=int, default=10, help="steps of a variant in a row")
     parser.add_argument("--layers", type=int, default=24, help="of the Qwen2.5-0.5B shape")
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache")
     parser.add_argument("--threads", type=int, default=1)
@@ -138,7 +141,7 @@ def runner(path: Path, dtype: str, compilation: dict[str, Any], options: argpars
 
     batches = [int(batch) for batch in options.batches.split(",")]
     seqs = max(batches)
-    blocks = -(-(options.context + options.rounds + 8) // 16)
+    blocks = -(-(options.context + (options.rounds + 2) * options.turn + 8) // 16)
     sizes = {} if compilation["level"] == 0 else {"cudagraph_capture_sizes": batches}
     return ModelRunner(
         EngineConfig(
@@ -159,7 +162,7 @@ def medians(runners: dict[str, Any], batch: int, options: argparse.Namespace) ->
     from decode_bandwidth import alternate, our_steps
 
     functions = {name: our_steps(one, batch, options.context) for name, one in runners.items()}
-    return alternate(functions, options.rounds)
+    return alternate(functions, options.rounds, options.turn)
 
 
 # --- starts -----------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
         num_computed=[computed] * batch,
         num_new=[1] * batch,
         output_index=[computed] * batch,
-        token_ids=[7 + computed + row for row in range(batch)],
+        token_ids=[(7 + computed + row) % 512 for row in range(batch)],
         num_decodes=batch,
         prompt_targets=[],
     )
@@ -201,15 +201,22 @@ def step_bytes(runner: ModelRunner, batch: int, context: int) -> int:
     return weights + batch * context * runner.kv_spec.block_bytes // BLOCK_SIZE
 
 
-def alternate(functions: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return each function's median seconds over rounds in which all of them run in turn."""
+def alternate(
+    functions: dict[str, Callable[[], None]], rounds: int, turn: int = 1
+) -> dict[str, float]:
+    """Return each function's median seconds over rounds in which all of them run in turn.
+
+    Args:
+        turn: calls in a row; of several the first one is not counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for current in range(rounds + 2):
         for name, function in functions.items():
-            began = time.perf_counter()
-            function()
-            if current >= 2:
-                seconds[name].append(time.perf_counter() - began)
+            for call in range(turn):
+                began = time.perf_counter()
+                function()
+                if current >= 2 and (call or turn == 1):
+                    seconds[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
