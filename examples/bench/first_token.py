@@ -2,7 +2,8 @@
 
     python examples/bench/first_token.py [--starts 2] [key=value ...]
 
-Each start is a fresh Ray cluster, as on a machine where nothing runs. Port 8000 must be free.
+Each start is a fresh Ray cluster, as on a machine where nothing runs. Port 8000 must be free. What
+the first start finds compiled is what `LOCKSTEP_CACHE_ROOT` holds (default `~/.cache/lockstep`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +36,9 @@ def main() -> None:
 
 def measure(arguments: list[str]) -> dict[str, float]:
     """Return the seconds of one start: ingress up, all ready, first token."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", PORT)) == 0:
+            raise SystemExit(f"port {PORT}: wanted it free, found a server that listens")
     began = time.monotonic()
     process = subprocess.Popen(
         [SERVE, "run", "serve.app:deploy", *arguments],
