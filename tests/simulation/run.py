@@ -7,15 +7,15 @@
 Schedule number i has the seed `--seed` + i, on any machine and in any process; `--only` runs one
 schedule and prints it. `--report` writes the distribution of steps, faults and outcomes, and for
 each planted bug the number of schedules until it is found. A long run may be made of several:
-`--tally FILE` keeps the account in a file, and goes on behind the last seed of what is there.
+`--tally FILE` keeps the account in a JSON file, and goes on behind the last seed of what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import multiprocessing
-import pickle
 import sys
 import time
 from collections import Counter
@@ -52,6 +52,20 @@ class Tally:
     """By ranks, faults, features, epochs and outcome."""
     totals: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Tally:
+        """Return what `write` wrote, or an empty tally where there is no such file."""
+        if not path.exists():
+            return cls()
+        fields = json.loads(path.read_text())
+        steps = Counter({int(num_steps): count for num_steps, count in fields["steps"].items()})
+        counts, totals = Counter(fields["counts"]), Counter(fields["totals"])
+        return cls(**{**fields, "steps": steps, "counts": counts, "totals": totals})
+
+    def write(self, path: Path) -> None:
+        """Keep the account for a run that goes on."""
+        path.write_text(json.dumps(vars(self), indent=1, sort_keys=True) + "\n")
 
     def add(self, outcome: Outcome) -> None:
         """Count a schedule."""
@@ -152,9 +166,7 @@ def main() -> int:
         print(outcome)
         return int(outcome.finding is not None)
     gc.freeze()
-    tally = Tally()
-    if arguments.tally is not None and arguments.tally.exists():
-        tally = pickle.loads(arguments.tally.read_bytes())
+    tally = Tally() if arguments.tally is None else Tally.read(arguments.tally)
     began, first = time.perf_counter(), arguments.seed + tally.num_schedules
     for outcome in run_all(range(first, first + arguments.schedules), arguments.processes):
         tally.add(outcome)
@@ -163,7 +175,7 @@ def main() -> int:
     took_s = time.perf_counter() - began
     tally.took_s += took_s
     if arguments.tally is not None:
-        arguments.tally.write_bytes(pickle.dumps(tally))
+        tally.write(arguments.tally)
     lines = [f"seeds from {arguments.seed}", *tally.lines()]
     lines.append(f"{arguments.schedules / took_s:.1f} schedules a second")
     print("\n".join(lines), flush=True)
