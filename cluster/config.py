@@ -6,6 +6,7 @@ blocks, threads) is resolved by `resolve` functions that return a new configurat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -159,7 +160,7 @@ class EngineConfig:
     steps of so many tokens have taken a fifth of it."""
 
     def __post_init__(self) -> None:
-        if not self.watchdog_s > 0:
+        if not 0 < self.watchdog_s < math.inf:
             raise ConfigError("watchdog_s", "seconds above 0", self.watchdog_s)
         _positive("max_model_len", self.max_model_len)
         _positive("threads_per_rank", self.threads)

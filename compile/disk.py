@@ -72,7 +72,12 @@ def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
     Without the lock the caller goes on all the same: two processes then do the same work, which
     costs time and nothing else.
     """
-    with path.open("ab") as file:
+    try:
+        file = path.open("ab")
+    except OSError:  # a directory that can only be read
+        yield False
+        return
+    with file:
         yield _acquire(file.fileno(), time.monotonic() + wait_s)
 
 

@@ -44,6 +44,18 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 """Where pieces were compiled that could not be saved: they run from there until the end."""
 
 
+def _global_switches() -> tuple[Any, ...]:
+    """Return torch's own switches that generated code depends on."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
 class NotSaveableError(RuntimeError):
     """A compiled piece holds what cannot be written to a file."""
 
@@ -80,6 +92,7 @@ class InductorAdaptor:
         for module in ("torch._inductor.config", "torch._functorch.config"):
             options = _name(importlib.import_module(module), "save_config_portable")()
             facts += [f"{k}={options[k]!r}" for k in sorted(options) if k not in UNHASHED_OPTIONS]
+        facts.append(repr(_global_switches()))
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
     def compile(

@@ -22,7 +22,7 @@ import os
 import pprint
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,9 @@ def _remembered_probes(path: Path) -> Iterator[None]:
     with _replaced("torch._inductor.cpu_vec_isa", "VecISA", "check_build", remembered):
         yield
     if known != _answers:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_checked(path, pprint.pformat(_answers))
+        with suppress(OSError):  # a directory that can only be read: it is asked again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_checked(path, pprint.pformat(_answers))
 
 
 def _read_probes(path: Path) -> dict[str, bool]:

@@ -163,7 +163,7 @@ class Pool:
         """Rebuild the group under a new epoch whenever it ends, until that fails too often."""
         num_failures = 0
         reason = await self._group.wait_for_end()
-        while self._state != "stopping":
+        while not self._is_stopping():
             self._lose("restarting", reason)
             self._group = self._new_group(self._group.epoch + 1)
             try:
@@ -175,11 +175,17 @@ class Pool:
                     self._fail(reason)
                     return
                 continue
+            if self._is_stopping():
+                await self._group.stop()
+                return
             await self._connect()
             self._router = LeaderRouter(self._pool.routing, len(self._leaders))
             log.warning("%s pool: serves again, epoch %d", self._pool.name, self._group.epoch)
             self._state, self._error, num_failures = "ready", "", 0
             reason = await self._group.wait_for_end()
+
+    def _is_stopping(self) -> bool:
+        return self._state == "stopping"
 
     def _fail(self, reason: str) -> None:
         """Give up: Serve replaces this replica."""
@@ -195,11 +201,13 @@ class Pool:
 
     async def _report(self) -> None:
         """Push this replica's figures to the board for as long as it lives."""
-        group = GroupReport([], [])
+        reported, group = self._group, GroupReport([], [])
         while True:
             is_answered = True
+            if self._group is not reported:  # the ranks of the one before are dead
+                reported, group = self._group, GroupReport([], [])
             try:
-                group = await self._group.report()
+                group = await reported.report()
             except (TimeoutError, ray.exceptions.RayError):
                 is_answered = False
             # Loading imports torch, which keeps a rank from answering for seconds.

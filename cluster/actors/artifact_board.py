@@ -74,6 +74,11 @@ class RayExchange:
 
     def publish(self, key: str, data: bytes | None) -> None:
         """Hand out an artifact, or say that there is none."""
-        references = [] if data is None else [ray.put(data)]
+        references: list[Any] = []
+        try:
+            if data is not None:
+                references = [ray.put(data)]
+        except ray.exceptions.RayError as error:
+            log.warning("artifact %s is not handed out: %s", key, error)
         self._published += references
         self._board.publish.remote(key, references)

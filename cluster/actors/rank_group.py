@@ -139,12 +139,20 @@ class RankGroup:
             for place, actor in zip(self.places, self._actors, strict=True)
             if place.tp_rank == 0
         }
+        leaders, tasks = list(meets), [asyncio.ensure_future(_end_of(m)) for m in meets.values()]
+        blamed = _first_to_blame(tasks, is_end=lambda end: bool(end.cause))
+        bound_s = FIRST_WORD_S + self._loading_silent_s
         try:
-            offers = [await meet for meet in meets.values()]
-        except ray.exceptions.RayError as error:
+            first = await asyncio.wait_for(blamed, bound_s)
+        except TimeoutError:
             self.kill()
-            [leader, *_] = meets
-            raise RankDied(f"{_name(leader)} ended before loading: {_cause(error)}") from error
+            [late, *_] = [_name(leaders[i]) for i, task in enumerate(tasks) if not task.done()]
+            raise RankDied(f"{late}: no word of it for {bound_s:g} s before loading") from None
+        if first is not None:
+            self.kill()
+            end = tasks[first].result()
+            raise RankDied(f"{_name(leaders[first])} ended before loading: {end.cause}")
+        offers = [task.result().value for task in tasks]
         # Without lockstep each data-parallel rank is a group of its own, with its own store.
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
 
@@ -174,25 +182,31 @@ class RankGroup:
     async def _watch_loading(self) -> str:
         """Return who fell silent while it loaded."""
         since = asyncio.get_running_loop().time() + FIRST_WORD_S
-        return await self._listen(
-            LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s), since=since
-        )
+        return await self._listen(self._loading_silent_s, since=since)
+
+    @property
+    def _loading_silent_s(self) -> float:
+        return LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s)
 
     async def _listen(self, silent_s: float, *, since: float) -> str:
         """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
         An owner that was held up itself judges nobody before it has listened again.
         """
-        names = [_name(place) for place in self.places]
         clock = asyncio.get_running_loop().time
+        # Without lockstep the engines of a group wait for nobody but their own followers.
+        size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
         # A process whose memory the node has to bring back answers late, and is not dead.
-        watchdog = Watchdog(
-            names,
-            watchdog_s=self._watchdog_s,
-            now=since,
-            silent_s=silent_s,
-            leaders=[i - place.tp_rank for i, place in enumerate(self.places)],
-        )
+        watchdogs = [
+            Watchdog(
+                [_name(place) for place in places],
+                watchdog_s=self._watchdog_s,
+                now=since,
+                silent_s=silent_s,
+                leaders=[i - place.tp_rank for i, place in enumerate(places)],
+            )
+            for places in (self.places[i : i + size] for i in range(0, len(self.places), size))
+        ]
         asked: dict[int, asyncio.Task[_End]] = {}
         while True:
             for i, actor in enumerate(self._actors):
@@ -204,11 +218,12 @@ class RankGroup:
             now = clock()
             for i in [i for i, task in asked.items() if task.done()]:
                 if (found := asked.pop(i).result().value) is not None:
-                    watchdog.on_heartbeat(i, found, now)
+                    watchdogs[i // size].on_heartbeat(i % size, found, now)
             if now - began > 2 * HEARTBEAT_PERIOD_S or self._is_stopping:
                 continue
-            if (named := watchdog.on_tick(now)) is not None:
-                return named
+            for watchdog in watchdogs:
+                if (named := watchdog.on_tick(now)) is not None:
+                    return named
 
     async def report(self) -> GroupReport:
         """Return every rank's figures.

@@ -3,9 +3,9 @@
 1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
    `SILENT_AFTER_S`, or what its owner allows, is named, followers included: its process is
    stopped, or its machine is.
-2. Step. A rank that answers but does not advance is stuck after `watchdog_s`, or five times what
-   its step was expected to take if that is longer. Ranks wait for one another, so most of a stuck
-   group only waits; named is the one that is furthest behind.
+2. Step. Ranks wait for one another, so most of a stuck group only waits: judged is the one that is
+   furthest behind. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
+   steps was expected to take if that is more: who runs few tokens waits for those with many.
 
 The one thing to know: there is no I/O and no clock here. Whoever owns a group tells it when
 heartbeats arrive and what time it is.
@@ -49,7 +49,7 @@ class Heartbeat:
     phase_s: float
     """Seconds in this phase of this step."""
     expected_s: float
-    """What steps of so many tokens take; 0 where nothing is known."""
+    """What a step of so many tokens takes; 0 outside of a step."""
     is_asleep: bool
     """The group agreed that there is no work."""
 
@@ -97,22 +97,26 @@ class Watchdog:
         return min(self._answered_at) + self._silent_s
 
     def _stuck(self, now: float) -> str | None:
-        """Name the rank that is furthest behind, once any rank has waited for too long."""
+        """Name the rank that is furthest behind, once it has been there for too long.
+
+        One that waits, or sleeps, may have done so for hours: then it counts how long another rank
+        has been in its phase.
+        """
         beats = [beat for beat in self._beats if beat is not None]
-        if len(beats) < len(self._names) or not any(self._is_overdue(beat) for beat in beats):
+        if len(beats) < len(self._names):
             return None
         # Of equals the one that came there first: the others may have waited for it before.
         ranks = range(len(beats))
         leaders = [beats[i] for i in self._leaders]
         behind = min(ranks, key=lambda i: (*_place(beats[i], leaders[i]), -beats[i].phase_s))
         beat = beats[behind]
+        at_work_s = [b.phase_s for b in beats if not b.is_asleep and b.phase is not Phase.WAITING]
+        stuck_s = min(beat.phase_s, max(at_work_s, default=0.0))
+        expected_s = max(b.expected_s for b in beats)
+        if stuck_s <= max(self._watchdog_s, EXPECTED_TIMES * expected_s):
+            return None
         where = f"{beat.phase.name.lower()} for {beat.phase_s:.1f} s"
         return f"{self._names[behind]}: does not advance in step {beat.step}: {where}"
-
-    def _is_overdue(self, beat: Heartbeat) -> bool:
-        if beat.is_asleep or beat.phase is Phase.WAITING:
-            return False
-        return beat.phase_s > max(self._watchdog_s, EXPECTED_TIMES * beat.expected_s)
 
 
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:

@@ -12,6 +12,7 @@ The one thing to know: no rank looks at anything of its own to decide 3.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -136,8 +137,33 @@ class StepForward:
             progress("compiling", 1, 1)
 
     @torch.inference_mode()
-    def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> None:
-        """Run the largest step on padding: what it needs is to be had before KV takes the rest."""
+    def time_step(self, max_num_tokens: int) -> tuple[int, float]:
+        """Run a small step on padding once more; return its tokens and seconds.
+
+        All ranks do at once: none waits inside for one that is late.
+        """
+        num_tokens = min(NUM_TRACED_TOKENS, max_num_tokens)
+        batch = self._inputs.dummy(num_tokens, 1)
+        self._synchronize()
+        self._group.barrier("timed")
+        began = time.monotonic()
+        with forward_context(self._context(batch, 1, is_dummy_run=True)):
+            self._call(batch.input_ids, batch.positions)
+        self._synchronize()
+        return num_tokens, time.monotonic() - began
+
+    @torch.inference_mode()
+    def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
+        """Run the largest step on padding; return the bytes of a CUDA device that it needs.
+
+        They are given back: trials of graphs give back what the allocator keeps, at any time.
+        """
+        device = self._inputs.device
+        is_on_cuda = device.type == "cuda"
+        if is_on_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_reserved(device) if is_on_cuda else 0
         if progress is not None:
             progress("measuring the largest step", 0, 1)
         batch = self._inputs.dummy(max_num_tokens, 1)
@@ -145,6 +171,12 @@ class StepForward:
             hidden = self._call(batch.input_ids, batch.positions)
         self._model.compute_logits(hidden[: self._inputs.max_num_seqs])
         self._synchronize()
+        if not is_on_cuda:
+            return 0
+        del hidden
+        needed = torch.cuda.max_memory_reserved(device) - before
+        torch.cuda.empty_cache()
+        return needed
 
     @property
     def taken_bytes(self) -> int:

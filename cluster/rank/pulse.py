@@ -2,6 +2,10 @@
 
 The one thing to know: the step thread writes one tuple, which other threads read whole. Nothing
 here locks, and writing costs the step less than a microsecond.
+
+What a step should take is learned by its size: a decode step of one token costs far more than a
+two-thousandth of a prefill of two thousand. A size that has not run yet takes what the next smaller
+one takes by its tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ class Pulse:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._now = (0, Phase.WAITING, clock(), 0.0, True)
-        self._token_s = 0.0
+        self._token_s: dict[int, float] = {}
+        """Seconds that a token takes, by the number of binary digits of the step's tokens."""
         self._num_tokens = 0
         self._began = 0.0
+        self._expected_s = 0.0
 
     def plan(self, step: int) -> None:
         """A leader begins a step."""
@@ -40,6 +46,7 @@ class Pulse:
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""
         self._num_tokens, self._began = num_tokens, self._clock()
+        self._expected_s = self._expect(num_tokens)
         self._enter(step, Phase.BUILDING)
 
     def run(self) -> None:
@@ -48,11 +55,17 @@ class Pulse:
 
     def book(self) -> None:
         """The step's results are there."""
-        token_s = (self._clock() - self._began) / max(self._num_tokens, 1)
-        known = self._token_s
-        self._token_s = KEEP * known + (1 - KEEP) * token_s if known else token_s
-        self._num_tokens = 0
+        self.learn(self._num_tokens, self._clock() - self._began)
+        self._num_tokens, self._expected_s = 0, 0.0
         self._enter(self._now[0], Phase.BOOKING)
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Note what a step of so many tokens has taken."""
+        if not num_tokens:
+            return
+        size, token_s = num_tokens.bit_length(), seconds / num_tokens
+        known = self._token_s.get(size, token_s)
+        self._token_s[size] = KEEP * known + (1 - KEEP) * token_s
 
     def wait(self, step: int, *, is_asleep: bool) -> None:
         """A follower waits for the plan of `step`, or the group sleeps until it."""
@@ -64,5 +77,13 @@ class Pulse:
         return Heartbeat(step, phase, self._clock() - since, expected_s, is_asleep)
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
-        expected_s = self._token_s * self._num_tokens
-        self._now = (step, phase, self._clock(), expected_s, is_asleep)
+        self._now = (step, phase, self._clock(), self._expected_s, is_asleep)
+
+    def _expect(self, num_tokens: int) -> float:
+        size = num_tokens.bit_length()
+        if (token_s := self._token_s.get(size)) is not None:
+            return token_s * num_tokens
+        if not self._token_s:
+            return 0.0
+        nearest = max((s for s in self._token_s if s < size), default=min(self._token_s))
+        return self._token_s[nearest] * max(num_tokens, 1 << (nearest - 1))

@@ -70,6 +70,8 @@ class ModelRunner:
         self._dp_rank = group.dp_rank
         self.steps = StepLog()
         self.pulse = Pulse()
+        self._step_bytes = 0
+        """What the largest step needs of a device whose memory the KV cache shares."""
         self.config = config
         self.device = torch.device(config.device)
         if config.device == "cpu":
@@ -114,6 +116,8 @@ class ModelRunner:
         scratch = self.kv_spec.allocate(0, self.device)
         self.forward.use_cache(self.kv_spec.views(scratch, list(layers)))
         self.forward.compile(limits.max_num_batched_tokens, progress)
+        # The first long prompt must not be taken for a rank that is stuck.
+        self.pulse.learn(*self.forward.time_step(limits.max_num_batched_tokens))
         graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
         self.num_blocks = group.minimum("num_blocks", self._num_blocks(graph_bytes))
@@ -207,8 +211,9 @@ class ModelRunner:
         """Return what the KV cache leaves for graphs: nothing where its size was given."""
         is_on_cuda = self.device.type == "cuda"
         if is_on_cuda and not self.config.cache.num_kv_blocks:
-            # What the largest step takes stays in the allocator, and counts as used below.
-            self.forward.run_largest(self.config.scheduler.max_num_batched_tokens, progress)
+            self._step_bytes = self.forward.run_largest(
+                self.config.scheduler.max_num_batched_tokens, progress
+            )
         is_reserved = compilation.reserve_graph_memory
         if is_reserved is None:
             is_reserved = is_on_cuda and not self.config.cache.num_kv_blocks
@@ -230,5 +235,7 @@ class ModelRunner:
                 found = f"at most the {available} bytes that are available{of_them}"
                 raise ConfigError("kv_memory", found, wanted)
             return wanted
+        torch.cuda.empty_cache()  # of graphs that were captured for trial
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(total * self.config.cache.gpu_memory_utilization) - (total - free) - graph_bytes
+        allowed = int(total * self.config.cache.gpu_memory_utilization)
+        return allowed - (total - free) - self._step_bytes - graph_bytes

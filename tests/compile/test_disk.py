@@ -60,6 +60,14 @@ def test_bytes_that_are_no_text_are_noticed(tmp_path: Path) -> None:
         read_checked(path)
 
 
+def test_a_lock_that_cannot_be_opened_is_one_that_is_not_had(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with file_lock(tmp_path / "lock", 0) as is_held:
+        assert not is_held
+    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
+        raise ZeroDivisionError
+
+
 def test_a_lock_that_is_held_is_reported_and_free_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with file_lock(path, 0) as first, file_lock(path, 0) as second:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -48,6 +49,21 @@ def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert native.build_library(tmp_path) == first
     assert not any("-c" in command for command in commands)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_library_is_built_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is cut off would kill its process with a bus error, at every start."""
+    path = native.build_library(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"cut": data[: len(data) // 2], "flipped": data, "empty": b""}[damage])
+    with caplog.at_level(logging.WARNING):
+        assert native.build_library(tmp_path) == path
+    assert "wanted its checksum" in caplog.text
+    ctypes.CDLL(str(path))
 
 
 def test_concurrent_builds_both_succeed(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
         ({"api_keys": "a"}, "api_keys: wanted nothing (API keys is not built yet)"),
         ({"watchdog_s": "0"}, "watchdog_s: wanted"),
+        ({"watchdog_s": "inf"}, "watchdog_s: wanted"),
         ({"compilation.sealed": "off"}, "compilation.sealed: wanted one of warn, strict, found"),
         ({"compilation.colour": "1"}, "compilation.colour: wanted one of level, use_cudagraph, "),
         ({"decode": {"replicas": 2}, "decode.replicas": "2"}, "decode.replicas: wanted one value"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,9 @@ from cluster.rank.memory import node_id, open_shared
 log = logging.getLogger("lockstep.kv")
 
 T = TypeVar("T")
+
+IDLE_S = 600.0
+"""After so long without a read nothing is kept open; longer than any read takes."""
 
 
 class KVPuller:
@@ -160,15 +164,18 @@ class _Transport:
         # By source: address, pid and descriptor come again, its process does not.
         self._sockets: dict[KVSource, zmq.Socket[bytes]] = {}
         self._mapped: dict[KVSource, BlockStore] = {}
+        self._used_at: dict[KVSource, float] = {}
 
     def send(self, source: KVSource, call: KVCall) -> None:
         socket = self._sockets.get(source)
         if socket is None:
+            self._forget_the_gone()
             socket = self._sockets[source] = self._context.socket(zmq.DEALER)
             socket.linger = 1000
             socket.sndhwm = 0  # to a holder that is gone nothing leaves, and nobody may wait for it
             socket.connect(source.address)
             self.poller.register(socket, zmq.POLLIN)
+        self._used_at[source] = time.monotonic()
         socket.send_multipart([self._header, encode(source.process), encode(call)])
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
@@ -197,14 +204,29 @@ class _Transport:
         if mapped is None:
             if source.boot_id != self._node:
                 raise OSError("kv.transport: wanted shm on one node, found another node")
+            self._forget_the_gone()
             memory = open_shared(source.pid, source.shm_fd)
             mapped = BlockStore.of_memory(memory, self.store.block_bytes)
             self._mapped[source] = mapped
         if ids:
             self.store.copy_from(mapped, source_ids, ids)
 
+    def _forget_the_gone(self) -> None:
+        """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory.
+
+        Of those on other nodes nobody knows; they are let go of when nothing was read for long.
+        """
+        idle_since = time.monotonic() - IDLE_S
+        for source in list(self._mapped):
+            if not os.path.exists(f"/proc/{source.pid}/fd/{source.shm_fd}"):
+                self.forget(source)
+        for source, used_at in list(self._used_at.items()):
+            if used_at < idle_since:
+                self.forget(source)
+
     def forget(self, source: KVSource) -> None:
         self._mapped.pop(source, None)
+        self._used_at.pop(source, None)
         socket = self._sockets.pop(source, None)
         if socket is not None:
             self.poller.unregister(socket)

@@ -12,12 +12,13 @@ from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
 from cluster.rank.pulse import Pulse
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
-PLANNING, AGREEING, WAITING, BUILDING, RUNNING = (
+PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (
     Phase.PLANNING,
     Phase.AGREEING,
     Phase.WAITING,
     Phase.BUILDING,
     Phase.RUNNING,
+    Phase.BOOKING,
 )
 
 
@@ -121,6 +122,13 @@ def test_nobody_is_named_who_has_time_left_or_nothing_to_do() -> None:
     # Steps of so many tokens take long: five times as long as they did is the bound.
     assert verdict(beat(5, RUNNING, 49, expected_s=10)) is None
     assert verdict(beat(5, RUNNING, 51, expected_s=10)) is not None
+    # Whoever waits for a long step is not behind, and has as much time as that step.
+    assert verdict(beat(6, AGREEING, 30), beat(5, RUNNING, 30, expected_s=20)) is None
+    assert verdict(beat(5, RUNNING, 30), beat(5, RUNNING, 29, expected_s=20)) is None
+    # It ends, and the next one begins: nobody waits for the past.
+    assert verdict(beat(6, AGREEING, 30), beat(5, BOOKING, 0.1)) is None
+    assert verdict(beat(6, AGREEING, 30), beat(6, PLANNING, 0.1)) is None
+    assert verdict(beat(5, RUNNING, 0.1), beat(5, WAITING, 300)) is None
     # A rank that has not told anything yet is not judged by the second clock.
     watchdog = Watchdog(NAMES, watchdog_s=1, now=0.0)
     watchdog.on_heartbeat(0, beat(1, RUNNING, 2), 1.0)
@@ -166,3 +174,28 @@ def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None
     pulse.book()
     pulse.wait(3, is_asleep=False)
     assert pulse.heartbeat() == beat(3, WAITING, 0)
+
+
+def took(pulse: Pulse, clock: Clock, num_tokens: int, seconds: float) -> float:
+    """Run a step; return what it was expected to take."""
+    pulse.build(1, num_tokens)
+    expected_s = pulse.heartbeat().expected_s
+    clock.now += seconds
+    pulse.book()
+    return expected_s
+
+
+def test_what_a_step_should_take_is_learned_by_its_size() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
+    assert took(pulse, clock, 0, 0.0) == 0
+    pulse.learn(8, 0.4)
+    assert took(pulse, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)  # nothing larger is known
+    assert took(pulse, clock, 1, 0.3) == pytest.approx(0.4)  # as much as eight tokens
+    for _ in range(200):
+        took(pulse, clock, 1, 0.3)
+    # Decodes, whose tokens cost more, tell nothing of prefills, and the other way round.
+    assert took(pulse, clock, 2048, 60.0) == pytest.approx(60.0)
+    assert took(pulse, clock, 3000, 90.0) == pytest.approx(60.0 * 3000 / 2048)
+    assert took(pulse, clock, 1, 0.3) == pytest.approx(0.3)
+    assert took(pulse, clock, 512, 1.0) == pytest.approx(512 * 0.05)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -230,6 +233,36 @@ def test_a_holder_with_the_identity_of_a_dead_one_is_mapped_anew(
         first.puller.start("r", handoff, [0], [4])
         assert first.finished().ok
         assert torch.equal(first.target[4], pair.source[4])
+
+
+HOLDER = """
+import os, sys
+fd = os.memfd_create("kv")
+os.ftruncate(fd, int(sys.argv[1]))
+print(fd, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_memory_of_a_dead_holder_is_let_go_of(make_pair: Callable[..., Pair]) -> None:
+    """Mapped, all of its pool would stay in memory, and of every one that comes after it."""
+    pair = make_pair("shm")
+    transport = pair.puller._reads._transport
+    living = pair.handoff([4]).sources[0]
+    size = str((NUM_BLOCKS + 1) * SPEC.block_bytes)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, size], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        fd = int(holder.stdout.readline())
+        dead = msgspec.structs.replace(living, pid=holder.pid, shm_fd=fd)
+        transport.copy(dead, [1], [1])
+        assert list(transport._mapped) == [dead]
+        holder.kill()
+    transport.copy(living, [4], [4])
+    assert list(transport._mapped) == [living]
+    with pytest.raises(OSError, match=str(holder.pid)):
+        transport.copy(dead, [1], [1])
 
 
 @pytest.fixture
