@@ -388,6 +388,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     end(leader)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("G01")
 def test_compiled_ranks_replay_the_same_graphs_and_generate_what_one_eager_rank_does(
     make_oracle: Callable[[str], Any], other_followers: FollowerProcesses, tmp_path: Path

@@ -117,3 +117,61 @@ def test_a_placement_that_cannot_be_had_tells_what_is_free(
     engine = config(make_oracle("tied"))
     with pytest.raises(PlacementError, match=r"wanted \[\{'CPU': 1000\}\] within 1 s, found free"):
         create_placement_group(engine, num_cpus=1000, timeout_s=1)
+
+
+class _Meeting:
+    """A rank's actor before it loads: `meet` ends as the test says, or never."""
+
+    def __init__(self, end: object) -> None:
+        self._end = end
+        self.meet = self
+
+    def options(self, **_: object) -> _Meeting:
+        return self
+
+    def remote(self) -> asyncio.Future[object]:
+        future = asyncio.get_running_loop().create_future()
+        if isinstance(self._end, BaseException):
+            future.set_exception(self._end)
+        elif self._end is not None:
+            future.set_result(self._end)
+        return future
+
+
+@pytest.mark.feature("P09")
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        (("met", "died"), "rank dp=1 tp=0 epoch=2 ended before loading: gone"),
+        ((None, "died"), "rank dp=1 tp=0 epoch=2 ended before loading: gone"),
+        (("died", None), "rank dp=0 tp=0 epoch=2 ended before loading: gone"),
+        (("met", None), "rank dp=1 tp=0 epoch=2: no word of it for 2.3 s before loading"),
+    ],
+)
+def test_a_leader_that_does_not_come_to_the_meeting_is_named(
+    ends: tuple[str | None, str | None], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from cluster.actors import rank_group
+    from cluster.actors.rank_actor import RankPlace
+    from cluster.config import ParallelConfig
+
+    monkeypatch.setattr(rank_group, "FIRST_WORD_S", 2.0)
+    monkeypatch.setattr(rank_group, "LOADING_TIMES", 0.1)  # of three seconds
+    killed: list[bool] = []
+
+    class Group(rank_group.RankGroup):
+        def __init__(self) -> None:
+            self._parallel = ParallelConfig(1, 2)
+            self._watchdog_s = 1.0
+            self.places = [RankPlace(dp_rank, 0, 2) for dp_rank in range(2)]
+            errors = {"died": ray.exceptions.RayError("gone")}
+            self._actors = [_Meeting(errors.get(end or "", end)) for end in ends]
+
+        def kill(self) -> None:
+            killed.append(True)
+
+    with pytest.raises(rank_group.RankDied, match=named):
+        asyncio.run(Group().start())
+    assert killed
