@@ -49,7 +49,9 @@ class SimActor:
     def on_end(self, error: Exception | None) -> None:
         """Ray tells that `run` returned or raised."""
         if error is not None:
-            _set_exception(self.sentinel, ray.exceptions.RayError(str(error)))
+            lost = ray.exceptions.RayError(str(error))
+            lost.cause = error  # as a `RayTaskError` has it: who diverged is read from there
+            _set_exception(self.sentinel, lost)
         elif not self.sentinel.done():
             self.sentinel.set_result(None)
 
