@@ -147,6 +147,8 @@ def test_the_yaml_file_starts_everything_from_nothing(tmp_path: Path, free_port:
             env=os.environ | {"RAY_ADDRESS": "local"},
             stdout=out,
             stderr=subprocess.STDOUT,
+            # Who runs these tests in the background may have interrupts ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     url = f"localhost:{free_port}"
     try:
