@@ -95,7 +95,7 @@ def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[
     }
     factors |= codegen_variables()
     factors |= {f"compilation.{name}": _field(scope.config, name) for name in KEYED_FIELDS}
-    factors["passes"] = PassManager.from_names(scope.config.passes or ()).uuid()
+    factors["compilation.passes"] += f" {PassManager.from_names(scope.config.passes or ()).uuid()}"
     if twice := sorted(factors.keys() & scope.key_factors.keys()):
         raise ValueError(f"key_factors: wanted names of their own, found {', '.join(twice)}")
     return factors | dict(scope.key_factors)
