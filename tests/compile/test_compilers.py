@@ -135,6 +135,20 @@ def test_a_hash_is_the_same_each_time(compiled: tuple[CompilerInterface, Any, An
 
 
 @pytest.mark.feature("H02")
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "eager"])
+def test_switches_of_torch_that_change_code_change_the_hash(name: str) -> None:
+    config = CompilationConfig(level=3, compiler=name)
+    compiler = make_compiler(config)
+    first = compiler.compute_hash(config)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert compiler.compute_hash(config) != first
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiler.compute_hash(config) == first
+
+
+@pytest.mark.feature("H02")
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_cache_disabled_a_piece_runs_and_has_no_handle(
     name: str, graph: fx.GraphModule, inputs: list[torch.Tensor], tmp_path: Path

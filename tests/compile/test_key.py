@@ -26,6 +26,7 @@ from compile.key import (
     traced_factor,
     traced_names,
 )
+from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from compile.scope import CompileScope
 
 CONFIG = CompilationConfig(level=3, splitting_ops=("lockstep::attention",), compile_sizes=(4,))
@@ -68,6 +69,15 @@ CHANGES_NO_CODE: dict[str, Any] = {
 
 def name(scope: CompileScope = SCOPE, compiler: str = "eager", state: str = "state") -> str:
     return hash_factors(key_factors(scope, compiler, state))
+
+
+def test_a_pass_that_changes_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may live outside of this package, whose sources are in the key."""
+    scope = replace(SCOPE, config=replace(CONFIG, passes=("fuse_add_rms_norm",)))
+    before = name(scope)
+    assert before == name(scope)
+    monkeypatch.setattr(FuseAddRMSNorm, "uuid", lambda self: "another")
+    assert name(scope) != before
 
 
 def test_each_field_of_the_configuration_is_sorted_into_one_list() -> None:
