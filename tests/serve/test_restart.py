@@ -32,8 +32,13 @@ class Load:
     url: str
     answers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    num_answers: int = 0
+    num_answers_of: list[int] = field(default_factory=lambda: [0] * NUM_CLIENTS)
     num_refused: int = 0
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that all clients got."""
+        return sum(self.num_answers_of)
 
     def __enter__(self) -> Load:
         self._is_over = threading.Event()
@@ -56,7 +61,7 @@ class Load:
                 turn += 1
                 try:
                     self.answers.setdefault(question, set()).add(ask(api, question))
-                    self.num_answers += 1
+                    self.num_answers_of[client] += 1
                 except openai.InternalServerError as error:
                     if error.status_code != 503:
                         self.failures.append(f"{question} {error}")
@@ -65,11 +70,15 @@ class Load:
                 except openai.OpenAIError as error:
                     self.failures.append(f"{question} {error}")
 
-    def wait_for(self, num_answers: int) -> None:
-        wanted = self.num_answers + num_answers
+    def wait_until_new(self) -> None:
+        """Wait until what every client asks for is younger than this call.
+
+        A request that is struck three times is given up: it may be what kills its ranks.
+        """
+        before = list(self.num_answers_of)
         deadline = time.monotonic() + 180
-        while self.num_answers < wanted:
-            assert time.monotonic() < deadline, self.failures
+        while any(now == then for now, then in zip(self.num_answers_of, before, strict=True)):
+            assert time.monotonic() < deadline, (self.num_answers_of, self.failures)
             time.sleep(0.01)
 
 
@@ -151,7 +160,7 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_no_request_notices(
                 (0, signal.SIGSTOP, "no heartbeat for "),
             ]
         ):
-            load.wait_for(4)
+            load.wait_until_new()
             [pid] = [r["pid"] for r in app.ranks("mixed") if r["tp_rank"] == tp_rank]
             os.kill(pid, number)
             named, named_s, again_s = wait_for_restart(app, "mixed", epoch + 1)
@@ -159,7 +168,7 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_no_request_notices(
             assert f"rank dp=0 tp={tp_rank} epoch={epoch}" in named and reason in named
             # A death is known at once, a stopped process after ten seconds; the machine is busy.
             assert named_s < 40, told
-        load.wait_for(4)
+        load.wait_until_new()
     assert not load.failures and not load.num_refused
     assert load.answers == answers
     with capsys.disabled():
@@ -206,7 +215,7 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
                 (1, Place.DECODE, Action.DIVERGE, "graph_mode"),
             ]
         ):
-            load.wait_for(8)
+            load.wait_until_new()
             step = strike("leaders", app, "mixed", rank, (place, action, altered), tmp_path)
             named, named_s, again_s = wait_for_restart(app, "mixed", epoch + 1)
             told.append(f"{action.value} dp={rank}: {named_s:.1f} s, {again_s:.1f} s: {named}")
@@ -215,7 +224,7 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
                 assert f" step {step}: {altered}: wanted " in named
             assert named_s < 30, told
         # One that has voted dies; then the group that is built loses a rank while it captures.
-        load.wait_for(8)
+        load.wait_until_new()
         strike("leaders", app, "mixed", 0, (Place.PLAN, Action.KILL, ""), tmp_path)
         named, _ = wait_for_name(app, "mixed", 3)
         assert "rank dp=0 tp=0 epoch=3 ended: " in named
@@ -223,7 +232,7 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
         named, named_s, again_s = wait_for_restart(app, "mixed", 5)
         told.append(f"capture dp=1: {named_s:.1f} s, {again_s:.1f} s: {named}")
         assert "rank dp=1 tp=0 epoch=4 ended while loading: " in named
-        load.wait_for(4)
+        load.wait_until_new()
     assert not load.failures and not load.num_refused
     assert load.answers == answers
     with capsys.disabled():
@@ -256,12 +265,12 @@ def test_pools_that_lose_a_rank_while_kv_is_on_its_way_lose_no_request(
     told = []
     with Load(app.url) as load:
         for pool in ("prefill", "decode"):
-            load.wait_for(8)
+            load.wait_until_new()
             strike("pools", app, pool, 0, (Place.KV, Action.KILL, ""), tmp_path)
             named, named_s, again_s = wait_for_restart(app, pool, 1)
             told.append(f"kv of {pool}: {named_s:.1f} s, {again_s:.1f} s: {named}")
             assert "rank dp=0 tp=0 epoch=0 ended: " in named
-        load.wait_for(8)
+        load.wait_until_new()
     assert not load.failures
     assert load.answers == answers
     with capsys.disabled():
