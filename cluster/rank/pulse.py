@@ -4,8 +4,8 @@ The one thing to know: the step thread writes one tuple, which other threads rea
 here locks, and writing costs the step less than a microsecond.
 
 What a step should take is learned by its size: a decode step of one token costs far more than a
-two-thousandth of a prefill of two thousand. A size that has not run yet takes what the next smaller
-one takes by its tokens.
+two-thousandth of a prefill of two thousand. A size that has not run yet takes what smaller ones
+take by their tokens.
 """
 
 from __future__ import annotations
@@ -85,5 +85,8 @@ class Pulse:
             return token_s * num_tokens
         if not self._token_s:
             return 0.0
-        nearest = max((s for s in self._token_s if s < size), default=min(self._token_s))
-        return self._token_s[nearest] * max(num_tokens, 1 << (nearest - 1))
+        smaller = [token_s for known, token_s in self._token_s.items() if known < size]
+        if smaller:  # the least of them: a step that was held up once says nothing of others
+            return min(smaller) * num_tokens
+        larger = min(self._token_s)
+        return self._token_s[larger] * (1 << (larger - 1))

@@ -65,6 +65,7 @@ class SimRank:
         self.epoch = group.epoch
         self.name = f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
         self.pulse = Pulse(group.loop.time)
+        self.pulse.learn(8, 0.004)  # as a rank that has timed a step before it is ready
         self.process = Process(group.loop, self._main)
         schedule = group.schedule
         self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)

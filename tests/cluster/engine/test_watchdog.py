@@ -199,3 +199,12 @@ def test_what_a_step_should_take_is_learned_by_its_size() -> None:
     assert took(pulse, clock, 3000, 90.0) == pytest.approx(60.0 * 3000 / 2048)
     assert took(pulse, clock, 1, 0.3) == pytest.approx(0.3)
     assert took(pulse, clock, 512, 1.0) == pytest.approx(512 * 0.05)
+
+
+def test_a_step_that_was_held_up_says_nothing_of_larger_ones() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
+    pulse.learn(8, 0.4)
+    took(pulse, clock, 1, 30.0)
+    took(pulse, clock, 40, 80.0)
+    assert took(pulse, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)
