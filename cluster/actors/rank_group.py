@@ -151,7 +151,8 @@ class RankGroup:
         if first is not None:
             self.kill()
             end = tasks[first].result()
-            raise RankDied(f"{_name(leaders[first])} ended before loading: {end.cause}")
+            name = _name(leaders[first])
+            raise RankDied(f"{name} ended before loading: {end.cause}") from end.error
         offers = [task.result().value for task in tasks]
         # Without lockstep each data-parallel rank is a group of its own, with its own store.
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers

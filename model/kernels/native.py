@@ -70,10 +70,7 @@ def build_library(directory: Path) -> Path:
     version = _run([compiler, "--version"]).splitlines()[0]
     _make_private(directory)
     path = directory / f"kernels-{_key(version)}.so"
-    if path.exists() and not _is_whole(path):
-        logger.warning("%s: wanted its checksum at its end, found another; built again", path)
-        path.unlink(missing_ok=True)
-    if not path.exists():
+    if not _is_whole(path):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             library = _compile(compiler, Path(scratch))
             with library.open("ab") as file:  # a loader reads what the head names, and no further
@@ -84,9 +81,15 @@ def build_library(directory: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a library is as it was built: one that is cut off kills who loads it."""
-    data = path.read_bytes()
-    return data[-DIGEST_BYTES:] == _digest(data[:-DIGEST_BYTES])
+    """Tell whether a library is there as it was built: one that is cut off kills who loads it."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if data[-DIGEST_BYTES:] == _digest(data[:-DIGEST_BYTES]):
+        return True
+    logger.warning("%s: wanted its checksum at its end, found another; built again", path)
+    return False
 
 
 def _digest(data: bytes) -> bytes:

@@ -99,3 +99,27 @@ def test_the_board_tells_one_asker_to_compile() -> None:
         return await asyncio.gather(*asked)
 
     assert asyncio.run(scenario()) == [None, *[["reference"]] * 3]
+
+
+def test_an_artifact_that_cannot_be_put_ends_its_claim_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waits for it compiles too, instead of waiting until its time is over."""
+    import ray
+
+    from cluster.actors.artifact_board import RayExchange
+
+    told: list[tuple[str, list[Any]]] = []
+
+    class Board:
+        class publish:
+            @staticmethod
+            def remote(key: str, references: list[Any]) -> None:
+                told.append((key, references))
+
+    def put(data: bytes) -> Any:
+        raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(ray, "put", put)
+    RayExchange(Board).publish("key", b"artifact")
+    assert told == [("key", [])]

@@ -119,14 +119,14 @@ def test_a_placement_that_cannot_be_had_tells_what_is_free(
         create_placement_group(engine, num_cpus=1000, timeout_s=1)
 
 
-class _Meeting:
-    """A rank's actor before it loads: `meet` ends as the test says, or never."""
+class _Answering:
+    """A rank's actor whose calls end as the test says, or never."""
 
     def __init__(self, end: object) -> None:
         self._end = end
-        self.meet = self
+        self.meet = self.heartbeat = self
 
-    def options(self, **_: object) -> _Meeting:
+    def options(self, **_: object) -> _Answering:
         return self
 
     def remote(self) -> asyncio.Future[object]:
@@ -136,6 +136,35 @@ class _Meeting:
         elif self._end is not None:
             future.set_result(self._end)
         return future
+
+
+@pytest.mark.feature("P09")
+@pytest.mark.parametrize(("lockstep", "named"), [(False, "dp=1"), (True, "dp=0")])
+def test_engines_that_step_apart_are_judged_apart(
+    lockstep: bool, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sleeps at step 12 while the other stands in its own step 5000."""
+    from cluster.actors import rank_group
+    from cluster.actors.rank_actor import RankPlace
+    from cluster.config import ParallelConfig
+    from cluster.engine.watchdog import Heartbeat, Phase
+
+    monkeypatch.setattr(rank_group, "HEARTBEAT_PERIOD_S", 0.05)
+    beats = [
+        Heartbeat(12, Phase.WAITING, 600.0, 0.0, True),
+        Heartbeat(5000, Phase.RUNNING, 11.0, 0.0, False),
+    ]
+
+    class Group(rank_group.RankGroup):
+        def __init__(self) -> None:
+            self._parallel = ParallelConfig(1, 2, lockstep)
+            self._watchdog_s = 10.0
+            self._is_stopping = False
+            self.places = [RankPlace(dp_rank, 0, 2) for dp_rank in range(2)]
+            self._actors = [_Answering(beat) for beat in beats]
+
+    found = asyncio.run(asyncio.wait_for(Group()._watch(), 5))
+    assert found.startswith(f"rank {named} tp=0 epoch=2: does not advance in step")
 
 
 @pytest.mark.feature("P09")
@@ -167,7 +196,7 @@ def test_a_leader_that_does_not_come_to_the_meeting_is_named(
             self._watchdog_s = 1.0
             self.places = [RankPlace(dp_rank, 0, 2) for dp_rank in range(2)]
             errors = {"died": ray.exceptions.RayError("gone")}
-            self._actors = [_Meeting(errors.get(end or "", end)) for end in ends]
+            self._actors = [_Answering(errors.get(end or "", end)) for end in ends]
 
         def kill(self) -> None:
             killed.append(True)
