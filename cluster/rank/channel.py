@@ -6,7 +6,8 @@ reads. A follower of the same node connects through a Unix socket, others over T
 open with protocol version, configuration hash and epoch.
 
 The one thing to know: nothing here is acknowledged. A step's collectives are what keeps the ranks
-together, so a leader is never more than a step or two ahead of who reads.
+together, so a leader is never more than a step or two ahead of who reads; and a connection that
+breaks ends the group, because nobody knows what was lost with it.
 
 Sockets, and not a ring in shared memory: `examples/bench/step_channel.py` measures a round trip of
 20 us against 6 us for a ring with a doorbell (3 us spinning), so a ring would save a step some 7 us
@@ -47,6 +48,8 @@ Context = zmq.Context[zmq.Socket[bytes]]
 HELLO_TIMEOUT_S = 1800.0
 """How long ranks wait for one another to load. Who dies meanwhile is noticed by the owner."""
 CLOSE_LINGER_MS = 1000
+KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3
+"""An idle connection between nodes is tried this often, and given up after so many in vain."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class NoFollowers:
         """Return nothing."""
         return []
 
+    def check(self) -> None:
+        """No connection can break."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -101,6 +107,7 @@ class StepSender:
     ) -> None:
         self._hello = LeaderHello(PROTOCOL_VERSION, config_hash, epoch)
         self._digester: StepDigester | None = None  # from `accept` on
+        self._monitors: list[zmq.Socket[bytes]] = []  # likewise
         self.sockets = tuple(open_pair(context) for _ in range(num_followers))
         self.addresses = [bind_pair(socket, host) for socket in self.sockets]
 
@@ -126,6 +133,8 @@ class StepSender:
             if hello.tp_rank != i + 1:
                 raise FrameError(f"tp_rank: wanted {i + 1}, found {hello.tp_rank}")
             hellos.append(hello)
+        for socket in self.sockets:
+            self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         self._digester = StepDigester(shape_of)
         return hellos
 
@@ -146,8 +155,27 @@ class StepSender:
                 reports.append((i + 1, decode(socket.recv(), FollowerReport)))
         return reports
 
+    def check(self) -> None:
+        """Look whether a connection has broken; call it now and then.
+
+        ZeroMQ makes a new one and tells nobody what was lost with the old. A leader that waits for
+        a report which was lost would wait for ever: no step, and so no collective, depends on it.
+
+        Raises:
+            ConnectionError: names the follower.
+        """
+        for i, monitor in enumerate(self._monitors):
+            if monitor.poll(0):
+                raise ConnectionError(
+                    f"follower tp={i + 1}: wanted its connection unbroken, found it broken; "
+                    "what was on its way is lost"
+                )
+
     def close(self) -> None:
         """Tell the followers that no step comes any more, and close."""
+        for socket, monitor in zip(self.sockets, self._monitors, strict=False):
+            socket.disable_monitor()
+            monitor.close(linger=0)
         for i, socket in enumerate(self.sockets):
             try:
                 socket.send(encode(EndOfSteps()), zmq.NOBLOCK)
@@ -224,6 +252,9 @@ def open_pair(context: Context) -> zmq.Socket[bytes]:
     """Return one end of a connection, whose queues have no bound."""
     socket = context.socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0
+    # Between nodes: whoever forgets idle connections is reminded, and a node that is gone noticed.
+    socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_TIMES
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_S
     return socket
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,8 +53,8 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def sender(context: Any) -> Iterator[StepSender]:
     made = StepSender(context, 2, host="127.0.0.1", config_hash="abc", epoch=1)
     yield made
-    for socket in made.sockets:
-        socket.close(linger=0)
+    if not made.sockets[0].closed:
+        made.close()
 
 
 def hello(tp_rank: int, **fields: Any) -> FollowerHello:
@@ -180,3 +182,67 @@ def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
         while time.monotonic() < deadline:
             sender.tell(DropKV(1))
             time.sleep(0.01)
+
+
+class Cable:
+    """A TCP connection that can be cut: the two ends of it notice, nothing else does."""
+
+    def __init__(self, address: ChannelAddress) -> None:
+        self._to = ("127.0.0.1", int(address.tcp.rpartition(":")[2]))
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        port = self._server.getsockname()[1]
+        self.address = ChannelAddress("another", "", f"tcp://127.0.0.1:{port}")
+        self._pumps: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept)
+        self._accepting.start()
+
+    def cut(self) -> None:
+        """Break what is connected; a new connection may be made."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):  # the other side was faster
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(timeout=5)
+        self.cut()
+        for pump in self._pumps:
+            pump.join(timeout=5)
+
+    def _accept(self) -> None:
+        with self._server, contextlib.suppress(OSError):  # shut down
+            while True:
+                pair = self._server.accept()[0], socket.create_connection(self._to)
+                self._ends += pair
+                for source, sink in (pair, pair[::-1]):
+                    self._pumps.append(threading.Thread(target=self._pump, args=(source, sink)))
+                    self._pumps[-1].start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with source, contextlib.suppress(OSError):  # cut
+            while data := source.recv(65536):
+                sink.sendall(data)
+
+
+@pytest.mark.feature("P14")
+def test_a_connection_that_broke_is_named_though_there_is_a_new_one(
+    connect: Connect, sender: StepSender
+) -> None:
+    with contextlib.closing(Cable(sender.addresses[1])) as cable:
+        ends = [connect(sender.addresses[0], hello(1)), connect(cable.address, hello(2))]
+        sender.accept(shape_of)
+        follower = ends[1].wait_until_open()
+        follower.report(TicketsEnded([1]))
+        deadline = time.monotonic() + 5
+        while not sender.take_reports() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        sender.check()
+        cable.cut()
+        follower.report(TicketsEnded([2]))  # lost, or not: nobody can tell
+        with pytest.raises(ConnectionError, match="follower tp=2: wanted its connection unbroken"):
+            while time.monotonic() < deadline:
+                sender.check()
+                time.sleep(0.01)
