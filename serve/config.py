@@ -130,6 +130,10 @@ class DeployConfig:
 
     served_model_name: str
     model_path: str
+    vocab_size: int
+    """Token ids that the model knows, fewer or more than its tokenizer's."""
+    max_prompt_len: int | None
+    """The longest prompt whose KV the model can compute; None: any."""
     pools: tuple[PoolConfig, ...]
     config_hash: str
     max_queued_requests: int
@@ -178,9 +182,12 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         _check_equal_ranks(args.prefill, args.decode)
     pools = tuple(_pool_config(name, args, roles[name], num_ranks=num_ranks) for name in names)
     model_path = Path(pools[0].engine.model_path)
+    model = ModelConfig.from_dir(model_path)
     return DeployConfig(
         served_model_name=args.served_model_name or _served_name(args.model),
         model_path=str(model_path),
+        vocab_size=model.vocab_size,
+        max_prompt_len=model.max_prompt_len,
         pools=pools,
         config_hash=_config_hash(pools[0].engine, args),
         max_queued_requests=_at_least("max_queued_requests", args.max_queued_requests, 0),
@@ -239,9 +246,13 @@ def parse_bytes(field: str, value: int | str) -> int:
         raise ConfigError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
     unit = match[2].upper().rstrip("B")
     base = 1024 if unit.endswith("I") else 1000
-    return int(float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
+    found = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
+    if found >= MAX_BYTES:
+        raise ConfigError(field, f"less than {MAX_BYTES >> 60} EiB", value)
+    return int(found)
 
 
+MAX_BYTES = 1 << 63
 _MISSING = object()
 _ALIASES = {
     "O": ("compilation", "level"),
@@ -378,7 +389,8 @@ def _routing(name: str, routing: str) -> Routing:
 
 def _num_ranks(name: str, pool: PoolArgs) -> int:
     replicas = int(_at_least(f"{name}.replicas", pool.replicas, 1))
-    return replicas * pool.tensor_parallel_size * pool.data_parallel_size
+    # A size that cannot be is refused where the pool is built.
+    return replicas * max(pool.tensor_parallel_size, 1) * max(pool.data_parallel_size, 1)
 
 
 def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:

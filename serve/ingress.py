@@ -36,7 +36,12 @@ from serve.tokens import TokenSocket
 
 log = logging.getLogger("lockstep.ingress")
 
+MAX_SEQUENCES = 1024
+"""Of one request, where the deployment takes as many."""
 POLL_PERIOD_S = 0.1
+POLL_TIMEOUT_S = 3.0
+STALE_S = 5.0
+"""What the board said so long ago may not be so any more."""
 RETRY_AFTER_S = 2
 DEBUG_TIMEOUT_S = 3.0
 
@@ -66,6 +71,7 @@ class Ingress:
         self._router = Router(
             {name: _Pools(handle) for name, handle in handles.items()}, self._tokens
         )
+        self._max_live = config.max_running + config.max_queued_requests
         self._num_live = 0
         self._tokenizer: Tokenizer | None = None
         settings = ApiSettings(
@@ -73,6 +79,9 @@ class Ingress:
             max_model_len=config.max_model_len,
             max_body_bytes=config.max_body_bytes,
             request_timeout_s=config.request_timeout_s,
+            max_sequences=min(MAX_SEQUENCES, self._max_live),
+            vocab_size=config.vocab_size,
+            max_prompt_len=config.max_prompt_len,
             retry_after_s=RETRY_AFTER_S,
             debug=config.debug,
         )
@@ -159,7 +168,7 @@ class Ingress:
             Overloaded: with them, more would be alive than run at once plus
                 `max_queued_requests`.
         """
-        limit = self._config.max_running + self._config.max_queued_requests
+        limit = self._max_live
         if self._num_live + num_sequences > limit:
             message = f"no room for {num_sequences} more beside {self._num_live} of {limit}"
             raise Overloaded(RETRY_AFTER_S, message)
@@ -215,9 +224,17 @@ class Ingress:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, Path(self._config.model_path))
 
     async def _poll_status(self) -> None:
+        asked_well_at = time.monotonic()
         while True:
-            with suppress(ray.exceptions.RayError):
-                await self._refresh()
+            # A board that dies while another is made raises ValueError, not a RayError.
+            with suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+                await asyncio.wait_for(self._refresh(), POLL_TIMEOUT_S)
+                asked_well_at = time.monotonic()
+            silent_s = time.monotonic() - asked_well_at
+            if silent_s > STALE_S and self._status["status"] == "ready":
+                what = f"status board: wanted an answer, found none for {STALE_S:g} s"
+                loading = [{"what": what, "done": 0, "total": 1}]
+                self._status = {**self._status, "status": "degraded", "loading": loading}
             await asyncio.sleep(POLL_PERIOD_S)
 
 

@@ -163,7 +163,7 @@ class LLM:
         for index, sampling in enumerate(samplings):
             output.outputs.append(CompletionOutput(index))
             request_id = f"{output.request_id}-{index}"
-            stream = TextStream.of(self.tokenizer, params)
+            stream = TextStream.of(self.tokenizer, params, ids)
             running[request_id] = _Running(output, index, stream, params.stop_token_ids)
             requests.append(GenerateRequest(request_id, ids, [], sampling, ""))
         return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -38,6 +39,9 @@ log = logging.getLogger("lockstep.pool")
 
 MAX_FAILED_STARTS = 3
 """In a row; then what is wrong is not that a rank died."""
+HOLD_S = 5.0
+"""A request waits so long for ranks that are being rebuilt. Refused at once, it would leave this
+replica the one with the fewest open calls, to which Serve sends the next, beside a healthy one."""
 REPORT_PERIOD_S = 0.1
 """Figures of `/ready` are at most half a second old: a push and a poll fit into that."""
 
@@ -53,7 +57,7 @@ class Pool:
         self._pool = pool
         self._replica_id = context.replica_id.unique_id
         self._board = BoardClient(context.app_name)
-        self._state, self._error = "loading", ""
+        self._state, self._error, self._is_ready = "loading", "", asyncio.Event()
         self._header = header_bytes(config_hash)
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
         num_leaders = pool.engine.parallel.data_parallel_size
@@ -79,14 +83,21 @@ class Pool:
         await self._connect()
         self._spawn(self._receive_ends())
         self._spawn(self._watch_group())
-        self._state = "ready"
+        self._enter("ready")
 
     async def generate(self, request_id: str, frame: bytes) -> str:
         """Submit a request and return its finish reason when its engine is done with it.
 
         Cancelling the call aborts the request.
+
+        Raises:
+            PoolUnavailable: the ranks are being rebuilt, and `HOLD_S` was not enough.
+            RankDied: the group ended.
         """
-        if self._state != "ready":
+        if not self._is_ready.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_ready.wait(), HOLD_S)
+        if not self._is_ready.is_set():
             raise PoolUnavailable(
                 f"wanted a ready rank group, found it {self._state}: {self._error}"
             )
@@ -116,7 +127,7 @@ class Pool:
                 raise error
 
     async def __del__(self) -> None:
-        self._state = "stopping"
+        self._enter("stopping")
         await self._group.stop()
         self._board.remove(self._pool.name, self._replica_id)
         for task in self._tasks:
@@ -181,11 +192,20 @@ class Pool:
             await self._connect()
             self._router = LeaderRouter(self._pool.routing, len(self._leaders))
             log.warning("%s pool: serves again, epoch %d", self._pool.name, self._group.epoch)
-            self._state, self._error, num_failures = "ready", "", 0
+            self._enter("ready")
+            num_failures = 0
             reason = await self._group.wait_for_end()
 
     def _is_stopping(self) -> bool:
         return self._state == "stopping"
+
+    def _enter(self, state: str, error: str = "") -> None:
+        """Be in this state, and let in who waits for ranks if it is a ready one."""
+        self._state, self._error = state, error
+        if state == "ready":
+            self._is_ready.set()
+        else:
+            self._is_ready.clear()
 
     def _fail(self, reason: str) -> None:
         """Give up: Serve replaces this replica."""
@@ -194,7 +214,7 @@ class Pool:
     def _lose(self, state: str, reason: str) -> None:
         """Say so, and end the calls of all open requests: the router submits them again."""
         log.error("%s pool: %s", self._pool.name, reason)
-        self._state, self._error = state, reason
+        self._enter(state, reason)
         for future in self._open.values():
             if not future.done():
                 future.set_exception(RankDied(reason))

@@ -162,6 +162,10 @@ class _Call:
         try:
             finish_reason = await self._response
         except asyncio.CancelledError:
+            # Our own, or of the call alone: Serve tells some ends of a replica in this way.
+            if not self._is_let_go and not _is_cancelled():
+                error = f"{self._pool} replica: the call was cancelled"
+                self._mailbox.put(_ended(request_id, KV_LOST, error))
             return
         except PoolUnavailable as error:
             self._mailbox.put(_ended(request_id, REFUSED, f"{self._pool} pool: {_line(error)}"))
@@ -175,6 +179,12 @@ class _Call:
         if self._mailbox.num_ends < self._stage:
             missing = f"{self._pool} ended it with {finish_reason}, but no last output came"
             self._mailbox.put(_ended(request_id, KV_LOST, missing))
+
+
+def _is_cancelled() -> bool:
+    """Tell whether the running task was told to end."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _line(error: Exception) -> str:

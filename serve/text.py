@@ -1,8 +1,8 @@
 """Token ids to text while they arrive, up to a stop string.
 
 The one thing to know: whatever the sizes of the pieces in which tokens arrive, the deltas joined
-are the text of all tokens decoded at once, cut at the first stop string to be complete. Text that
-may still change, or may be the start of a stop string, is held back.
+are what all tokens decoded at once add to the text of the prompt, cut at the first stop string to
+be complete. Text that may still change, or may be the start of a stop string, is held back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 
 from serve.sampling import SamplingParams
 from serve.tokenizer import Tokenizer
+
+NUM_PROMPT_TOKENS = 5
+"""Of a prompt with text, what tells how the first output token is written."""
 
 
 class TextDelta(NamedTuple):
@@ -42,9 +45,10 @@ class TextStream:
         include_stop: bool,
         skip_special_tokens: bool,
         min_tokens: int = 0,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._num_unstoppable = min_tokens
-        self._detokenizer = detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_token_ids)
         self._matcher = StopMatcher(stop, include_stop)
         self._include_stop = include_stop
         self._is_finished = False
@@ -52,14 +56,17 @@ class TextStream:
         """The stop string that ended the text, once one is complete."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-        """Return the text of one choice as its request wants it."""
+    def of(
+        cls, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> TextStream:
+        """Return the text of one choice behind its prompt as its request wants it."""
         return cls(
             tokenizer,
             stop=params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
+            prompt_token_ids=prompt_token_ids,
         )
 
     def push(self, token_ids: Sequence[int], *, stop_token_id: int = -1) -> TextDelta:
@@ -152,15 +159,17 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool) -> Detokenizer:
-    """Return the detokenizer that fits the tokenizer.
+def detokenizer(
+    tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+) -> Detokenizer:
+    """Return the detokenizer that fits the tokenizer, for what follows a prompt.
 
     Not tokenizers' DecodeStream: it decodes all bytes again for as long as they make no character,
     raises where a byte-fallback run turns out to be invalid, and has no flush.
     """
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens)
+    return WindowDetokenizer(tokenizer, skip_special_tokens, prompt_token_ids)
 
 
 class ByteLevelDetokenizer:
@@ -183,21 +192,41 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For all other vocabularies: decodes the last tokens with and without the new ones.
 
-    The tokens of the previous delta stay as context, since a token that opens a text may lose its
-    leading space. A run of byte-fallback tokens waits for its end: one invalid byte turns the
-    whole run, characters included, into U+FFFD.
+    The tokens of the previous delta, at first the prompt's last ones, stay as context, since a
+    token that opens a text may lose its leading space. A run of byte-fallback tokens waits for its
+    end: one invalid byte turns the whole run, characters included, into U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._token_ids: list[int] = []
-        self._num_context = 0
-        self._context = ""
+        self._token_ids = self._end_of(prompt_token_ids)
+        self._num_context = len(self._token_ids)
+        self._context = self._decode()
+
+    def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
+
+        The output may go on with such a run, and change what it says.
+        """
+        end: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if self._has_no_text(token_id):
+                continue
+            if end or not self._tokenizer.is_byte_fallback(token_id):
+                end.append(token_id)
+            if len(end) == NUM_PROMPT_TOKENS:
+                break
+        return end[::-1]
+
+    def _has_no_text(self, token_id: int) -> bool:
+        return token_id in self._skipped or self._tokenizer.token(token_id) is None
 
     def step(self, token_id: int) -> str:
         # Tokens without text would let the window grow, and each step decodes all of it.
-        if token_id in self._skipped or self._tokenizer.token(token_id) is None:
+        if self._has_no_text(token_id):
             return ""
         self._token_ids.append(token_id)
         if self._tokenizer.is_byte_fallback(token_id):

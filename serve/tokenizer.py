@@ -84,7 +84,7 @@ class Tokenizer:
         """Arguments of templating that are no variables of a template."""
         theirs = inspect.signature(self._hf.apply_chat_template).parameters
         ours = inspect.signature(self.apply_chat_template).parameters
-        return frozenset((*theirs, *ours, "conversations"))
+        return frozenset((*theirs, *ours, "conversations", "self"))
 
     def takes_parts(self, chat_template: str | None = None) -> bool:
         """Tell whether a template reads a message's content as parts, and not as text alone.

@@ -27,6 +27,9 @@ from serve.openai.responses import (
 from serve.openai.schema import ChatRequest, parse_chat
 from serve.tokenizer import Tokenizer
 
+MESSAGE_CHARS = 64
+"""What a template adds to a message, about: roles and marks are work too."""
+
 
 class ChatShape:
     """Reads and writes one chat request."""
@@ -38,7 +41,8 @@ class ChatShape:
         self._roles_sent: set[int] = set()
 
     async def tokenize(self) -> list[list[int]]:
-        num_chars = sum(message.num_chars for message in self.request.messages)
+        messages = self.request.messages
+        num_chars = sum(MESSAGE_CHARS + message.num_chars for message in messages)
         return [await beside_the_loop(num_chars, self._apply_chat_template)]
 
     def response(self, generation: Generation) -> msgspec.Struct:
@@ -155,6 +159,8 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
 def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:
     """Return the request in a JSON body; raises BadRequest."""
     request = parse_chat(body)
+    if request.n > (limit := serving.settings.max_sequences):
+        raise BadRequest(f"n: wanted at most {limit}, found {request.n}", param="n")
     _check_template(request, tokenizer)
     return ChatShape(request, tokenizer, serving.settings.served_model_name)
 

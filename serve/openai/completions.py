@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.openai.endpoint import Serving, Stamp, beside_the_loop, check_token_ids, respond
+from serve.openai.endpoint import Serving, Stamp, beside_the_loop, respond
 from serve.openai.errors import BadRequest
 from serve.openai.generation import Choice, Generation, Piece
 from serve.openai.logprobs import completion_logprobs, prompt_logprobs
@@ -36,8 +36,7 @@ class CompletionShape:
 
     async def tokenize(self) -> list[list[int]]:
         prompts = self.request.prompts()
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await beside_the_loop(num_chars, lambda: self._encode(prompts))
+        return await beside_the_loop(sum(map(len, prompts)), lambda: self._encode(prompts))
 
     def response(self, generation: Generation) -> msgspec.Struct:
         choices = [
@@ -59,14 +58,11 @@ class CompletionShape:
         return self._completion([], usage)
 
     def _encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        encoded: list[list[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                encoded.append(self._tokenizer.encode(prompt, self.request.add_special_tokens))
-            else:
-                check_token_ids(self._tokenizer, prompt, "prompt")
-                encoded.append(prompt)
-        return encoded
+        encode, add_special_tokens = self._tokenizer.encode, self.request.add_special_tokens
+        return [
+            encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
@@ -117,7 +113,7 @@ async def create_completion(serving: Serving, request: Request) -> Response:
 def parse_completion_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionShape:
     """Return the request in a JSON body; raises BadRequest."""
     request = parse_completion(body)
-    limit = serving.settings.max_prompts
+    limit = serving.settings.max_sequences
     if (found := len(request.prompts())) > limit:
         raise BadRequest(f"prompt: wanted at most {limit} prompts, found {found}", param="prompt")
     if found * max(request.n, 1) > limit:

@@ -8,14 +8,22 @@ processes.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from serve.openai.endpoint import Parse, Serving, Shape, stream_chunks, whole_answer
-from serve.openai.errors import as_api_error
+from serve.openai.endpoint import (
+    Parse,
+    Serving,
+    Shape,
+    beside_the_loop,
+    stream_chunks,
+    whole_answer,
+)
+from serve.openai.errors import BadRequest, BodyTooLarge, as_api_error
 from serve.tokenizer import Tokenizer
 
 
@@ -38,7 +46,7 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
         RequestRefused: with the status and the body of the error.
     """
     try:
-        tokenizer, shape = _read(serving, parse, {**body, "stream": False})
+        tokenizer, shape = await _read(serving, parse, body, stream=False)
         async with asyncio.timeout(serving.settings.request_timeout_s):
             return _builtins(await whole_answer(serving, tokenizer, shape))
     except Exception as error:
@@ -54,7 +62,7 @@ async def stream(
         RequestRefused: with the status and the body of the error.
     """
     try:
-        tokenizer, shape = _read(serving, parse, {**body, "stream": True})
+        tokenizer, shape = await _read(serving, parse, body, stream=True)
         ends_at = asyncio.get_running_loop().time() + serving.settings.request_timeout_s
         async with aclosing(stream_chunks(serving, tokenizer, shape)) as chunks:
             while (chunk := await _next(chunks, ends_at)) is not None:
@@ -71,15 +79,35 @@ async def _next(
         return await anext(chunks, None)
 
 
-def _read(serving: Serving, parse: Parse, body: dict[str, Any]) -> tuple[Tokenizer, Shape]:
+async def _read(
+    serving: Serving, parse: Parse, body: dict[str, Any], *, stream: bool
+) -> tuple[Tokenizer, Shape]:
     tokenizer = serving.require_ready()
-    shape = parse(serving, tokenizer, msgspec.json.encode(body))
+    text = _encode({**_as_dict(body), "stream": stream})
+    limit = serving.settings.max_body_bytes
+    if len(text) > limit:
+        raise BodyTooLarge(f"body: wanted at most {limit} bytes, found {len(text)}")
+    shape = await beside_the_loop(len(text), lambda: parse(serving, tokenizer, text))
     serving.require_model(shape.request.model)
     return tokenizer, shape
 
 
+def _as_dict(body: object) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise BadRequest(f"body: wanted a dictionary, found {type(body).__name__}")
+    return body
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    """Return a body as JSON. msgspec would write NaN and inf as null, which means a default."""
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"body: wanted what JSON can tell, found {error}") from error
+
+
 def _builtins(chunk: msgspec.Struct) -> dict[str, Any]:
-    return dict(msgspec.to_builtins(chunk))
+    return dict(msgspec.to_builtins(chunk, str_keys=True))
 
 
 def _refused(error: Exception) -> RequestRefused:

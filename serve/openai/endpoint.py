@@ -26,7 +26,6 @@ from starlette.responses import Response
 from cluster.messages import GenerateRequest, Sampling
 from serve.openai.backend import Backend
 from serve.openai.errors import (
-    BadRequest,
     BodyTooLarge,
     NotFound,
     SlowBody,
@@ -215,7 +214,7 @@ async def _start(serving: Serving, tokenizer: Tokenizer, shape: Shape) -> Genera
     params = shape.request.sampling_params()
     prompts = await shape.tokenize()
     try:
-        samplings = [_samplings(serving, tokenizer, params, len(prompt)) for prompt in prompts]
+        samplings = [_samplings(serving, tokenizer, params, prompt) for prompt in prompts]
     except ParameterError as error:
         raise error.renamed(shape.request.spelling(error.param)) from error
     pairs = zip(prompts, samplings, strict=True)
@@ -229,15 +228,26 @@ async def _start(serving: Serving, tokenizer: Tokenizer, shape: Shape) -> Genera
 
 
 def _samplings(
-    serving: Serving, tokenizer: Tokenizer, params: SamplingParams, prompt_len: int
+    serving: Serving, tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]
 ) -> list[Sampling]:
-    return resolve(
+    settings = serving.settings
+    vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
+    samplings = resolve(
         params,
-        prompt_len=prompt_len,
-        max_model_len=serving.settings.max_model_len,
-        vocab_size=tokenizer.vocab_size,
+        prompt_len=len(prompt),
+        max_model_len=settings.max_model_len,
+        vocab_size=vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
     )
+    # A tokenizer may know tokens that its model does not, and a model may take shorter prompts.
+    least, largest = min(prompt), max(prompt)
+    if least < 0 or largest >= vocab_size:
+        wanted = f"token ids from 0 to {vocab_size - 1}"
+        raise ParameterError("prompt", wanted, least if least < 0 else largest)
+    if settings.max_prompt_len is not None and len(prompt) > settings.max_prompt_len:
+        wanted = f"at most {settings.max_prompt_len} tokens (rope_type dynamic)"
+        raise ParameterError("prompt", wanted, f"{len(prompt)} tokens")
+    return samplings
 
 
 async def whole_answer(serving: Serving, tokenizer: Tokenizer, shape: Shape) -> msgspec.Struct:
@@ -274,13 +284,3 @@ async def beside_the_loop(size: int, work: Callable[[], T]) -> T:
     if size <= MAX_INLINE_CHARS:
         return work()
     return await asyncio.to_thread(work)
-
-
-def check_token_ids(tokenizer: Tokenizer, token_ids: list[int], param: str) -> None:
-    """Raise BadRequest for the first id outside the vocabulary."""
-    size = tokenizer.vocab_size
-    for token_id in token_ids:
-        if not 0 <= token_id < size:
-            raise BadRequest(
-                f"{param}: wanted token ids from 0 to {size - 1}, found {token_id}", param=param
-            )

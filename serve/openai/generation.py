@@ -192,6 +192,6 @@ def make_choices(
 ) -> list[Choice]:
     """Return one choice per request, in order."""
     return [
-        Choice(index, request, TextStream.of(tokenizer, params))
+        Choice(index, request, TextStream.of(tokenizer, params, request.prompt_token_ids))
         for index, request in enumerate(requests)
     ]

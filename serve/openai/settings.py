@@ -16,7 +16,11 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For receiving the request, and again for answering it to the last byte."""
     retry_after_s: float = 5.0
     """What a client that comes before the pools are ready is told to wait."""
-    max_prompts: int = 1024
-    """Prompts in one completions request: each is a sequence of its own."""
+    max_sequences: int = 1024
+    """Of one request: the prompts of a completions request, each with `n` choices."""
+    vocab_size: int | None = None
+    """Token ids that the model knows; None: as many as the tokenizer."""
+    max_prompt_len: int | None = None
+    """The longest prompt whose KV the model can compute; None: any."""
     debug: bool = False
     """Whether /debug/ranks exists."""

@@ -86,6 +86,8 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"O": "4"}, "compilation.level: wanted a level from 0 to 3, found 4"),
         ({"lockstep": "maybe"}, "lockstep: wanted on or off, found 'maybe'"),
         ({"decode.data_parallel_size": "0"}, "decode.data_parallel_size: wanted a whole number"),
+        ({"decode.data_parallel_size": "-1"}, "decode.data_parallel_size: wanted a whole number"),
+        ({"kv_memory": "9" * 400}, "kv_memory: wanted less than 8 EiB, found "),
         ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
         ({"api_keys": "a"}, "api_keys: wanted nothing (API keys is not built yet)"),
         ({"watchdog_s": "0"}, "watchdog_s: wanted"),

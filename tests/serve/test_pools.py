@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,19 @@ import pytest
 from cluster.actors.rank_group import GroupReport, RankDied
 from serve import pools
 from serve.pools import Pool
+from serve.router import PoolUnavailable
+from serve.routing import LeaderRouter, Routing
 
 
 class PoolWithoutRanks:
     """Constructing a real one starts its ranks."""
 
-    check_health = Pool.check_health
-    _spawn = Pool._spawn
+    check_health, generate = Pool.check_health, Pool.generate
+    _spawn, _enter = Pool._spawn, Pool._enter
 
     def __init__(self, state: str, error: str = "") -> None:
-        self._state, self._error = state, error
+        self._is_ready = asyncio.Event()
+        self._enter(state, error)
         self._tasks: list[asyncio.Task[None]] = []
 
 
@@ -53,6 +57,39 @@ def test_a_pool_that_gave_up_says_why() -> None:
         asyncio.run(health_beside(PoolWithoutRanks("failed", "rank dp=0 tp=1 epoch=2: stuck")))
 
 
+class PoolOfOneLeader(PoolWithoutRanks):
+    """What `generate` asks for; its leader ends every request as soon as it comes."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state, "rank dp=0 tp=1 epoch=0 ended")
+        self._router = LeaderRouter(Routing.LEAST_REQUESTS, 1)
+        self._leaders = [self]
+        self._header = b""
+        self._open: dict[str, asyncio.Future[Any]] = {}
+        self.closed = False
+
+    async def send_multipart(self, frame: list[bytes]) -> None:
+        output = SimpleNamespace(finish_reason="length")
+        self._open["r"].set_result(output)
+
+
+@pytest.mark.feature("P14")
+def test_a_request_waits_a_while_for_ranks_that_are_rebuilt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refusal at once would draw all requests here, past a replica that is healthy."""
+
+    async def scenario(hold_s: float) -> str:
+        monkeypatch.setattr(pools, "HOLD_S", hold_s)
+        pool = PoolOfOneLeader("restarting")
+        asyncio.get_running_loop().call_later(0.1, pool._enter, "ready")
+        return await pool.generate("r", b"")  # type: ignore[misc]
+
+    assert asyncio.run(scenario(hold_s=30)) == "length"
+    with pytest.raises(PoolUnavailable, match="found it restarting: rank dp=0 tp=1 epoch=0 ended"):
+        asyncio.run(scenario(hold_s=0.01))
+
+
 class Group:
     """A rank group that reports once, starts as it is told, and ends at once."""
 
@@ -68,7 +105,7 @@ class Group:
 
     async def start(self) -> None:
         if self._pool is not None:
-            self._pool._state = "stopping"
+            self._pool._enter("stopping")
 
     async def stop(self) -> None:
         self.is_stopped = True
@@ -111,7 +148,8 @@ def test_ranks_of_a_group_that_ended_are_told_of_no_more(monkeypatch: pytest.Mon
     async def scenario() -> None:
         pool._spawn(pool._report())  # type: ignore[misc]
         await asyncio.sleep(0.05)
-        pool._group, pool._state = Group(1, pool), "restarting"
+        pool._group = Group(1, pool)
+        pool._enter("restarting")
         await asyncio.sleep(0.05)
         pool._tasks[0].cancel()
 

@@ -149,3 +149,14 @@ def test_a_call_that_returns_without_a_last_output_is_a_loss(
     monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
     found, _, _ = serve(lambda mailbox: "length", finish)
     assert [o.token_ids for o in found] == [[7]]
+
+
+def cancel(mailbox: Mailbox) -> Any:
+    mailbox.put(output([5]), "engine")
+    raise asyncio.CancelledError
+
+
+def test_a_call_that_somebody_else_cancelled_is_a_loss() -> None:
+    found, pool, _ = serve(cancel, lambda mailbox: finish(mailbox, position=1))
+    assert [o.token_ids for o in found] == [[5], [7]]
+    assert [s.request.output_token_ids for s in pool.submitted] == [[], [5]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
@@ -67,6 +67,7 @@ def stream(
     include_stop: bool = False,
     skip_special_tokens: bool = True,
     cuts: random.Random | None = None,
+    prompt: Sequence[int] = (),
 ) -> tuple[list[str], str | None, int]:
     """Push in pieces; return the deltas, the stop string, and how many tokens were used."""
     text = TextStream(
@@ -74,6 +75,7 @@ def stream(
         stop=stop or [],
         include_stop=include_stop,
         skip_special_tokens=skip_special_tokens,
+        prompt_token_ids=prompt,
     )
     deltas: list[str] = []
     num_used = 0
@@ -107,6 +109,35 @@ def test_deltas_of_any_tokens_are_the_whole_decoding(
     token_ids = data.draw(st.lists(IDS[name], max_size=40))
     deltas, _, _ = stream(tokenizer, token_ids, skip_special_tokens=skip, cuts=seed)
     assert "".join(deltas) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@BOTH
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), seed=st.randoms(use_true_random=False), skip=st.booleans())
+def test_deltas_are_what_any_tokens_add_to_any_prompt(
+    name: str, data: st.DataObject, seed: random.Random, skip: bool
+) -> None:
+    """But for a prompt that ends within a character, which the first tokens may complete."""
+    tokenizer = TOKENIZERS[name]
+    prompt = data.draw(st.lists(IDS[name], max_size=12))
+    token_ids = data.draw(st.lists(IDS[name], max_size=20))
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    whole = tokenizer.decode([*prompt, *token_ids], skip_special_tokens=skip)
+    assume(not prompt or not tokenizer.is_byte_fallback(prompt[-1]))
+    assume(whole.startswith(before) and not before.endswith("�"))
+    deltas, _, _ = stream(tokenizer, token_ids, skip_special_tokens=skip, cuts=seed, prompt=prompt)
+    assert "".join(deltas) == whole[len(before) :]
+
+
+def test_a_word_behind_a_prompt_keeps_its_space_and_a_stop_string_finds_it() -> None:
+    tokenizer = TOKENIZERS["sentence_piece"]
+    word, ll, o, byte = (tokenizer._rust.token_to_id(t) for t in ("▁he", "ll", "o", "<0xC3>"))
+    prompt, ids = [word], [word, ll, o]
+    assert stream(tokenizer, ids)[0][0] == "he"
+    assert stream(tokenizer, ids, prompt=prompt)[0][0] == " he"
+    # What the output may go on with is no context, what stands before it is.
+    assert stream(tokenizer, ids, prompt=[*prompt, byte])[0][0] == " he"
+    assert stream(tokenizer, ids, prompt=prompt, stop=[" he"])[:2] == ([""], " he")
 
 
 @BOTH

@@ -233,7 +233,7 @@ def test_without_names_no_template_is_taken(api: Callable[..., Api]) -> None:
 @pytest.mark.feature("R11")
 @pytest.mark.parametrize(
     "name",
-    ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "return_dict"],
+    ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"],
 )
 def test_template_kwargs_are_variables_only(api: Callable[..., Api], name: str) -> None:
     made = api(TEMPLATES["chatml"])

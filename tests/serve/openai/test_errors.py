@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,9 +13,10 @@ import msgspec
 import openai
 import pytest
 
-from serve.openai import endpoint
+from serve.openai import chat, completions, direct, endpoint
 from serve.openai.app import ApiSettings, build_app
 from serve.openai.backend import Overloaded
+from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving
 from serve.openai.errors import MAX_MESSAGE_CHARS
 from serve.tokenizer import Tokenizer
@@ -428,3 +430,102 @@ def test_official_client_raises_its_own_errors(
             model=model, prompt="a", temperature=-1.0 if status == 400 else 1.0
         )
     assert isinstance(raised.value.body, dict) and raised.value.body["code"] == status
+
+
+@pytest.mark.parametrize(
+    ("limit", "path", "body", "param", "message"),
+    [
+        ({"vocab_size": 9}, TEXT, {"prompt": [1, 9]}, "prompt", "token ids from 0 to 8, found 9"),
+        ({"vocab_size": 9}, TEXT, {"prompt": "the cat"}, "prompt", "token ids from 0 to 8"),
+        ({"vocab_size": 9}, CHAT, {"messages": HI}, "messages", "token ids from 0 to 8"),
+        (
+            {"vocab_size": 99},
+            TEXT,
+            {"prompt": [1], "logit_bias": {"99": 1}},
+            "logit_bias",
+            "0 to 98, found 99",
+        ),
+        ({"max_prompt_len": 3}, TEXT, {"prompt": [1] * 4}, "prompt", "at most 3 tokens"),
+        ({"max_sequences": 3}, TEXT, {"prompt": ["a"] * 4}, "prompt", "at most 3 prompts, found 4"),
+        ({"max_sequences": 3}, TEXT, {"prompt": "a", "n": 4}, "n", "at most 3"),
+        ({"max_sequences": 3}, CHAT, {"messages": HI, "n": 4}, "n", "at most 3, found 4"),
+    ],
+)
+def test_what_only_the_engine_would_refuse_is_the_clients_mistake_too(
+    backend: Any,
+    tokenizer: Tokenizer,
+    limit: dict[str, int],
+    path: str,
+    body: dict[str, Any],
+    param: str,
+    message: str,
+) -> None:
+    settings = ApiSettings(served_model_name="m", max_model_len=256, **limit)
+    app = build_app(Serving(settings, backend, lambda: tokenizer))
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, json=body)
+
+    assert message in error_of(asyncio.run(send()), 400, "invalid_request_error", param)
+    assert not backend.requests
+
+
+def test_work_on_the_loop_is_bounded_whatever_a_prompt_is_made_of(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    async def noted(size: int, work: Any) -> Any:
+        sizes.append(size)
+        return work()
+
+    for module in (endpoint, chat, completions):
+        monkeypatch.setattr(module, "beside_the_loop", noted)
+    call("POST", TEXT, json={"prompt": [1] * 3000})
+    call("POST", CHAT, json={"messages": [{"role": "user", "content": ""}] * 300})
+    assert len(sizes) == 4 and min(sizes) > endpoint.MAX_INLINE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "a", "temperature": math.nan}, 400, "body: wanted what JSON can tell"),
+        ({"prompt": "a", "top_p": math.inf}, 400, "body: wanted what JSON can tell"),
+        ({"prompt": "a", "stop": object()}, 400, "object is not JSON serializable"),
+        ({"prompt": "\ud800"}, 400, "body: wanted JSON"),
+        ([], 400, "body: wanted a dictionary, found list"),
+        ({"prompt": "a" * 20_001}, 413, "body: wanted at most 20000 bytes"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_bodies_of_handle_calls_are_refused_as_over_http(
+    settings: ApiSettings,
+    backend: Any,
+    tokenizer: Tokenizer,
+    body: Any,
+    status: int,
+    message: str,
+    streamed: bool,
+) -> None:
+    serving = Serving(settings, backend, lambda: tokenizer)
+
+    async def ask() -> Any:
+        if streamed:
+            return [c async for c in direct.stream(serving, parse_completion_shape, body)]
+        return await direct.answer(serving, parse_completion_shape, body)
+
+    with pytest.raises(direct.RequestRefused, match=message) as caught:
+        asyncio.run(ask())
+    assert caught.value.status == status and not backend.requests
+
+
+def test_answers_to_handle_calls_have_the_keys_of_http(
+    call: Any, settings: ApiSettings, backend: Any, tokenizer: Tokenizer
+) -> None:
+    serving = Serving(settings, backend, lambda: tokenizer)
+    body = {"prompt": "the cat", "prompt_logprobs": 1, "temperature": 0}
+    found = asyncio.run(direct.answer(serving, parse_completion_shape, body))
+    answer = call("POST", TEXT, json=body).json()
+    assert found["choices"] == answer["choices"]
