@@ -127,6 +127,17 @@ def _capture_sizes(config: CompilationConfig, around: _Surroundings) -> Compilat
     if is_asked and around.is_captured:
         most = f"{around.limits.max_decode_seqs} decoding sequences"
         _warn_dropped(_sizes_field(config), dropped, most)
+    largest, most_seqs = max(kept, default=0), around.limits.max_decode_seqs
+    is_full = _wanted_mode(config, around.preset).has_full_cudagraphs()
+    if is_full and not is_asked and largest < most_seqs:
+        log.warning(
+            "compilation.cuda_graph_sizes: steps in which %d to %d sequences decode have no graph "
+            "of their own: the largest size up to max_num_seqs=%d is %d",
+            largest + 1,
+            most_seqs,
+            most_seqs,
+            largest,
+        )
     return replace(config, graph_bs=kept)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.adjust import Adjustments, adjust_logits
+from model.adjust import Adjustments, Penalties, adjust_logits
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,36 @@ class SamplerOutput:
     """int64 [B, K], likeliest first."""
     top_logprobs: torch.Tensor | None
     """float32 [B, K]"""
+
+
+def hungriest_sampling(num_rows: int, vocab_size: int, device: torch.device) -> SamplingTensors:
+    """Return what takes the most memory: every rule and every filter for every row."""
+    ones, shape = torch.ones(num_rows, device=device), (num_rows, vocab_size)
+    return SamplingTensors(
+        temperature=ones,
+        top_k=torch.full((num_rows,), vocab_size, device=device),
+        top_p=ones / 2,
+        min_p=ones / 2,
+        uniform=ones.double() / 2,
+        num_logprobs=0,
+        all_greedy=False,
+        any_top_k=True,
+        any_top_p=True,
+        any_min_p=True,
+        adjustments=Adjustments(
+            rows=torch.arange(num_rows, device=device),
+            bias=torch.zeros(shape, device=device),
+            is_stop=torch.zeros(shape, dtype=torch.bool, device=device),
+            is_before_min_tokens=torch.ones(num_rows, dtype=torch.bool, device=device),
+            penalties=Penalties(
+                presence=ones,
+                frequency=ones,
+                repetition=ones,
+                output_counts=torch.zeros(shape, dtype=torch.int32, device=device),
+                is_in_prompt=torch.zeros(shape, dtype=torch.bool, device=device),
+            ),
+        ),
+    )
 
 
 def sample(logits: torch.Tensor, tensors: SamplingTensors) -> SamplerOutput:

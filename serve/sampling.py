@@ -28,6 +28,10 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's and vLLM's; less where the prompt leaves less room."""
 MAX_BIAS = 100
 """OpenAI's bound; it decides against or for a token."""
+MAX_TEMPERATURE = 1e6
+"""Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
+MAX_REPETITION = 1e3
+"""Logits times or divided by so much are still finite."""
 MAX_PENALTY = 2
 """OpenAI's bound on presence and frequency penalty."""
 _SEED_MASK = 2**64 - 1
@@ -87,7 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, "a finite number from 0 up", 0, math.inf)
+        wanted = f"a number from 0 to {MAX_TEMPERATURE:g}"
+        _check_number("temperature", self.temperature, wanted, 0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, "a number above 0 and at most 1", 0, 1)
         _require(self.top_p > 0, "top_p", "a number above 0 and at most 1", self.top_p)
         _check_int("top_k", self.top_k, "-1, 0 (both keep all) or a count", -1, 2**31 - 1)
@@ -138,6 +143,10 @@ def resolve(
     _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     eos = () if params.ignore_eos else tuple(eos_token_ids)
+    if params.min_tokens and params.allowed_token_ids:
+        is_left = not set(params.allowed_token_ids) <= {*params.stop_token_ids, *eos}
+        wanted = "a token that may come before min_tokens, which no stop token may"
+        _require(is_left, "allowed_token_ids", wanted, params.allowed_token_ids[:8])
     first = Sampling(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0),
@@ -226,9 +235,9 @@ def _check_penalties(params: SamplingParams) -> None:
     wanted = f"a number from -{MAX_PENALTY} to {MAX_PENALTY}"
     for name in ("presence_penalty", "frequency_penalty"):
         _check_number(name, getattr(params, name), wanted, -MAX_PENALTY, MAX_PENALTY)
-    name, wanted, value = "repetition_penalty", "a number above 0", params.repetition_penalty
-    _check_number(name, value, wanted, 0, math.inf)
-    _require(value > 0, name, wanted, value)
+    least, most = 1 / MAX_REPETITION, MAX_REPETITION
+    wanted = f"a number from {least:g} to {most:g}"
+    _check_number("repetition_penalty", params.repetition_penalty, wanted, least, most)
 
 
 def _check_logit_bias(logit_bias: object) -> None:

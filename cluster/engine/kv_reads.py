@@ -24,6 +24,9 @@ CHUNK_BYTES = 8 << 20
 """Bytes of one copy or one answer; a cancelled read stops between two of them."""
 ANSWER_TIMEOUT_S = 5.0
 """A holder that is silent for so long is taken for dead: its thread does nothing but answer."""
+LOST_AFTER_S = 60.0
+"""A call that is not answered for so long, while others are, was lost on its way: longer than the
+chunks of all reads that an engine starts at once take on a slow network."""
 
 
 class ReadTransport(Protocol):
@@ -59,7 +62,8 @@ class _Read:
     num_asked: int = 0
     has_started: bool = False
     is_cancelled: bool = False
-    answer_by: float = float("inf")
+    asked_at: float = float("inf")
+    """When the call was sent that is not answered yet."""
     error: str = ""
 
 
@@ -83,6 +87,8 @@ class KVReads:
         self._clock = clock
         self._reads: dict[str, _Read] = {}
         self._by_ticket: dict[tuple[KVSource, int], _Read] = {}
+        self._heard_at: dict[KVSource, float] = {}
+        """When a holder last answered whatever it was asked."""
         self._finished: list[KVReadResult] = []
         self.bytes_received = 0
         """Bytes copied in reads that were believed."""
@@ -121,7 +127,8 @@ class KVReads:
             self._forget(read)
 
     def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
-        """Take a holder's answer; one to a read that is over is ignored."""
+        """Take a holder's answer; to a read that is over it only tells that the holder lives."""
+        self._heard_at[source] = self._clock()
         read = self._by_ticket.get((source, answer.ticket))
         if read is None:
             return
@@ -135,21 +142,28 @@ class KVReads:
             self._finish(read)
 
     def on_tick(self) -> None:
-        """Renew the leases that are due and give up on holders that are silent."""
+        """Renew the leases that are due and give up on holders that are silent.
+
+        A holder that answers others is not silent: many reads that start at once wait for one
+        another's bytes.
+        """
         now = self._clock()
         for read in list(self._reads.values()):
-            if now >= read.answer_by:
-                where = read.source.address
-                read.error = f"kv source {where}: no answer for {ANSWER_TIMEOUT_S:g} s"
+            if now >= self._answer_by(read):
+                is_silent = now >= self._silent_at(read)
+                after_s = ANSWER_TIMEOUT_S if is_silent else LOST_AFTER_S
+                read.error = f"kv source {read.source.address}: no answer for {after_s:g} s"
                 self._finish(read)
-                self._transport.forget(read.source)
+                if is_silent:
+                    self._heard_at.pop(read.source, None)
+                    self._transport.forget(read.source)
             elif now >= read.renew_at:
                 read.renew_at = now + read.handoff.lease_s / 3
                 self._transport.send(read.source, KVRenew(read.handoff.ticket))
 
     def next_deadline(self) -> float | None:
         """Return when `on_tick` has something to do, by the clock."""
-        times = [min(read.renew_at, read.answer_by) for read in self._reads.values()]
+        times = [min(read.renew_at, self._answer_by(read)) for read in self._reads.values()]
         return min(times, default=None)
 
     def take_finished(self) -> list[KVReadResult]:
@@ -199,7 +213,15 @@ class KVReads:
 
     def _await_answer(self, read: _Read, call: KVCall) -> None:
         self._transport.send(read.source, call)
-        read.answer_by = self._clock() + ANSWER_TIMEOUT_S
+        read.asked_at = self._clock()
+
+    def _answer_by(self, read: _Read) -> float:
+        """Return when a read ends without an answer."""
+        return min(self._silent_at(read), read.asked_at + LOST_AFTER_S)
+
+    def _silent_at(self, read: _Read) -> float:
+        """Return when its holder is taken for dead."""
+        return max(read.asked_at, self._heard_at.get(read.source, 0.0)) + ANSWER_TIMEOUT_S
 
     def _finish(self, read: _Read) -> None:
         self._forget(read)

@@ -51,6 +51,7 @@ from compile.graphs import GraphPools
 from compile.wrapper import wrap_forward
 from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
+from model.sampler import hungriest_sampling, sample
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
@@ -156,6 +157,8 @@ class StepForward:
     def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
         """Run the largest step on padding; return the bytes of a CUDA device that it needs.
 
+        Every row is sampled by every rule and filter, whose tables stay once one is asked for.
+
         They are given back: trials of graphs give back what the allocator keeps, at any time.
         """
         device = self._inputs.device
@@ -169,11 +172,14 @@ class StepForward:
         batch = self._inputs.dummy(max_num_tokens, 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             hidden = self._call(batch.input_ids, batch.positions)
-        self._model.compute_logits(hidden[: self._inputs.max_num_seqs])
+        logits = self._model.compute_logits(hidden[: self._inputs.max_num_seqs])
+        if logits is not None:
+            num_rows, vocab_size = logits.shape
+            sample(logits, hungriest_sampling(num_rows, vocab_size, device))
         self._synchronize()
         if not is_on_cuda:
             return 0
-        del hidden
+        del hidden, logits
         needed = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
         return needed

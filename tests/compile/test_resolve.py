@@ -58,6 +58,31 @@ def test_the_fused_norm_is_used_where_inductor_fuses_nothing() -> None:
     assert resolve(given, LIMITS).passes == given.passes
 
 
+@pytest.mark.parametrize(
+    ("given", "mode", "most", "warned"),
+    [
+        ({}, DECODE_ONLY, 12, "steps in which 9 to 12 sequences decode have no graph"),
+        ({}, BOTH, 100, "steps in which 97 to 100 sequences decode have no graph"),
+        ({}, DECODE_ONLY, 64, ""),
+        ({}, PIECEWISE, 12, ""),  # pieces are captured for counts of tokens
+        ({}, NONE, 12, ""),
+        ({"cudagraph_capture_sizes": (4, 8)}, DECODE_ONLY, 12, ""),  # as asked
+        ({"cuda_graph_sizes": (8,)}, DECODE_ONLY, 12, ""),
+    ],
+)
+def test_the_fullest_steps_without_a_graph_are_told(
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, tuple[int, ...]],
+    mode: CUDAGraphMode,
+    most: int,
+    warned: str,
+) -> None:
+    config = CompilationConfig(level=3, cudagraph_mode=mode, **given)
+    resolved = resolve(config, StepLimits(most, 4096))
+    assert resolve(resolved, StepLimits(most, 4096)) == resolved
+    assert [warned in line for line in warnings_of(caplog)] == [True] * bool(warned)
+
+
 # --- mode ---------------------------------------------------------------------------------------
 
 

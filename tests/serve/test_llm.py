@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from cluster.rank import forward
+from model.sampler import SamplerOutput, SamplingTensors, sample
 from serve.llm import LLM, SamplingParams
 
 
@@ -56,3 +59,24 @@ def test_stop_strings_and_stop_tokens_are_told_apart(llm: LLM) -> None:
     assert by_token.outputs[0].stop_reason == token
     [by_eos] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=30))
     assert (by_eos.outputs[0].finish_reason, by_eos.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_the_step_that_memory_is_measured_by_samples_every_row_by_every_rule(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the KV cache takes what it leaves; on a CPU it is run, and measures nothing."""
+    seen: list[tuple[tuple[int, ...], SamplerOutput]] = []
+
+    def noted(logits: torch.Tensor, tensors: SamplingTensors) -> SamplerOutput:
+        assert tensors.adjustments is not None and tensors.adjustments.penalties is not None
+        assert not tensors.all_greedy
+        assert tensors.any_top_k and tensors.any_top_p and tensors.any_min_p
+        seen.append((tuple(logits.shape), sample(logits, tensors)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(forward, "sample", noted)
+    limits = llm.config.scheduler
+    assert llm.runner.forward.run_largest(limits.max_num_batched_tokens) == 0
+    [(shape, output)] = seen
+    assert shape == (limits.max_num_seqs, llm.runner.model_config.vocab_size)
+    assert output.logprobs is not None and output.logprobs.isfinite().all()

@@ -33,6 +33,7 @@ def resolve_all(
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 1e39),  # infinite in float32
         ("temperature", "hot"),
         ("temperature", True),
         ("top_p", 0),
@@ -69,6 +70,8 @@ def resolve_all(
         ("frequency_penalty", None),
         ("repetition_penalty", 0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-38),  # logits divided by it would be infinite
+        ("repetition_penalty", 1e39),
         ("logit_bias", {1: 100.5}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {"1": 1}),
@@ -138,6 +141,19 @@ def test_rules_are_sent_only_where_they_change_something() -> None:
 def test_token_outside_of_the_vocabulary_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=f"^{name}: wanted token ids from 0 to 49, found 50"):
         resolved(SamplingParams(**{name: value}))
+
+
+def test_tokens_that_may_come_are_not_all_stop_tokens_before_min_tokens() -> None:
+    message = "^allowed_token_ids: wanted a token that may come before min_tokens"
+    for given in ({"stop_token_ids": [7]}, {}):  # 7, or the end of text
+        allowed = given.get("stop_token_ids", [2, 3])
+        with pytest.raises(ParameterError, match=message):
+            resolved(SamplingParams(min_tokens=3, allowed_token_ids=allowed, **given))
+        assert resolved(SamplingParams(allowed_token_ids=allowed, **given)).rules is not None
+        two = [*allowed, 8]
+        assert resolved(SamplingParams(min_tokens=3, allowed_token_ids=two, **given))
+    ignoring = SamplingParams(min_tokens=3, allowed_token_ids=[2, 3], ignore_eos=True)
+    assert resolved(ignoring).stop_token_ids == ()
 
 
 def test_choices_differ_in_their_seeds_and_ask_once_for_the_prompt() -> None:
