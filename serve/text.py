@@ -16,6 +16,7 @@ from serve.tokenizer import Tokenizer
 
 NUM_PROMPT_TOKENS = 5
 """Of a prompt with text, what tells how the first output token is written."""
+MAX_UTF8_BYTES = 4
 
 
 class TextDelta(NamedTuple):
@@ -193,8 +194,9 @@ class WindowDetokenizer:
     """For all other vocabularies: decodes the last tokens with and without the new ones.
 
     The tokens of the previous delta, at first the prompt's last ones, stay as context, since a
-    token that opens a text may lose its leading space. A run of byte-fallback tokens waits for its
-    end: one invalid byte turns the whole run, characters included, into U+FFFD.
+    token that opens a text may lose its leading space. A run of byte-fallback tokens is text as
+    soon as they make a character. From the first byte that makes none each is U+FFFD, to the end
+    of the run; decoding all at once would turn the characters before it into U+FFFD as well.
     """
 
     def __init__(
@@ -205,6 +207,25 @@ class WindowDetokenizer:
         self._token_ids = self._end_of(prompt_token_ids)
         self._num_context = len(self._token_ids)
         self._context = self._decode()
+        self._bytes: list[int] = []
+        """Byte-fallback tokens that make no character yet."""
+
+    def step(self, token_id: int) -> str:
+        # Tokens without text would let the window grow, and each step decodes all of it.
+        if self._has_no_text(token_id):
+            return ""
+        if self._tokenizer.is_byte_fallback(token_id):
+            self._bytes.append(token_id)
+            return self._take_bytes() if self._is_character() else ""
+        broken = self._take_bytes()
+        self._token_ids.append(token_id)
+        text = self._decode()
+        if len(text) <= len(self._context) or not text.startswith(self._context):
+            return broken
+        return broken + self._advance(text)
+
+    def flush(self) -> str:
+        return self._take_bytes() + self._advance(self._decode())
 
     def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
@@ -224,27 +245,36 @@ class WindowDetokenizer:
     def _has_no_text(self, token_id: int) -> bool:
         return token_id in self._skipped or self._tokenizer.token(token_id) is None
 
-    def step(self, token_id: int) -> str:
-        # Tokens without text would let the window grow, and each step decodes all of it.
-        if self._has_no_text(token_id):
-            return ""
-        self._token_ids.append(token_id)
-        if self._tokenizer.is_byte_fallback(token_id):
-            return ""
-        text = self._decode()
-        if len(text) <= len(self._context) or not text.startswith(self._context):
-            return ""
-        return self._advance(text)
+    def _is_character(self) -> bool:
+        """Tell whether the bytes that wait make a character."""
+        if len(self._bytes) > MAX_UTF8_BYTES:
+            return False
+        try:
+            b"".join(map(self._tokenizer.token_bytes, self._bytes)).decode()
+        except UnicodeDecodeError:
+            return False
+        return True
 
-    def flush(self) -> str:
-        return self._advance(self._decode())
+    def _take_bytes(self) -> str:
+        """Return the text of the bytes that wait: a character, or U+FFFD for each."""
+        if not self._bytes:
+            return ""
+        before = self._advance(self._decode())
+        is_broken = not self._is_character()
+        if is_broken:  # what belongs to a character of the same run must not be decoded with them
+            self._token_ids, self._num_context, self._context = [], 0, ""
+        self._token_ids += self._bytes
+        self._bytes = []
+        return before + self._advance(self._decode())
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._token_ids, skip_special_tokens=False)
 
     def _advance(self, text: str) -> str:
+        """Return what `text` adds to the context; the tokens of that are the next context."""
         delta = text[len(self._context) :]
-        self._token_ids = self._token_ids[self._num_context :]
-        self._num_context = len(self._token_ids)
-        self._context = self._decode()
+        if self._num_context < len(self._token_ids):
+            self._token_ids = self._token_ids[self._num_context :]
+            self._num_context = len(self._token_ids)
+            self._context = self._decode()
         return delta
