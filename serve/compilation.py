@@ -12,7 +12,13 @@ from typing import Any
 
 from cluster.config import ConfigError, SchedulerConfig
 from compile.aliases import fields_of
-from compile.config import FIELDS, CompilationConfig, CompilationConfigError, CompilationLevel
+from compile.config import (
+    FIELDS,
+    CompilationConfig,
+    CompilationConfigError,
+    CompilationLevel,
+    CUDAGraphMode,
+)
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.validate import read_json
 
@@ -68,6 +74,19 @@ def resolved(
     limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     with _as_argument():
         return resolve(asked, limits, preset=PRESETS[pool], enforce_eager=enforce_eager)
+
+
+def check_warmups(config: CompilationConfig) -> None:
+    """Refuse captures on a GPU without an eager run before them.
+
+    A kernel's first run may build it, and allocate what the library keeps: neither may be captured.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    for field in ("num_warmups_full", "num_warmups_piecewise"):
+        if config.graph_mode is not CUDAGraphMode.NONE and getattr(config, field) < 1:
+            raise ConfigError(f"compilation.{field}", "at least 1 with device=cuda", 0)
 
 
 def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from cluster.messages import PROTOCOL_VERSION
 from model.config import ModelConfig, ModelError
 from serve.compilation import (
     as_object,
+    check_warmups,
     given_fields,
     refuse_speculation,
     resolved,
@@ -364,6 +365,8 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
     if threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     engine = replace(engine, threads=threads)
+    if engine.device == "cuda":
+        check_warmups(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
     num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)

@@ -93,6 +93,10 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"watchdog_s": "0"}, "watchdog_s: wanted"),
         ({"watchdog_s": "inf"}, "watchdog_s: wanted"),
         ({"compilation.sealed": "off"}, "compilation.sealed: wanted one of warn, strict, found"),
+        (
+            {"device": "cuda", "compilation.num_warmups_full": "0"},
+            "compilation.num_warmups_full: wanted at least 1 with device=cuda, found 0",
+        ),
         ({"compilation.colour": "1"}, "compilation.colour: wanted one of level, use_cudagraph, "),
         ({"decode": {"replicas": 2}, "decode.replicas": "2"}, "decode.replicas: wanted one value"),
         ({"O": "0", "compilation.level": "0"}, "compilation.level: wanted one value, found"),
