@@ -89,5 +89,7 @@ def _acquire(descriptor: int, deadline: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
+        except OSError:  # a filesystem without locks
+            return False
         else:
             return True

@@ -141,6 +141,8 @@ class DeployConfig:
     request_timeout_s: float
     max_body_bytes: int
     debug: bool = False
+    is_device_guessed: bool = False
+    """`device` was auto: what was found is true of the machine that `deploy` ran on."""
 
     @property
     def max_model_len(self) -> int:
@@ -195,6 +197,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
         max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
         debug=args.debug,
+        is_device_guessed=args.device == "auto",
     )
 
 
@@ -254,6 +257,9 @@ def parse_bytes(field: str, value: int | str) -> int:
 
 
 MAX_BYTES = 1 << 63
+MAX_WHOLE_BYTES = 16 << 20
+NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
+"""Of a file of weights, from its first byte to its last."""
 _MISSING = object()
 _ALIASES = {
     "O": ("compilation", "level"),
@@ -424,7 +430,7 @@ def _model(args: DeployArgs) -> tuple[Path, ModelConfig]:
     if not (path / "config.json").is_file():
         raise ConfigError("model", "a directory with config.json and safetensors", str(path))
     try:
-        return path.resolve(), ModelConfig.from_dir(path)
+        return path.absolute(), ModelConfig.from_dir(path)
     except ModelError as error:
         raise ConfigError("model", "a checkpoint that Lockstep can serve", str(error)) from None
 
@@ -476,7 +482,7 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
 
     Of compilation it is what was asked of all pools: each resolves that by itself.
     """
-    content = (Path(engine.model_path) / "config.json").read_bytes()
+    content = _fingerprint(Path(engine.model_path))
     facts = (
         PROTOCOL_VERSION,
         engine.dtype,
@@ -487,3 +493,24 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
         shared_facts(args.compilation),
     )
     return hashlib.sha256(content + repr(facts).encode()).hexdigest()[:16]
+
+
+def _fingerprint(model_path: Path) -> bytes:
+    """Return a digest of a checkpoint: of small files whole, of weights the size and samples.
+
+    Two that were trained on from the same one differ in their weights, mostly in all of them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(model_path.iterdir()):
+        if path.suffix not in (".json", ".jinja", ".safetensors") or not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            if size <= MAX_WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            for i in range(NUM_SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()

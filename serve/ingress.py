@@ -21,7 +21,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from cluster.actors.placement import PLACEMENT_TIMEOUT_S, free_resources, rank_bundles
-from cluster.actors.status_board import create_board
+from cluster.actors.status_board import OUTDATED, create_board
+from cluster.config import ConfigError
 from cluster.messages import EngineOutput, GenerateRequest, header_bytes
 from serve.config import DeployConfig
 from serve.openai import direct
@@ -49,11 +50,12 @@ DEBUG_TIMEOUT_S = 3.0
 class _Pools:
     """Deployment handles as the router wants them."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, config_hash: str) -> None:
         self._handle = handle
+        self._config_hash = config_hash
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        return self._handle.generate.remote(request_id, frame)
+        return self._handle.generate.remote(request_id, frame, self._config_hash)
 
 
 @ray_serve.ingress()
@@ -65,11 +67,13 @@ class Ingress:
         self, config: DeployConfig, handles: dict[str, DeploymentHandle]
     ) -> None:
         self._config = config
+        _check_device(config)
         self._late_at = self._complain_at = time.monotonic() + PLACEMENT_TIMEOUT_S
         self._board = self._new_board()
         self._tokens = TokenSocket(ray.util.get_node_ip_address(), header_bytes(config.config_hash))
         self._router = Router(
-            {name: _Pools(handle) for name, handle in handles.items()}, self._tokens
+            {name: _Pools(handle, config.config_hash) for name, handle in handles.items()},
+            self._tokens,
         )
         self._max_live = config.max_running + config.max_queued_requests
         self._num_live = 0
@@ -190,11 +194,12 @@ class Ingress:
 
     async def _snapshot(self) -> dict[str, Any]:
         """Return the board's; a board of an ingress that was replaced dies with it."""
+        config_hash = self._config.config_hash
         try:
-            return dict(await self._board.snapshot.remote())
+            return dict(await self._board.snapshot.remote(config_hash))
         except ray.exceptions.RayActorError:
             self._board = self._new_board()
-            return dict(await self._board.snapshot.remote())
+            return dict(await self._board.snapshot.remote(config_hash))
 
     def _new_board(self) -> Any:
         app_name = ray_serve.get_replica_context().app_name
@@ -204,7 +209,8 @@ class Ingress:
         """Tell of pools with fewer replicas than wanted; after a while also what they wait for."""
         missing: list[dict[str, Any]] = []
         for pool in self._config.pools:
-            placed = len(found.get(pool.name, {"replicas": []})["replicas"])
+            replicas = found.get(pool.name, {"replicas": []})["replicas"]
+            placed = sum(replica["state"] != OUTDATED for replica in replicas)
             if placed == pool.replicas:
                 continue
             what = f"{pool.name}: replicas"
@@ -236,6 +242,18 @@ class Ingress:
                 loading = [{"what": what, "done": 0, "total": 1}]
                 self._status = {**self._status, "status": "degraded", "loading": loading}
             await asyncio.sleep(POLL_PERIOD_S)
+
+
+def _check_device(config: DeployConfig) -> None:
+    """Refuse to serve on CPUs because the machine that deploys is the one without a GPU.
+
+    Raises:
+        ConfigError: `device` was not given, and the cluster has GPUs.
+    """
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    if config.is_device_guessed and num_gpus and config.pools[0].engine.device == "cpu":
+        wanted = f"cpu or cuda (there is no GPU where deploy ran, and {num_gpus:g} in the cluster)"
+        raise ConfigError("device", wanted, "auto")
 
 
 async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from cluster.messages import (
     encode,
     header_bytes,
 )
+from cluster.rank.contexts import keep_alive
 from serve.config import PoolConfig
 from serve.router import PoolUnavailable
 from serve.routing import LeaderRouter, Routing
@@ -40,8 +41,11 @@ log = logging.getLogger("lockstep.pool")
 MAX_FAILED_STARTS = 3
 """In a row; then what is wrong is not that a rank died."""
 HOLD_S = 5.0
-"""A request waits so long for ranks that are being rebuilt. Refused at once, it would leave this
-replica the one with the fewest open calls, to which Serve sends the next, beside a healthy one."""
+"""A request that cannot run here waits so long, for ranks that are being rebuilt mostly. Refused at
+once, it would leave this replica the one with the fewest open calls, to which Serve sends the next,
+beside one that is healthy."""
+STUCK_AFTER_S = 3.0
+"""A group whose ranks have not all answered for so long is called stuck."""
 REPORT_PERIOD_S = 0.1
 """Figures of `/ready` are at most half a second old: a push and a poll fit into that."""
 
@@ -79,21 +83,30 @@ class Pool:
         host = ray.util.get_node_ip_address()
         self._ends = self._zmq.socket(zmq.PULL)
         self._ends.rcvhwm = 0
+        keep_alive(self._ends)
         self._ends_address = f"tcp://{host}:{self._ends.bind_to_random_port(f'tcp://{host}')}"
         await self._connect()
         self._spawn(self._receive_ends())
         self._spawn(self._watch_group())
         self._enter("ready")
 
-    async def generate(self, request_id: str, frame: bytes) -> str:
+    async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
         """Submit a request and return its finish reason when its engine is done with it.
 
         Cancelling the call aborts the request.
 
+        Args:
+            config_hash: of the caller's deployment. While one replaces another, replicas of both
+                are called, and what one's engine produced the other's ingress drops.
+
         Raises:
-            PoolUnavailable: the ranks are being rebuilt, and `HOLD_S` was not enough.
+            PoolUnavailable: the ranks are being rebuilt, and `HOLD_S` was not enough; or the
+                caller is of another deployment.
             RankDied: the group ended.
         """
+        if config_hash != self._config_hash:
+            await asyncio.sleep(HOLD_S)
+            raise PoolUnavailable(f"config_hash: wanted {self._config_hash}, found {config_hash}")
         if not self._is_ready.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_ready.wait(), HOLD_S)
@@ -141,6 +154,7 @@ class Pool:
         for inbox in self._group.inboxes:
             leader = self._zmq.socket(zmq.PUSH)
             leader.sndhwm = 0
+            keep_alive(leader)
             leader.connect(inbox)
             await leader.send_multipart([self._header, encode(Watch(self._ends_address))])
             self._leaders.append(leader)
@@ -222,18 +236,20 @@ class Pool:
     async def _report(self) -> None:
         """Push this replica's figures to the board for as long as it lives."""
         reported, group = self._group, GroupReport([], [])
+        clock = asyncio.get_running_loop().time
+        answered_at = clock()
         while True:
-            is_answered = True
             if self._group is not reported:  # the ranks of the one before are dead
                 reported, group = self._group, GroupReport([], [])
-            try:
+                answered_at = clock()
+            with suppress(TimeoutError, ray.exceptions.RayError):
                 group = await reported.report()
-            except (TimeoutError, ray.exceptions.RayError):
-                is_answered = False
+                answered_at = clock()
             # Loading imports torch, which keeps a rank from answering for seconds.
-            state = "stuck" if self._state == "ready" and not is_answered else self._state
+            is_stuck = self._state == "ready" and clock() - answered_at > STUCK_AFTER_S
+            state = "stuck" if is_stuck else self._state
             name, replica_id = self._pool.name, self._replica_id
-            report = ReplicaReport(name, replica_id, state, group, self._error)
+            report = ReplicaReport(name, replica_id, state, group, self._error, self._config_hash)
             await self._board.push(report, self._group.actors)
             await asyncio.sleep(REPORT_PERIOD_S)
 

@@ -23,13 +23,15 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.contexts import end_context
+from cluster.rank.contexts import end_context, keep_alive
 
 log = logging.getLogger("lockstep.tokens")
 
 
 HEARD_LATELY_S = 5.0
 """An engine that has been silent for longer runs nothing of this ingress."""
+FORGET_AFTER_S = 600.0
+"""One that has been silent for longer is gone, or is connected to again when it speaks."""
 
 
 class Mailbox:
@@ -71,6 +73,7 @@ class TokenSocket:
         self._header = header
         self._socket = self._context.socket(zmq.PULL)
         self._socket.rcvhwm = 0
+        keep_alive(self._socket)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._mailboxes: dict[str, Mailbox] = {}
         self._aborts: defaultdict[str, list[str]] = defaultdict(list)
@@ -114,11 +117,34 @@ class TokenSocket:
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, defaultdict(list)
         for inbox, request_ids in aborts.items():
-            socket = self._engines.get(inbox)
-            if socket is None:
-                socket = self._engines[inbox] = self._context.socket(zmq.PUSH)
-                socket.connect(inbox)
-            socket.send_multipart([self._header, encode(Abort(request_ids))])
+            try:
+                socket = self._engines.get(inbox) or self._connect(inbox)
+                socket.send_multipart([self._header, encode(Abort(request_ids))])
+            except zmq.ZMQError as error:  # the other engines hear of theirs
+                log.error("tokens: %s cannot be told of aborts: %s", inbox, error)
+
+    def _connect(self, inbox: str) -> zmq.asyncio.Socket:
+        self._forget_the_silent()
+        socket = self._context.socket(zmq.PUSH)
+        keep_alive(socket)
+        socket.connect(inbox)
+        self._engines[inbox] = socket
+        return socket
+
+    def _forget_the_silent(self) -> None:
+        """Let go of engines that have not spoken for long: those of replaced replicas never do."""
+        now = asyncio.get_running_loop().time()
+        for inbox in [i for i, at in self._heard_at.items() if now - at > FORGET_AFTER_S]:
+            self._forget(inbox)
+        self._newest = {
+            engine: newest for engine, newest in self._newest.items() if newest[1] in self._heard_at
+        }
+
+    def _forget(self, inbox: str) -> None:
+        self._heard_at.pop(inbox, None)
+        self._aborts.pop(inbox, None)
+        if (socket := self._engines.pop(inbox, None)) is not None:
+            socket.close(linger=0)
 
     async def _receive(self) -> None:
         while True:
@@ -139,10 +165,7 @@ class TokenSocket:
             raise FrameError(f"{frame.engine_id}: epoch: wanted {newest}, found {frame.epoch}")
         self._newest[frame.engine_id] = (frame.epoch, frame.inbox)
         if frame.epoch > newest:
-            self._heard_at.pop(inbox, None)
-            self._aborts.pop(inbox, None)
-            if (socket := self._engines.pop(inbox, None)) is not None:
-                socket.close(linger=0)
+            self._forget(inbox)
 
     def _deliver(self, frame: OutputFrame) -> None:
         self._heard_at[frame.inbox] = asyncio.get_running_loop().time()

@@ -51,3 +51,17 @@ def create_placement_group(
 def free_resources() -> dict[str, float]:
     """Return the CPUs and GPUs of the cluster that nobody has reserved."""
     return {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+
+
+def bundles_by_node(group: PlacementGroup, first: int, num: int) -> list[int]:
+    """Return the indices of `num` bundles from `first` on, those of one node in a row.
+
+    Ray promises no order. Ranks take bundles as they come here, so that a tensor-parallel group
+    lies on as few nodes as the placement allows.
+    """
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    bundles = range(first, first + num)
+    first_on: dict[str, int] = {}
+    for bundle in bundles:
+        first_on.setdefault(nodes.get(bundle, ""), bundle)
+    return sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))

@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
+from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
 from cluster.engine.step_digest import StepDivergence
@@ -87,15 +88,16 @@ class RankGroup:
             for tp_rank in range(config.parallel.tensor_parallel_size)
         ]
         self._board = create_artifact_board() if len(self.places) > 1 else None
+        bundles = bundles_by_node(placement_group, first_bundle, len(self.places))
         self._actors: list[Any] = [
             RemoteRank.options(
-                num_cpus=placement_group.bundle_specs[first_bundle + i].get("CPU", 0),
-                num_gpus=placement_group.bundle_specs[first_bundle + i].get("GPU", 0),
+                num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
+                num_gpus=placement_group.bundle_specs[bundle].get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group, placement_group_bundle_index=first_bundle + i
+                    placement_group, placement_group_bundle_index=bundle
                 ),
             ).remote(config, place, f"{engine_id}/{place.dp_rank}", config_hash, self._board)
-            for i, place in enumerate(self.places)
+            for bundle, place in zip(bundles, self.places, strict=True)
         ]
         self._sentinels: list[Any] = []
 

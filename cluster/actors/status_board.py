@@ -15,6 +15,8 @@ import ray
 from cluster.actors.rank_group import GroupReport
 
 NAMESPACE = "lockstep"
+OUTDATED = "outdated"
+"""The state of a replica of another deployment under the same name."""
 LOST_AFTER_S = 5.0
 """A replica that is silent for so long is not there. One whose ranks do not answer still pushes:
 at least once in `STATS_TIMEOUT_S`."""
@@ -30,6 +32,8 @@ class ReplicaReport:
     """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch) or failed."""
     group: GroupReport
     error: str = ""
+    config_hash: str = ""
+    """Of its deployment."""
 
 
 class StatusBoard:
@@ -56,12 +60,15 @@ class StatusBoard:
         """Return the rank actors by pool and replica."""
         return self._actors
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the body of `/ready`."""
+    def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
+        """Return the body of `/ready` as the deployment with this hash sees it.
+
+        A replica of another one, which it replaces or is replaced by, is outdated.
+        """
         now = time.monotonic()
         self._forget_lost(now)
         pools = {
-            pool: {"replicas": [_replica(r) for _, r in by_id.values()]}
+            pool: {"replicas": [_replica(r, config_hash) for _, r in by_id.values()]}
             for pool, by_id in self._reports.items()
         }
         loading = [
@@ -124,10 +131,11 @@ class BoardClient:
             self._board.remove.remote(pool, replica_id)
 
 
-def _replica(report: ReplicaReport) -> dict[str, Any]:
+def _replica(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
+    is_ours = config_hash in (None, report.config_hash)
     entry: dict[str, Any] = {
         "id": report.replica_id,
-        "state": report.state,
+        "state": report.state if is_ours else OUTDATED,
         "ranks": [asdict(rank) for rank in report.group.ranks],
     }
     if report.error:
@@ -137,7 +145,9 @@ def _replica(report: ReplicaReport) -> dict[str, Any]:
 
 def _status(pools: dict[str, Any]) -> str:
     """Ready: every pool has a ready replica and all are; degraded: some are not."""
-    states = [[r["state"] for r in pool["replicas"]] for pool in pools.values()]
+    states = [
+        [r["state"] for r in pool["replicas"] if r["state"] != OUTDATED] for pool in pools.values()
+    ]
     if not all("ready" in replicas for replicas in states):
         return "loading"
     return "ready" if all(s == "ready" for replicas in states for s in replicas) else "degraded"

@@ -38,6 +38,7 @@ from cluster.engine.lockstep import ShapeOf
 from cluster.engine.step_digest import StepDigester
 from cluster.lockstep_messages import PeerHello
 from cluster.messages import PROTOCOL_VERSION, FrameError, StepAgreement, StepPlan, decode, encode
+from cluster.rank.contexts import keep_alive
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.memory import node_id
 
@@ -48,8 +49,6 @@ Context = zmq.Context[zmq.Socket[bytes]]
 HELLO_TIMEOUT_S = 1800.0
 """How long ranks wait for one another to load. Who dies meanwhile is noticed by the owner."""
 CLOSE_LINGER_MS = 1000
-KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3
-"""An idle connection between nodes is tried this often, and given up after so many in vain."""
 
 
 @dataclass(frozen=True)
@@ -252,9 +251,7 @@ def open_pair(context: Context) -> zmq.Socket[bytes]:
     """Return one end of a connection, whose queues have no bound."""
     socket = context.socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0
-    # Between nodes: whoever forgets idle connections is reminded, and a node that is gone noticed.
-    socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_TIMES
-    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_S
+    keep_alive(socket)
     return socket
 
 

@@ -127,15 +127,7 @@ class GroupMembership:
         """
         if self._store is None:
             return value
-        self._store.set(f"{name}/{self.rank}", str(value))
-        keys = [f"{name}/{rank}" for rank in range(self.size)]
-        try:
-            self._store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
-        except dist.DistStoreError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            wanted = f"wanted all {self.size} ranks in {LOAD_TIMEOUT_S:g} s"
-            raise TimeoutError(f"{name}: {wanted}, found none of {missing}") from error
-        return min(int(self._store.get(key)) for key in keys)
+        return _minimum(self._store, name, self.rank, self.size, value)
 
     def barrier(self, name: str) -> None:
         """Wait until every rank that steps together is here; each name can be used once."""
@@ -187,7 +179,24 @@ class _Place:
     host: str
 
 
+def _minimum(store: TCPStore, name: str, rank: int, size: int, value: int) -> int:
+    """Return the smallest of all ranks' values; see `GroupMembership.minimum`."""
+    store.set(f"{name}/{rank}", str(value))
+    keys = [f"{name}/{rank}" for rank in range(size)]
+    try:
+        store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        wanted = f"wanted all {size} ranks in {LOAD_TIMEOUT_S:g} s"
+        raise TimeoutError(f"{name}: {wanted}, found none of {missing}") from error
+    return min(int(store.get(key)) for key in keys)
+
+
 def _join(store: TCPStore, place: _Place, *, shares_experts: bool) -> Shard:
+    # Making a group waits as long as a collective, and a process that starts late may take longer.
+    # Who never comes is named by the owner of the group, long before this wait ends.
+    rank, size = place.dp_rank * place.tp_size + place.tp_rank, place.dp_size * place.tp_size
+    _minimum(store, "joining", rank, size, 0)
     tensor = _group(store, f"tensors/{place.dp_rank}", place.tp_rank, place.tp_size, place)
     data = None
     if shares_experts and place.dp_size > 1:

@@ -44,7 +44,7 @@ from cluster.messages import (
     header_bytes,
 )
 from cluster.rank.assembly import assemble_engine
-from cluster.rank.contexts import end_context
+from cluster.rank.contexts import end_context, keep_alive
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
@@ -136,6 +136,7 @@ class Leader:
         self.engine = self._assemble(followers, self._join(rendezvous, config_hash))
 
         self._inbox = self._context.socket(zmq.PULL)
+        keep_alive(self._inbox)
         self._inbox.rcvhwm = 0  # a submission is never dropped; queues are bounded at the ingress
         self.inbox = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
         self._outlet = Outlet(

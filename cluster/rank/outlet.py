@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cluster.messages import EndedFrame, EngineOutput, OutputFrame, encode
+from cluster.rank.contexts import keep_alive
 
 log = logging.getLogger("lockstep.outlet")
 
@@ -120,6 +121,7 @@ class Outlet:
         socket = self._context.socket(zmq.PUSH)
         socket.sndhwm = MAX_WAITING_FRAMES
         socket.linger = 1000
+        keep_alive(socket)
         self._sockets[address] = socket
         self._down_since[address] = self._clock()
         self._monitors[address] = socket.get_monitor_socket(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -66,6 +68,17 @@ def test_a_lock_that_cannot_be_opened_is_one_that_is_not_had(tmp_path: Path) -> 
         assert not is_held
     with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
         raise ZeroDivisionError
+
+
+def test_a_filesystem_without_locks_is_one_where_none_is_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with file_lock(tmp_path / "lock", 5) as is_held:
+        assert not is_held
 
 
 def test_a_lock_that_is_held_is_reported_and_free_afterwards(tmp_path: Path) -> None:

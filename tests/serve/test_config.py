@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.config import ConfigError, Role
+from serve import config as config_module
 from serve.config import deploy_config, engine_config, parse_args
 
 
@@ -52,6 +54,42 @@ def test_text_and_nested_values_mean_the_same() -> None:
 )
 def test_memory_has_units(value: str, wanted: int) -> None:
     assert engine_config({"kv_memory": value}).cache.kv_memory_bytes == wanted
+
+
+def test_what_processes_must_share_is_told_by_what_the_checkpoint_holds(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    """A copy is the same model; other weights or another tokenizer under equal names are not."""
+
+    def hash_of(name: str, changed: str = "") -> str:
+        shutil.copytree(tiny_checkpoint, tmp_path / name)
+        if changed:
+            path = tmp_path / name / changed
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return deploy_config({"model": str(tmp_path / name)}).config_hash
+
+    same = hash_of("same")
+    assert hash_of("copy") == same == deploy_config({"model": str(tiny_checkpoint)}).config_hash
+    [weights] = [path.name for path in tiny_checkpoint.glob("*.safetensors")]
+    assert len({same, hash_of("tuned", weights), hash_of("words", "tokenizer.json")}) == 3
+
+
+def test_weights_are_sampled_from_the_first_byte_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "MAX_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(config_module, "SAMPLE_BYTES", 100)
+    path = tmp_path / "model.safetensors"
+    found = set()
+    for changed in (None, 0, 99_999):
+        data = bytearray(100_000)
+        if changed is not None:
+            data[changed] = 1
+        path.write_bytes(data)
+        found.add(config_module._fingerprint(tmp_path))
+    path.write_bytes(bytes(100_001))
+    assert len({*found, config_module._fingerprint(tmp_path)}) == 4
 
 
 def test_a_linked_model_is_served_under_the_name_that_was_given(
@@ -144,3 +182,20 @@ def test_what_processes_must_agree_on_changes_the_hash() -> None:
     assert deploy_config({"max_num_seqs": "8", "decode.replicas": "2"}).config_hash == base
     for raw in ({"dtype": "float32"}, {"block_size": "8"}, {"max_model_len": "100"}):
         assert deploy_config(raw).config_hash != base
+
+
+@pytest.mark.parametrize(("device", "num_gpus"), [("auto", 0), ("cpu", 4), ("auto", 4)])
+def test_a_cluster_with_gpus_is_not_served_on_cpus_unasked(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_gpus: int
+) -> None:
+    """`deploy` often runs on a head node without one."""
+    from serve import ingress
+
+    monkeypatch.setattr(config_module, "_device", lambda device: "cpu")
+    monkeypatch.setattr(ingress.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": num_gpus})
+    config = deploy_config({"device": device})
+    if device == "cpu" or not num_gpus:
+        ingress._check_device(config)
+        return
+    with pytest.raises(ConfigError, match=r"^device: wanted cpu or cuda .*4 in the cluster"):
+        ingress._check_device(config)

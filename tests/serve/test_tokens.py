@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from cluster.messages import Abort, EngineOutput, OutputFrame, decode, encode, header_bytes
+from serve import tokens as tokens_module
 from serve.tokens import TokenSocket
 
 HEADER = header_bytes("same")
@@ -69,3 +70,31 @@ def test_aborts_go_to_the_newest_epoch_of_an_engine_alone() -> None:
                 return found, old.poll(200)
 
     assert asyncio.run(main()) == (["r"], 0)
+
+
+def test_engines_that_are_gone_take_no_sockets_and_no_aborts_of_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engines of replaced replicas have other names, so that no epoch tells of their end."""
+
+    async def main() -> tuple[list[str], set[str]]:
+        context = zmq.Context()
+        with context, context.socket(zmq.PULL) as alive:
+            address = f"tcp://127.0.0.1:{alive.bind_to_random_port('tcp://127.0.0.1')}"
+            async with token_socket() as (tokens, engine):
+                mailbox = tokens.open("r")
+                for name, inbox in (("old", "tcp://127.0.0.1:9"), ("bad", "no address")):
+                    engine.send_multipart([HEADER, frame(0, inbox, 5, f"mixed/{name}/0")])
+                engine.send_multipart([HEADER, frame(0, address, 5)])
+                async with asyncio.timeout(5):
+                    for _ in range(3):
+                        await mailbox.get()
+                tokens._heard_at["tcp://127.0.0.1:9"] -= 2 * tokens_module.FORGET_AFTER_S
+                tokens.abort(mailbox)
+                await asyncio.sleep(0)
+                assert await asyncio.to_thread(alive.poll, 5000)
+                return decode(alive.recv_multipart()[1], Abort).request_ids, set(tokens._newest)
+
+    found, known = asyncio.run(main())
+    assert found == ["r"] and known == {"mixed/bad/0", "mixed/a/0"}
+    assert "no address cannot be told of aborts" in caplog.text

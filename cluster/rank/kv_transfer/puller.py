@@ -24,6 +24,7 @@ from cluster.messages import (
     decode,
     encode,
 )
+from cluster.rank.contexts import keep_alive
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.kv_transfer.store import BlockStore, KVThreadDied
 from cluster.rank.memory import node_id, open_shared
@@ -165,6 +166,8 @@ class _Transport:
         self._sockets: dict[KVSource, zmq.Socket[bytes]] = {}
         self._mapped: dict[KVSource, BlockStore] = {}
         self._used_at: dict[KVSource, float] = {}
+        self._closed: set[KVSource] = set()
+        """On this node, but their memory may not be looked into."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
         socket = self._sockets.get(source)
@@ -172,6 +175,7 @@ class _Transport:
             self._forget_the_gone()
             socket = self._sockets[source] = self._context.socket(zmq.DEALER)
             socket.linger = 1000
+            keep_alive(socket)
             socket.sndhwm = 0  # to a holder that is gone nothing leaves, and nobody may wait for it
             socket.connect(source.address)
             self.poller.register(socket, zmq.POLLIN)
@@ -195,21 +199,41 @@ class _Transport:
     def is_mapped(self, source: KVSource) -> bool:
         if self._transport == "tcp" or not self.store.is_on_host:
             return False
-        is_near = source.shm_fd >= 0 and source.boot_id == self._node
         # Asked for by name, shared memory is an error where there is none, not a slow success.
-        return is_near or self._transport == "shm"
+        if self._transport == "shm":
+            return True
+        is_near = source.shm_fd >= 0 and source.boot_id == self._node
+        return is_near and self._may_map(source)
 
     def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
+        if source.boot_id != self._node:
+            raise OSError("kv.transport: wanted shm on one node, found another node")
+        mapped = self._map(source)
+        if ids:
+            self.store.copy_from(mapped, source_ids, ids)
+
+    def _may_map(self, source: KVSource) -> bool:
+        """Tell whether a source's memory is not closed to us, as that of another user is."""
+        if source in self._closed:
+            return False
+        try:
+            self._map(source)
+        except PermissionError as error:
+            log.warning("kv.transport: tcp to %s, not shm: %s", source.address, error)
+            self._closed.add(source)
+            return False
+        except (OSError, ValueError):  # gone: `copy` says so
+            pass
+        return True
+
+    def _map(self, source: KVSource) -> BlockStore:
         mapped = self._mapped.get(source)
         if mapped is None:
-            if source.boot_id != self._node:
-                raise OSError("kv.transport: wanted shm on one node, found another node")
             self._forget_the_gone()
             memory = open_shared(source.pid, source.shm_fd)
             mapped = BlockStore.of_memory(memory, self.store.block_bytes)
             self._mapped[source] = mapped
-        if ids:
-            self.store.copy_from(mapped, source_ids, ids)
+        return mapped
 
     def _forget_the_gone(self) -> None:
         """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory.
@@ -227,6 +251,7 @@ class _Transport:
     def forget(self, source: KVSource) -> None:
         self._mapped.pop(source, None)
         self._used_at.pop(source, None)
+        self._closed.discard(source)
         socket = self._sockets.pop(source, None)
         if socket is not None:
             self.poller.unregister(socket)

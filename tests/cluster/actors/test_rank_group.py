@@ -204,3 +204,46 @@ def test_a_leader_that_does_not_come_to_the_meeting_is_named(
     with pytest.raises(rank_group.RankDied, match=named):
         asyncio.run(Group().start())
     assert killed
+
+
+@pytest.mark.feature("P19")
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        ("aaaaa", [1, 2, 3, 4]),
+        ("ababa", [1, 3, 2, 4]),  # b comes first: bundle 0 is the owner's
+        ("aabba", [1, 4, 2, 3]),
+        ("a", [1, 2, 3, 4]),  # not placed yet
+    ],
+)
+def test_ranks_of_one_node_stand_in_a_row(
+    nodes: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cluster.actors import placement
+
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    monkeypatch.setattr(placement.ray.util, "placement_group_table", lambda group: table)
+    assert placement.bundles_by_node(None, 1, 4) == wanted  # type: ignore[arg-type]
+
+
+def test_replicas_of_another_deployment_are_outdated() -> None:
+    """While one replaces another both push to the board of their common name."""
+    from cluster.actors.rank_group import GroupReport
+    from cluster.actors.status_board import ReplicaReport, StatusBoard
+
+    board = StatusBoard(["mixed"])
+
+    def push(replica: str, state: str, config_hash: str) -> None:
+        nothing = GroupReport([], [])
+        board.push(ReplicaReport("mixed", replica, state, nothing, "", config_hash))
+
+    def seen(config_hash: str | None) -> tuple[str, list[str]]:
+        body = board.snapshot(config_hash)
+        return body["status"], [r["state"] for r in body["pools"]["mixed"]["replicas"]]
+
+    push("1", "ready", "old")
+    assert seen("old") == ("ready", ["ready"]) and seen("new") == ("loading", ["outdated"])
+    push("2", "ready", "new")
+    assert seen("old") == ("ready", ["ready", "outdated"])
+    assert seen("new") == ("ready", ["outdated", "ready"])
+    assert seen(None) == ("ready", ["ready", "ready"])

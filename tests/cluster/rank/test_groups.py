@@ -70,7 +70,7 @@ def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
 def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
     hello: LeaderHello, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 1.0)  # the leader joins in vain
+    monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 1.0)  # the leader joins in vain
     meeting = Meeting(EngineConfig("model", 64), host=HOST, config_hash="test", epoch=0)
     meeting.listener = socket.create_server((HOST, 0))
     where = Rendezvous(HOST, meeting.listener.getsockname()[1], (ChannelAddress("", "", ""),))
@@ -78,9 +78,21 @@ def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
         leader = threads.submit(GroupMembership.lead, meeting, 2, "cpu", where=where)
         with pytest.raises(FrameError, match=f"^{message}$"):
             GroupMembership.follow(where, 1, "cpu", HOST, hello=hello)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(TimeoutError, match=r"joining: wanted all 2 ranks .*\[1\]"):
             leader.result(timeout=20)
     end_context(meeting.context, "test")
+
+
+def test_a_rank_may_start_later_than_a_collective_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 0.3)
+    follow = GroupMembership.follow
+
+    def late(*arguments: Any, **named: Any) -> GroupMembership:
+        time.sleep(1)
+        return follow(*arguments, **named)
+
+    monkeypatch.setattr(GroupMembership, "follow", late)
+    assert run_ranks(2, lambda group: group.size) == [2, 2]
 
 
 def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from cluster.engine.handoff import KVHolder, KVReadResult
 from cluster.messages import KVHandoff, KVRenew, KVSource, header_bytes
 from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
+from cluster.rank.kv_transfer import puller as puller_module
 from cluster.rank.kv_transfer.puller import KVPuller
 from cluster.rank.kv_transfer.server import KVServer
 from cluster.rank.kv_transfer.store import KVThreadDied
@@ -233,6 +234,32 @@ def test_a_holder_with_the_identity_of_a_dead_one_is_mapped_anew(
         first.puller.start("r", handoff, [0], [4])
         assert first.finished().ok
         assert torch.equal(first.target[4], pair.source[4])
+
+
+def test_memory_that_may_not_be_opened_is_read_over_tcp(
+    make_pair: Callable[..., Pair],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That of another user on the same machine, for one."""
+
+    def refused(pid: int, fd: int) -> memoryview:
+        raise PermissionError(f"/proc/{pid}/fd/{fd}")
+
+    monkeypatch.setattr(puller_module, "open_shared", refused)
+    pair = make_pair("auto")
+    for block in (4, 5):
+        handoff = pair.handoff([block])
+        pair.puller.expect("r", handoff)
+        pair.puller.start("r", handoff, [0], [block])
+        assert pair.finished() == KVReadResult("r", ok=True, error="")
+        assert torch.equal(pair.target[block], pair.source[block])
+    assert caplog.text.count("not shm") == 1
+    named = make_pair("shm")
+    handoff = named.handoff([4])
+    named.puller.expect("r", handoff)
+    named.puller.start("r", handoff, [0], [4])
+    assert "/proc/" in named.finished().error
 
 
 HOLDER = """
