@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +13,9 @@ from model.config import ModelConfig
 from model.families import FAMILIES
 from model.layers.decoder import CausalLM
 from model.parallel import Shard
-from model.weights import load_weights
+from model.weights import has_own_head, load_weights
+
+log = logging.getLogger("lockstep.model")
 
 ALONE = Shard()
 
@@ -34,6 +38,13 @@ def load_model(
         ModelError: the checkpoint cannot be used, or not by this many ranks.
     """
     config = ModelConfig.from_dir(checkpoint_dir)
+    if config.tie_word_embeddings and has_own_head(Path(checkpoint_dir)):
+        log.warning(
+            "tie_word_embeddings: wanted a head that is the embeddings, found another one, which "
+            "is used, in %s",
+            checkpoint_dir,
+        )
+        config = replace(config, tie_word_embeddings=False)
     # A configuration that is not its checkpoint's may describe a model larger than memory: it takes
     # none before its weights were compared.
     model = FAMILIES[config.architecture](config, shard, dtype, torch.device(device))

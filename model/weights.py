@@ -25,6 +25,8 @@ from model.layers.slices import WeightSlice
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+COMPARED_ROWS = 8192
+
 # Others, such as float8, mean nothing without scales that no layer here knows.
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALVES = ("F16", "BF16")
@@ -70,6 +72,29 @@ def load_weights(
             if not missing[piece.home]:
                 piece.layer.loaded(piece.parameter)
             report(done, len(wanted))
+
+
+def has_own_head(checkpoint_dir: Path) -> bool:
+    """Tell whether a checkpoint holds a head that is not its embeddings.
+
+    A model that was trained on with a head of its own may still be configured as tied; like
+    transformers' the head then counts, and not the configuration. All of both is compared, so that
+    every rank finds the same.
+    """
+    files = _tensor_files(checkpoint_dir)
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if not all(name in files for name in names):
+        return False
+    with ExitStack() as stack:
+        opened = [(stack.enter_context(_opened(files[name])), name) for name in names]
+        if not all(name in file.keys() for file, name in opened):  # noqa: SIM118 (no mapping)
+            return False  # the index says what is not so, which loading tells
+        head, embeddings = (file.get_slice(name) for file, name in opened)
+        if head.get_shape() != embeddings.get_shape():
+            return True
+        starts = range(0, head.get_shape()[0], COMPARED_ROWS)
+        parts = (slice(start, start + COMPARED_ROWS) for start in starts)
+        return any(not torch.equal(head[p].float(), embeddings[p].float()) for p in parts)
 
 
 def _plan(

@@ -191,6 +191,8 @@ def ast_source(launch: Launch) -> ASTSource:
         integer = None if parameter.do_not_specialize or kind[0] != "i" else value
         if parameter.is_constexpr or value is None or integer == 1:
             kind, constants[(i,)] = "constexpr", value
+        elif parameter.do_not_specialize_on_alignment:
+            pass
         elif kind[0] == "*" or (integer is not None and integer % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
         signature[parameter.name] = kind

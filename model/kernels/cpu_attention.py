@@ -2,7 +2,7 @@
 
 The one thing to know: both functions take what their twins in `paged_attention` take and leave the
 same values behind, so a caller does not know which one ran. What a kernel does not serve (other
-dtypes, other devices, rows that are not contiguous, sliding windows) goes to the twin.
+dtypes, other devices, rows that are not contiguous) goes to the twin.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, N blocks, B tokens per
 block, M columns of the block table.
@@ -37,7 +37,7 @@ def paged_decode(
     """Attend as `paged_attention.paged_decode` does, reading each byte of KV once."""
     kernel = native_function("paged_decode", q.dtype) if q.device.type == "cpu" else None
     sizes = None
-    if kernel is not None and sliding_window is None:
+    if kernel is not None:
         sizes = _decode_sizes(
             q.shape,
             k_cache.shape,
@@ -48,6 +48,7 @@ def paged_decode(
             seq_lens.stride(),
             out.stride(),
             torch.get_num_threads(),
+            sliding_window or 0,
         )
     if kernel is None or sizes is None:
         twin.paged_decode(q, k_cache, v_cache, block_table, seq_lens, scale, out, sliding_window)
@@ -76,6 +77,7 @@ def _decode_sizes(
     seq_lens: Strides,
     out: Strides,
     num_threads: int,
+    sliding_window: int,
 ) -> ctypes.Array[ctypes.c_int64] | None:
     """Return what the kernel is told of shapes and strides; None if it does not serve them."""
     num_seqs, num_heads, dim = q_shape
@@ -94,6 +96,7 @@ def _decode_sizes(
         *out[:2],
         block_table[0],
         num_threads,
+        sliding_window,
     )
 
 

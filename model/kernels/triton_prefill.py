@@ -44,7 +44,12 @@ def _sequence_of_tile(
     return low
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window"])
+# A mixed step's tables begin behind those of its decodes: their alignment is any, and a kernel of
+# each would be compiled while requests wait.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "window"],
+    do_not_specialize_on_alignment=["block_table", "cu_seqlens_q", "seq_lens"],
+)
 def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -54,15 +54,15 @@ class Case:
         self.q = wide[:, : group * kv_heads]
         self.scale = dim**-0.5
 
-    def check(self) -> None:
+    def check(self, window: int | None = None) -> None:
         """Compare with the twin, to which unused slots are zero."""
         found = torch.full_like(self.q.contiguous(), torch.nan)
         wanted = torch.full_like(found, torch.nan)
         args = self.table, self.lengths, self.scale
-        cpu_attention.paged_decode(self.q, self.k, self.v, *args, found)
+        cpu_attention.paged_decode(self.q, self.k, self.v, *args, found, window)
         k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
         k[0], v[0] = 0.0, 0.0
-        twin.paged_decode(self.q, k, v, *args, wanted)
+        twin.paged_decode(self.q, k, v, *args, wanted, window)
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -110,7 +110,7 @@ def test_decode_equals_its_twin_on_random_shapes(seed: int) -> None:
         dim=rng.choice([16, 20, 32, 64, 112, 128]),
         block_size=rng.choice([1, 3, 16, 32]),
         dtype=rng.choice([torch.float32, torch.bfloat16]),
-    ).check()
+    ).check(window=rng.choice([None, 1, rng.randint(2, 40), rng.randint(41, 600)]))
 
 
 def test_padding_sequences_are_zero() -> None:
@@ -167,15 +167,19 @@ def test_what_a_kernel_does_not_serve_goes_to_its_twin() -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("window", [1, 5, 8])
-def test_a_sliding_window_goes_to_the_twin(window: int) -> None:
-    case = Case([9, 2, 31])
-    case.k.nan_to_num_(0.0)
-    case.v.nan_to_num_(0.0)
-    found, wanted, unbounded = (torch.empty_like(case.q.contiguous()) for _ in range(3))
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 31, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_before_a_sliding_window_is_read(window: int, dtype: torch.dtype) -> None:
+    case = Case([0, 1, 9, 2, 31, 90], dtype=dtype)
+    case.check(window)
+    out = torch.empty_like(case.q.contiguous())
     args = case.q, case.k, case.v, case.table, case.lengths, case.scale
-    cpu_attention.paged_decode(*args, found, sliding_window=window)
-    twin.paged_decode(*args, wanted, sliding_window=window)
-    twin.paged_decode(*args, unbounded)
-    assert torch.equal(found, wanted)
-    assert not torch.equal(found, unbounded)
+    cpu_attention.paged_decode(*args, out, window)
+    for row, length in zip(case.table, case.lengths.tolist(), strict=True):
+        at = torch.arange(max(length - window, 0))
+        for cache in (case.k, case.v):
+            cache[row[at // 4].long(), at % 4] = torch.nan
+    again = torch.empty_like(out)
+    cpu_attention.paged_decode(*args, again, window)
+    assert torch.equal(out, again)

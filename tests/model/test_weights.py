@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from model import weights
@@ -231,8 +232,28 @@ def test_rotary_frequencies_are_tolerated(checkpoint: Path, load: Any) -> None:
 
 def test_duplicated_head_is_tolerated_when_tied(checkpoint: Path, load: Any) -> None:
     rewrite(checkpoint / "config.json", lambda c: c.update(tie_word_embeddings=True))
-    model, _ = load(checkpoint)
-    assert model.lm_head is model.model.embed_tokens
+    rewrite(
+        checkpoint / "model.safetensors",
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    )
+    model, config = load(checkpoint)
+    assert model.lm_head is model.model.embed_tokens and config.tie_word_embeddings
+
+
+def test_a_head_that_is_not_the_embeddings_counts_though_they_should_be_tied(
+    checkpoint: Path, load: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers, which warns too."""
+    rewrite(checkpoint / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    model, config = load(checkpoint)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert not torch.equal(reference.lm_head.weight, reference.model.embed_tokens.weight)
+    hidden = torch.randn(3, config.hidden_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            model.compute_logits(hidden), reference.lm_head(hidden.to(reference.dtype)).float()
+        )
+    assert not config.tie_word_embeddings and "tie_word_embeddings: wanted" in caplog.text
 
 
 ELSEWHERE = [

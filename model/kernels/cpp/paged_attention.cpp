@@ -2,7 +2,7 @@
 //
 // One work item is a (sequence, KV head): all query heads of the group are attended together, in
 // tiles of 16 tokens with an online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or
-// behind a sequence's length are never read.
+// behind a sequence's length, or before its sliding window, are never read.
 //
 // Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, B tokens per
 // block. Strides count elements; the last dimension of every tensor is contiguous.
@@ -145,9 +145,10 @@ inline void add(const f32x16 (*values)[VECTORS], Head<VECTORS>& head) {
   for (int i = 0; i < VECTORS; i++) head.attended[i] = sum[i];
 }
 
-// All query heads of one KV head of one sequence. q, out: the first of these heads.
+// All query heads of one KV head of one sequence, which see its tokens from `start` on. q, out: the
+// first of these heads.
 template <class T, int VECTORS>
-void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t length,
+void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t start, int64_t length,
             int64_t kv_head, int64_t dim, float scale, T* out, int64_t q_stride,
             int64_t out_stride, std::vector<Head<VECTORS>>& heads) {
   for (size_t g = 0; g < heads.size(); g++) {
@@ -160,7 +161,7 @@ void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t len
     heads[g].weight = 0;
   }
   f32x16 keys[TILE][VECTORS], values[TILE][VECTORS];
-  for (int64_t first = 0; first < length; first += TILE) {
+  for (int64_t first = start; first < length; first += TILE) {
     const int64_t n = length - first < TILE ? length - first : TILE;
     for (int64_t t = 0; t < n; t++) {
       const int64_t at = cache.offset(table, first + t, kv_head);
@@ -186,15 +187,17 @@ void decode(const void* q, const void* k, const void* v, const int32_t* table,
   const int64_t seqs = sizes[0], kv_heads = sizes[2], dim = sizes[3];
   const int64_t q_seq = sizes[8], q_head = sizes[9], out_seq = sizes[10], out_head = sizes[11];
   const int64_t table_stride = sizes[12], threads = sizes[13], group = sizes[1] / kv_heads;
+  const int64_t window = sizes[14];
   const Paged<T> cache{(const T*)k, (const T*)v, sizes[4], sizes[5], sizes[6], sizes[7]};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<Head<VECTORS>> heads(group);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < seqs * kv_heads; item++) {
-      const int64_t seq = item / kv_heads, kv_head = item % kv_heads;
+      const int64_t seq = item / kv_heads, kv_head = item % kv_heads, length = lengths[seq];
+      const int64_t start = window > 0 && length > window ? length - window : 0;
       attend<T, VECTORS>((const T*)q + seq * q_seq + kv_head * group * q_head, cache,
-                         table + seq * table_stride, lengths[seq], kv_head, dim, scale,
+                         table + seq * table_stride, start, length, kv_head, dim, scale,
                          (T*)out + seq * out_seq + kv_head * group * out_head, q_head, out_head,
                          heads);
     }
@@ -221,7 +224,8 @@ void dispatch(const void* q, const void* k, const void* v, const int32_t* table,
 extern "C" {
 
 // sizes: S, H, Hkv, D (at most 256); strides of the cache by block, slot and head, B; strides of q by sequence
-// and head, of out by both, of the table by sequence; threads.
+// and head, of out by both, of the table by sequence; threads; how many of a sequence's last tokens
+// count, 0 for all.
 void paged_decode_float32(const void* q, const void* k, const void* v, const int32_t* table,
                           const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
   dispatch<float>(q, k, v, table, lengths, out, sizes, scale);
