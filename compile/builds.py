@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from compile.capture import note_late_compile
 from compile.counters import counter
 
 CPP_BUILDER = ("torch._inductor.cpp_builder", "run_compile_cmd")
@@ -37,6 +38,12 @@ def install() -> None:
     _count_cpp_builds()
     if "triton" in sys.modules:
         _count_triton_builds()
+
+
+def install_for_kernels() -> None:
+    """Count, and name after the seal, the Triton kernels that layers launch themselves."""
+    importlib.import_module("triton")
+    _count_triton_builds()
 
 
 def _add(name: str, number: int) -> None:
@@ -73,10 +80,13 @@ def _count_triton_builds() -> None:
 
     def listener(**facts: Any) -> None:
         # Inductor's own kernels are counted where they are ordered; see `inductor_builds`.
-        if not facts.get("cache_hit") and not _in_inductor.depth:
+        is_built = not facts.get("cache_hit") and not _in_inductor.depth
+        if is_built:
             _add("num_triton_builds", 1)
         if before is not None:
             before(**facts)
+        if is_built:
+            note_late_compile(f"Triton kernel {getattr(facts.get('src'), 'name', '')}")
 
     compilation.listener = listener
 

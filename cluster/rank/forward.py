@@ -25,6 +25,7 @@ from cluster.messages import StepAgreement, checksum
 from cluster.rank.capture_room import CaptureRoom
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
+from compile.builds import install_for_kernels
 from compile.capture import (
     CaptureCase,
     CaptureReport,
@@ -134,8 +135,24 @@ class StepForward:
             # Who finds everything in the cache is here long before who compiles.
             self._group.barrier("compiled")
             self._call(batch.input_ids, batch.positions)
+        if self._inputs.device.type == "cuda":
+            install_for_kernels()
+            self.run_decodes()
         if progress is not None and is_compiled:
             progress("compiling", 1, 1)
+
+    @torch.inference_mode()
+    def run_decodes(self) -> None:
+        """Run decode steps on padding, of 1, 2, 4, ... sequences and of all.
+
+        On a GPU the attention of a few sequences is another kernel than that of many; each size at
+        which it changes lies between two of these, so that all of them are built.
+        """
+        most = self._inputs.max_num_seqs
+        for num_seqs in sorted({most, *(2**i for i in range(most.bit_length()))}):
+            batch = self._inputs.dummy(num_seqs, num_seqs)
+            with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
+                self._call(batch.input_ids, batch.positions)
 
     @torch.inference_mode()
     def time_step(self, max_num_tokens: int) -> tuple[int, float]:

@@ -20,17 +20,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from compile import builds
+from compile.capture import LateCompilation, seal
 from compile.counters import counter
 
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 import kernel
 source = lambda: ASTSource(fn=kernel.scale, signature={"x": "*fp32"}, constexprs={})
-builds.install()
+builds.install_for_kernels()
 found = []
 for _ in range(2):
     triton.compile(source(), target=GPUTarget("cuda", 90, 32))
     found.append(counter.num_triton_builds)
 print(found)
+seal("strict")
+triton.compile(source(), target=GPUTarget("cuda", 90, 32))
+try:
+    triton.compile(source(), target=GPUTarget("cuda", 80, 32))
+except LateCompilation as error:
+    print(error)
 """
 KERNEL = """
 import triton
@@ -71,8 +78,12 @@ def test_kernels_that_inductor_orders_and_does_not_find_count() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, found none here"
 )
-def test_a_triton_kernel_counts_when_it_is_built_and_not_when_it_is_found(tmp_path: Path) -> None:
+def test_a_triton_kernel_counts_when_it_is_built_and_is_late_behind_the_seal(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     command = [sys.executable, "-c", TRITON, str(tmp_path / "kernel.py"), str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
-    assert done.stdout.strip() == "[1, 1]", done.stderr
+    counted, late = done.stdout.strip().splitlines()
+    assert counted == "[1, 1]", done.stderr
+    assert "compilation: wanted none after the process was sealed" in late and "scale" in late

@@ -80,3 +80,13 @@ def test_the_step_that_memory_is_measured_by_samples_every_row_by_every_rule(
     [(shape, output)] = seen
     assert shape == (limits.max_num_seqs, llm.runner.model_config.vocab_size)
     assert output.logprobs is not None and output.logprobs.isfinite().all()
+
+
+def test_decodes_of_every_size_run_on_padding_and_leave_nothing(llm: LLM) -> None:
+    """On a GPU they build kernels before the first request."""
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    before = llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids
+    replays = llm.runner.forward.num_replays
+    llm.runner.forward.run_decodes()
+    assert llm.runner.forward.num_replays == replays
+    assert llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids == before
