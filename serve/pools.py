@@ -62,6 +62,8 @@ class Pool:
         self._replica_id = context.replica_id.unique_id
         self._board = BoardClient(context.app_name)
         self._state, self._error, self._is_ready = "loading", "", asyncio.Event()
+        # A ticket that comes with a request is to be alive when it leaves.
+        self._hold_s = min(HOLD_S, pool.engine.transfer.lease_s / 3)
         self._header = header_bytes(config_hash)
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
         num_leaders = pool.engine.parallel.data_parallel_size
@@ -100,16 +102,16 @@ class Pool:
                 are called, and what one's engine produced the other's ingress drops.
 
         Raises:
-            PoolUnavailable: the ranks are being rebuilt, and `HOLD_S` was not enough; or the
-                caller is of another deployment.
+            PoolUnavailable: the ranks are being rebuilt, and `HOLD_S`, or a third of a lease, was
+                not enough; or the caller is of another deployment.
             RankDied: the group ended.
         """
         if config_hash != self._config_hash:
-            await asyncio.sleep(HOLD_S)
+            await asyncio.sleep(self._hold_s)
             raise PoolUnavailable(f"config_hash: wanted {self._config_hash}, found {config_hash}")
         if not self._is_ready.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_ready.wait(), HOLD_S)
+                await asyncio.wait_for(self._is_ready.wait(), self._hold_s)
         if not self._is_ready.is_set():
             raise PoolUnavailable(
                 f"wanted a ready rank group, found it {self._state}: {self._error}"

@@ -24,9 +24,6 @@ CHUNK_BYTES = 8 << 20
 """Bytes of one copy or one answer; a cancelled read stops between two of them."""
 ANSWER_TIMEOUT_S = 5.0
 """A holder that is silent for so long is taken for dead: its thread does nothing but answer."""
-LOST_AFTER_S = 60.0
-"""A call that is not answered for so long, while others are, was lost on its way: longer than the
-chunks of all reads that an engine starts at once take on a slow network."""
 
 
 class ReadTransport(Protocol):
@@ -88,7 +85,9 @@ class KVReads:
         self._reads: dict[str, _Read] = {}
         self._by_ticket: dict[tuple[KVSource, int], _Read] = {}
         self._heard_at: dict[KVSource, float] = {}
-        """When a holder last answered whatever it was asked."""
+        """When a holder last answered a read or a release."""
+        self._answered: dict[KVSource, float] = {}
+        """When the latest of a holder's calls was sent that it has answered."""
         self._finished: list[KVReadResult] = []
         self.bytes_received = 0
         """Bytes copied in reads that were believed."""
@@ -128,10 +127,14 @@ class KVReads:
 
     def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
         """Take a holder's answer; to a read that is over it only tells that the holder lives."""
-        self._heard_at[source] = self._clock()
+        is_renewal = answer.call == KVRenew.__name__  # of a lease, whatever became of other calls
+        if not is_renewal:
+            self._heard_at[source] = self._clock()
         read = self._by_ticket.get((source, answer.ticket))
         if read is None:
             return
+        if not is_renewal:
+            self._answered[source] = max(read.asked_at, self._answered.get(source, 0.0))
         if not answer.alive and not read.error:
             read.error = f"kv lease: ticket {answer.ticket} ended before its blocks were read"
         if answer.call == KVRead.__name__:
@@ -145,17 +148,18 @@ class KVReads:
         """Renew the leases that are due and give up on holders that are silent.
 
         A holder that answers others is not silent: many reads that start at once wait for one
-        another's bytes.
+        another's bytes, and are answered in their order. So a call is lost if a later one was
+        answered.
         """
         now = self._clock()
         for read in list(self._reads.values()):
             if now >= self._answer_by(read):
-                is_silent = now >= self._silent_at(read)
-                after_s = ANSWER_TIMEOUT_S if is_silent else LOST_AFTER_S
-                read.error = f"kv source {read.source.address}: no answer for {after_s:g} s"
+                where, waited_s = read.source.address, now - read.asked_at
+                read.error = f"kv source {where}: no answer for {waited_s:.0f} s"
                 self._finish(read)
-                if is_silent:
+                if now >= self._silent_at(read):
                     self._heard_at.pop(read.source, None)
+                    self._answered.pop(read.source, None)
                     self._transport.forget(read.source)
             elif now >= read.renew_at:
                 read.renew_at = now + read.handoff.lease_s / 3
@@ -217,7 +221,9 @@ class KVReads:
 
     def _answer_by(self, read: _Read) -> float:
         """Return when a read ends without an answer."""
-        return min(self._silent_at(read), read.asked_at + LOST_AFTER_S)
+        if self._answered.get(read.source, 0.0) > read.asked_at:
+            return read.asked_at + ANSWER_TIMEOUT_S
+        return self._silent_at(read)
 
     def _silent_at(self, read: _Read) -> float:
         """Return when its holder is taken for dead."""

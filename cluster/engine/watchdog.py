@@ -5,7 +5,8 @@
    stopped, or its machine is.
 2. Step. Ranks wait for one another, so most of a stuck group only waits: judged is the one that is
    furthest behind. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
-   steps was expected to take if that is more: who runs few tokens waits for those with many.
+   steps was expected to take if that is more: who runs few tokens waits for those with many. While
+   a rank is silent nobody is judged by this clock: it answers, or the first one names it.
 
 The one thing to know: there is no I/O and no clock here. Whoever owns a group tells it when
 heartbeats arrive and what time it is.
@@ -20,6 +21,8 @@ from enum import IntEnum
 SILENT_AFTER_S = 3.0
 """A process answers on a thread of its own, in milliseconds. What keeps Python from running for so
 long is a stop signal, a dead machine, or memory that is being swapped."""
+STALE_AFTER_S = 1.5
+"""An answer that is so old says nothing of now: another was asked for since, and did not come."""
 EXPECTED_TIMES = 5.0
 
 
@@ -89,7 +92,8 @@ class Watchdog:
         longest = max(range(len(silent_s)), key=silent_s.__getitem__)
         if silent_s[longest] > self._silent_s:
             return f"{self._names[longest]}: no heartbeat for {silent_s[longest]:.1f} s"
-        return self._stuck(now)
+        # What a silent rank does nobody knows: it may be whom the others wait for.
+        return None if silent_s[longest] > STALE_AFTER_S else self._stuck(now)
 
     @property
     def next_deadline(self) -> float:

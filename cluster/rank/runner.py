@@ -76,6 +76,8 @@ class ModelRunner:
         self.device = torch.device(config.device)
         if config.device == "cpu":
             torch.set_num_threads(config.threads)
+            if config.dtype == "float16":
+                log.warning("dtype: float16 is slow on a CPU: bfloat16 and float32 have kernels")
         limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
         with compile_scope(rank_scope(config, dp_rank, group, pools, exchange)) as scope:
             self.model, self.model_config = load_model(

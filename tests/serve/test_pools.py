@@ -66,7 +66,7 @@ class PoolOfOneLeader(PoolWithoutRanks):
         self._leaders = [self]
         self._header, self._config_hash = b"", "ours"
         self._open: dict[str, asyncio.Future[Any]] = {}
-        self.closed = False
+        self.closed, self._hold_s = False, 0.01
 
     async def send_multipart(self, frame: list[bytes]) -> None:
         output = SimpleNamespace(finish_reason="length")
@@ -74,14 +74,12 @@ class PoolOfOneLeader(PoolWithoutRanks):
 
 
 @pytest.mark.feature("P14")
-def test_a_request_waits_a_while_for_ranks_that_are_rebuilt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_waits_a_while_for_ranks_that_are_rebuilt() -> None:
     """A refusal at once would draw all requests here, past a replica that is healthy."""
 
     async def scenario(hold_s: float) -> str:
-        monkeypatch.setattr(pools, "HOLD_S", hold_s)
         pool = PoolOfOneLeader("restarting")
+        pool._hold_s = hold_s
         asyncio.get_running_loop().call_later(0.1, pool._enter, "ready")
         return await pool.generate("r", b"", "ours")  # type: ignore[misc]
 
@@ -90,9 +88,8 @@ def test_a_request_waits_a_while_for_ranks_that_are_rebuilt(
         asyncio.run(scenario(hold_s=0.01))
 
 
-def test_a_request_of_another_deployment_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_another_deployment_is_not_run() -> None:
     """Its ingress would drop every token; a replica of its own is on its way."""
-    monkeypatch.setattr(pools, "HOLD_S", 0.01)
     pool = PoolOfOneLeader("ready")
     with pytest.raises(PoolUnavailable, match="config_hash: wanted ours, found theirs"):
         asyncio.run(pool.generate("r", b"", "theirs"))  # type: ignore[misc]

@@ -120,10 +120,11 @@ class _EndsWithTheFirst(SimLeader):
 class _ForgetsOutputs(SimPool):
     """A request that is submitted again comes without the tokens that were delivered."""
 
-    async def generate(self, request_id: str, frame: bytes) -> str:
+    async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
         submit: Submit = decode(frame, Submit)
         request = msgspec.structs.replace(submit.request, output_token_ids=[])
-        return await super().generate(request_id, encode(Submit(request, submit.handoff)))
+        frame = encode(Submit(request, submit.handoff))
+        return await super().generate(request_id, frame, config_hash)
 
 
 class _LosesOpenRequests(SimPool):

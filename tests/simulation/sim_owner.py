@@ -20,7 +20,7 @@ from sim_schedule import Shape
 
 from cluster.actors.rank_group import RankGroup
 from cluster.messages import Abort, EngineOutput, encode
-from serve.pools import Pool
+from serve.pools import HOLD_S, Pool
 from serve.routing import LeaderRouter, Routing
 from serve.tokens import TokenSocket
 
@@ -89,6 +89,9 @@ class _Method:
         return self
 
 
+CONFIG_HASH = "simulated"
+
+
 class SimTokens(TokenSocket):
     """The ingress's token socket, without the socket."""
 
@@ -129,7 +132,10 @@ class SimPool(Pool):
     def __init__(self, world: World, shape: Shape) -> None:  # type: ignore[misc]
         self._world = world
         self._shape = shape
-        self._state, self._error, self._replica_id = "loading", "", "replica"
+        self._replica_id, self._config_hash = "replica", CONFIG_HASH
+        self._is_ready = asyncio.Event()
+        self._hold_s = min(HOLD_S, world.schedule.lease_s / 3)
+        self._enter("loading")
         self._header = b""
         self._open = {}
         self._leaders = []
@@ -145,7 +151,7 @@ class SimPool(Pool):
         await self._group.start()
         await self._connect()
         self._spawn(self._watch_group())
-        self._state = "ready"
+        self._enter("ready")
 
     async def shut_down(self) -> None:
         """Do what Serve does when a replica goes."""
@@ -193,7 +199,8 @@ class PoolHandle:
         """Start the call."""
         if self._pool.is_first:
             self._world.on_attempt(request_id)
-        return self._world.loop.create_task(self._pool.generate(request_id, frame))
+        call = self._pool.generate(request_id, frame, CONFIG_HASH)
+        return self._world.loop.create_task(call)
 
 
 class _PoolConfig:

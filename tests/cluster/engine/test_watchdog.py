@@ -48,6 +48,22 @@ def test_a_rank_that_does_not_answer_is_named_followers_included() -> None:
     assert watchdog.next_deadline == SILENT_AFTER_S
 
 
+@pytest.mark.feature("P09")
+def test_while_a_rank_is_silent_nobody_is_taken_for_stuck() -> None:
+    """Stopped in a collective, it was there last: its old answer makes the other look guilty."""
+    watchdog = Watchdog(NAMES[:2], watchdog_s=10, now=0.0, silent_s=10)
+    watchdog.on_heartbeat(1, beat(7, RUNNING, 0.1), 0.5)
+    for now in range(1, 11):
+        watchdog.on_heartbeat(0, beat(7, RUNNING, now), float(now))
+        assert watchdog.on_tick(now + 0.4) is None
+    watchdog.on_heartbeat(0, beat(7, RUNNING, 11.0), 11.0)
+    assert watchdog.on_tick(11.0) == "rank dp=0 tp=1 epoch=3: no heartbeat for 10.5 s"
+    # One that answers again is judged, and so are the others.
+    watchdog.on_heartbeat(1, beat(7, RUNNING, 10.6), 11.1)
+    named = watchdog.on_tick(11.2)
+    assert named == "rank dp=0 tp=0 epoch=3: does not advance in step 7: running for 11.0 s"
+
+
 def test_a_rank_that_is_expected_to_speak_later_is_judged_from_its_first_answer_on() -> None:
     watchdog = Watchdog(NAMES[:2], watchdog_s=10, now=100.0)
     watchdog.on_heartbeat(1, beat(0, WAITING, 0, is_asleep=True), 2.0)
