@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from compile.config import DEFAULT_SPLITTING_OPS, CompilationConfig, CompilationLevel
 from compile.counters import counter
 from compile.diagnose import (
+    SpecialisedError,
     check_stays_on_device,
     find_token_symbol,
     shape_guards,
@@ -141,6 +142,10 @@ class PiecewiseCompiler:
         self.split_s = time.perf_counter() - started
         self._check()
         PiecewiseCompileInterpreter(self).compile_all()
+        if not is_symbolic(self.symbol):
+            wanted = "pieces for any number of tokens"
+            found = f"that their compiler fixed it at {self.symbol}"
+            raise SpecialisedError(f"{self._prefix}: wanted {wanted}, found {found}")
         self.write_readable(COMPUTATION_GRAPH, lambda: readable(self.split_gm))
         code = generate_execution_code(self.split_gm, self.items)
         values = {name: self.pieces[submod] for name, submod in code.pieces.items()}

@@ -248,6 +248,7 @@ class TracedForward:
         except Exception as error:
             logger.warning("%s: traced again, because its plan is of no use: %s", self.tag, error)
             return False
+        self._tell_guards(plan.guards)
         took = time.perf_counter() - started
         logger.info("%s: %d pieces loaded in %.2f s", self.tag, len(plan.pieces), took)
         return True
@@ -306,13 +307,16 @@ class TracedForward:
         self._keep(by_code(forward, trace.code), given, (), self.compiler.guards)
         return trace
 
-    def _report(self, trace: Trace, compiler: PiecewiseCompiler) -> None:
-        logger.debug("%s: traced files: %s", self.tag, ", ".join(trace.files))
-        logger.debug("%s: %d guards dropped", self.tag, trace.dropped_guards.total())
-        for guard in compiler.guards:
+    def _tell_guards(self, guards: Iterable[Guard]) -> None:
+        for guard in guards:
             logger.warning(
                 "%s: traced for %s alone, as %s asked", self.tag, guard.expression, guard.where
             )
+
+    def _report(self, trace: Trace, compiler: PiecewiseCompiler) -> None:
+        logger.debug("%s: traced files: %s", self.tag, ", ".join(trace.files))
+        logger.debug("%s: %d guards dropped", self.tag, trace.dropped_guards.total())
+        self._tell_guards(compiler.guards)
         report = compiler.report(trace, keeps_guards=self._scope.config.evaluate_guards)
         report.log()
         compiler.write_readable(REPORT, report.to_json)

@@ -26,9 +26,11 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental import _config
 
+from compile.capture import note_late_compile
 from compile.config import DynamicShapes
 from compile.counters import counter
 from compile.diagnose import explained
+from compile.graph_errors import LateCompilation
 from compile.stitch import Structure
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -223,6 +225,7 @@ def traced_as_is(module: nn.Module, dims: Mapping[str, Sequence[int]]) -> Callab
 
     def as_traced(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         counter.num_graphs_seen += 1
+        note_late_compile(f"{type(module).__name__}, traced again as a guard failed")
         return graph.forward
 
     traced = torch.compile(module, backend=as_traced, fullgraph=True, dynamic=False)
@@ -240,6 +243,9 @@ def traced_as_is(module: nn.Module, dims: Mapping[str, Sequence[int]]) -> Callab
             try:
                 return traced(**given)
             except Exception as error:
+                late = getattr(error, "inner_exception", None)  # Dynamo wraps what a backend raises
+                if isinstance(late, LateCompilation):
+                    raise late from None
                 if (named := explained(error, forward)) is not None:
                     raise named from error
                 raise

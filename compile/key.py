@@ -83,7 +83,7 @@ def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[
         compiler_hash: its own state, as `CompilerInterface.compute_hash` returns it.
     """
     factors = {
-        "lockstep": sources_hash(Path(__file__).parent),
+        "lockstep": OWN_SOURCES,
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": machine.python(),
         "processor": machine.processor(),
@@ -130,6 +130,10 @@ def sources_hash(directory: Path) -> str:
         name = path.relative_to(directory).as_posix()
         digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
     return digest.hexdigest()
+
+
+OWN_SOURCES = sources_hash(Path(__file__).parent)
+"""Of this package when it was imported: a file that is changed later does not run here."""
 
 
 # --- files that tracing went through ----------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from compile.boundary import boundary
+from compile.capture import is_in_capture_window
 from compile.config import CompilationConfig, CompilationConfigError, CompilationLevel
 from compile.split import is_symbolic
 from compile.toolchain import Manager, Runnable, Shape
@@ -156,6 +157,8 @@ class PiecewiseBackend:
     def _look_up(self, count: int) -> Runnable:
         """Choose for a count that was not met before, or whose size is still to be compiled."""
         if self.shapes.lazily and count in self.shapes.sizes and count not in self.runnables:
+            if is_in_capture_window():  # a compiler runs kernels of its own
+                return self._choose(count)
             self._calls[count] = self._calls.get(count, 0) + 1
             if self._calls[count] == 1:
                 return self._choose(count)

@@ -124,12 +124,13 @@ def _capture_sizes(config: CompilationConfig, around: _Surroundings) -> Compilat
     is_asked = (
         config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_SIZES
     )
-    if is_asked and around.is_captured:
+    wanted = _wanted_mode(config, around.preset)
+    is_of_tokens = around.are_sizes_tokens and wanted is CUDAGraphMode.PIECEWISE
+    if is_asked and around.is_captured and not is_of_tokens:
         most = f"{around.limits.max_decode_seqs} decoding sequences"
         _warn_dropped(_sizes_field(config), dropped, most)
     largest, most_seqs = max(kept, default=0), around.limits.max_decode_seqs
-    is_full = _wanted_mode(config, around.preset).has_full_cudagraphs()
-    if is_full and not is_asked and largest < most_seqs:
+    if wanted.has_full_cudagraphs() and not is_asked and largest < most_seqs:
         log.warning(
             "compilation.cuda_graph_sizes: steps in which %d to %d sequences decode have no graph "
             "of their own: the largest size up to max_num_seqs=%d is %d",
@@ -202,6 +203,15 @@ def _within_attention(
 
 
 def _compile_sizes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    if config.level != CompilationLevel.PIECEWISE:
+        for field in ("compile_sizes", "compile_ranges", "compile_lazily"):
+            if getattr(config, field):
+                log.warning(
+                    "compilation.%s: without effect at level %d: only the pieces of level 3 are "
+                    "compiled for sizes",
+                    field,
+                    config.level,
+                )
     sizes: list[int] = []
     for size in config.compile_sizes or ():
         sizes += _graph_tokens(config, around) if isinstance(size, str) else [size]
@@ -215,12 +225,15 @@ def _num_tokens(config: CompilationConfig, around: _Surroundings) -> Compilation
     sizes: tuple[int, ...] = DEFAULT_NUM_TOKENS
     if config.capture_num_tokens is not None:
         sizes = ascending(config.capture_num_tokens)
-    elif around.are_sizes_tokens and config.graph_mode is CUDAGraphMode.PIECEWISE:
-        sizes = _graph_tokens(config, around) or sizes
+    is_listed = around.are_sizes_tokens and config.graph_mode is CUDAGraphMode.PIECEWISE
+    field = "capture_num_tokens" if config.capture_num_tokens is not None else ""
+    if not field and is_listed:
+        # As they were given: the bound of batch sizes is none of token counts.
+        field, query_len = "cudagraph_capture_sizes", around.limits.query_len
+        sizes = ascending(n * query_len for n in config.cudagraph_capture_sizes or ())
     kept, dropped = within(sizes, around.limits.max_num_batched_tokens)
-    if config.capture_num_tokens is not None and around.is_captured:
-        most = f"{around.limits.max_num_batched_tokens} tokens"
-        _warn_dropped("capture_num_tokens", dropped, most)
+    if field and around.is_captured:
+        _warn_dropped(field, dropped, f"{around.limits.max_num_batched_tokens} tokens")
     # All are kept where none is left: an error where it matters, without effect elsewhere.
     return replace(config, capture_num_tokens=kept or sizes)
 
@@ -239,7 +252,7 @@ def _warn_dropped(field: str, dropped: tuple[int, ...], most: str) -> None:
 
 def _check_sizes_left(config: CompilationConfig, limits: StepLimits) -> None:
     mode = config.graph_mode
-    if mode is not CUDAGraphMode.NONE and not config.graph_bs:
+    if mode.has_full_cudagraphs() and not config.graph_bs:
         field, most = _sizes_field(config), limits.max_decode_seqs
         wanted = f"a size of at most {most} (decoding sequences of the largest step)"
         raise CompilationConfigError(field, wanted, list(getattr(config, field)))

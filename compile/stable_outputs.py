@@ -39,11 +39,18 @@ class StableOutputs:
         inputs = {t.untyped_storage().data_ptr() for t in tensors_of(args)}
         fresh = [t for t in tensors_of(output) if t.untyped_storage().data_ptr() not in inputs]
         if key not in self._slots and is_in_capture_window():
-            self._slots[key] = [torch.empty_like(t) for t in fresh]
+            self._slots[key] = [_like(t) for t in fresh]
         if key not in self._slots:
             return output
         slots = dict(zip(map(id, fresh), self._slots[key], strict=True))
         return map_tensors(lambda t: _delivered(t, slots.get(id(t))), output)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory with the same strides; `empty_like` would close gaps that readers expect."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
 def _delivered(tensor: torch.Tensor, slot: torch.Tensor | None) -> torch.Tensor:

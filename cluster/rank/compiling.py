@@ -36,6 +36,8 @@ from model.parallel import Shard
 
 log = logging.getLogger("lockstep.compile")
 
+MODEL_SOURCES = sources_hash(Path(model.__file__).parent)
+"""When they were imported: a file that is changed later does not run here."""
 ATTENTION = AttentionGraphSupport.UNIFORM_DECODE
 """Prefill takes grids and loops from host integers, which a whole graph would freeze."""
 
@@ -112,6 +114,6 @@ def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:
         "group": shard.group_name,
         "data_group": "" if shard.data is None else shard.data.group_name,
         # What a constructor decides is in the graph, and constructors are not traced.
-        "model_sources": sources_hash(Path(model.__file__).parent),
+        "model_sources": MODEL_SOURCES,
         "packed_weights": str(can_pack(dtype, device)),
     }

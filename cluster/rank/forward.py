@@ -137,20 +137,23 @@ class StepForward:
             self._call(batch.input_ids, batch.positions)
         if self._inputs.device.type == "cuda":
             install_for_kernels()
-            self.run_decodes()
+            self.run_sizes()
         if progress is not None and is_compiled:
             progress("compiling", 1, 1)
 
     @torch.inference_mode()
-    def run_decodes(self) -> None:
-        """Run decode steps on padding, of 1, 2, 4, ... sequences and of all.
+    def run_sizes(self) -> None:
+        """Run on padding what a GPU has kernels of its own for, so that all of them are built.
 
-        On a GPU the attention of a few sequences is another kernel than that of many; each size at
-        which it changes lies between two of these, so that all of them are built.
+        The attention of a few sequences is another kernel than that of many: decode steps of 1, 2,
+        4, ... sequences and of all; each size at which it changes lies between two of these. And
+        each number of tokens that pieces were compiled for, whose kernels are tuned when they run.
         """
         most = self._inputs.max_num_seqs
-        for num_seqs in sorted({most, *(2**i for i in range(most.bit_length()))}):
-            batch = self._inputs.dummy(num_seqs, num_seqs)
+        decodes = {most, *(2**i for i in range(most.bit_length()))}
+        sizes = [size for size in self.config.compile_sizes or () if isinstance(size, int)]
+        for num_tokens, num_seqs in [*((n, n) for n in sorted(decodes)), *((n, 1) for n in sizes)]:
+            batch = self._inputs.dummy(num_tokens, num_seqs)
             with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
                 self._call(batch.input_ids, batch.positions)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from compile.capture import LateCompilation, seal, unseal
 from compile.config import CUDAGraphMode
 from compile.counters import counter
 from compile.decorator import (
@@ -513,5 +514,9 @@ def test_level_1_still_evaluates_guards(toys: Any) -> None:
     module = Flagged()
     run = compile_as_is(module)
     assert run(torch.arange(3)).tolist() == [1, 2, 3]
+    seal("strict")
     module.flag = False
+    with pytest.raises(LateCompilation, match="Flagged, traced again as a guard failed"):
+        run(torch.arange(3))
+    unseal()
     assert run(torch.arange(3)).tolist() == [-1, 0, 1]

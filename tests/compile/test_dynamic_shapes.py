@@ -187,15 +187,21 @@ def test_guards_that_are_not_evaluated_let_the_wrong_branch_run(toys: Any) -> No
 
 
 @pytest.mark.feature("J02")
-def test_evaluated_guards_survive_a_warm_start(toys: Any, tmp_path: Any) -> None:
+def test_evaluated_guards_survive_a_warm_start_and_are_told_again(
+    toys: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     made = module_of(branching)
     tools = toys.Tools(cache=toys.PlanDirectory(tmp_path))
     toys.build(made, tools, evaluate_guards=True)(*toys.inputs(8))
+    told = [record.getMessage() for record in caplog.records if "alone, as" in record.getMessage()]
+    assert told
     warm = toys.build(made, tools, evaluate_guards=True)
     with counter.expect(num_graphs_seen=0):
         warm(*toys.inputs(3))
         with pytest.raises(GuardError):
             warm(*toys.inputs(17))
+    again = [record.getMessage() for record in caplog.records if "alone, as" in record.getMessage()]
+    assert again == 2 * told
 
 
 @pytest.mark.feature("J02")

@@ -127,7 +127,7 @@ def test_ranks_do_not_change_the_key() -> None:
         lambda patch: patch.setattr(machine, "compiler_version", lambda: "another"),
         lambda patch: patch.setattr(machine, "device", lambda: "cuda sm_90"),
         lambda patch: patch.setattr(machine, "python", lambda: "another"),
-        lambda patch: patch.setattr(key, "sources_hash", lambda _: "another"),
+        lambda patch: patch.setattr(key, "OWN_SOURCES", "another"),
         lambda patch: patch.setenv("ATEN_CPU_CAPABILITY", "default"),
     ],
 )

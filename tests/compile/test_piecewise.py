@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from torch import fx
 
+from compile.capture import capture_window
 from compile.config import CompilationConfig, CompilationConfigError
 from compile.piecewise import (
     PieceError,
@@ -184,6 +185,17 @@ def test_a_lazy_size_is_compiled_once_when_it_is_met_again(traced: Any) -> None:
     assert manager.calls == [None]
     assert [chosen(backend, n) for n in (4, 3, 4, 4, 2)] == [None, None, 4, 4, None]
     assert manager.calls == [None, 4]
+
+
+def test_a_lazy_size_is_not_compiled_while_a_graph_is_captured(traced: Any) -> None:
+    """A compiler may run kernels of its own, which no capture survives."""
+    manager = Named()
+    backend = piece(traced, manager, sizes=(2, 4), lazily=True)
+    assert chosen(backend, 4) is None
+    with capture_window():
+        assert chosen(backend, 4) is None
+    assert manager.calls == [None]
+    assert chosen(backend, 4) == 4
 
 
 def test_shapes_are_read_from_a_resolved_configuration() -> None:

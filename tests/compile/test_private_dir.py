@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compile import private_dir
 from compile.private_dir import PrivateDirectoryError, make_private
 
 
@@ -34,5 +35,20 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     owner = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(private_dir, "ROOT", owner + 2)
     with pytest.raises(PrivateDirectoryError, match=f"found one of user {owner}"):
+        make_private(tmp_path)
+
+
+def test_a_directory_of_root_is_taken_unless_others_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image, which root builds and another user runs."""
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(private_dir, "ROOT", owner)
+    tmp_path.chmod(0o755)
+    assert make_private(tmp_path) == tmp_path
+    tmp_path.chmod(0o775)
+    with pytest.raises(PrivateDirectoryError, match="a directory that only its owner writes"):
         make_private(tmp_path)

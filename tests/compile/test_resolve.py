@@ -257,7 +257,8 @@ def test_512_gives_36_sizes() -> None:
 def test_sizes_that_no_step_can_have_are_dropped_with_one_warning(
     field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = CompilationConfig(level=3, **{field: (64, 4, 12, 65, 1000)})  # type: ignore[arg-type]
+    sizes: Any = {field: (64, 4, 12, 65, 1000)}
+    config = CompilationConfig(level=3, cudagraph_mode=FULL, **sizes)
     assert resolve(config, StepLimits(64, 2048)).graph_bs == (4, 12, 64)
     assert resolve(config, StepLimits(64, 36, query_len=3)).graph_bs == (4, 12)
     assert warnings_of(caplog) == [
@@ -294,7 +295,7 @@ def test_a_listed_size_is_missed_though_it_is_the_default_of_another_field(
 
 
 @pytest.mark.feature("C03")
-@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
+@pytest.mark.parametrize("mode", [FULL, DECODE_ONLY, BOTH])
 def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> None:
     config = CompilationConfig(level=3, cudagraph_mode=mode, cudagraph_capture_sizes=(65, 100))
     with pytest.raises(CompilationConfigError) as error:
@@ -307,7 +308,7 @@ def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> N
 
 
 def test_a_budget_below_one_decoding_sequence_is_an_error() -> None:
-    config = CompilationConfig(level=3)
+    config = CompilationConfig(level=3, cudagraph_mode=FULL)
     with pytest.raises(CompilationConfigError, match=r"^compilation\.cuda_graph_sizes: .* most 0"):
         resolve(config, StepLimits(64, 2, query_len=3))
 
@@ -330,7 +331,7 @@ def test_sizes_that_nobody_asked_for_are_dropped_in_silence(
 def test_exactly_the_sizes_that_can_be_scheduled_are_kept(
     sizes: list[int], max_num_seqs: int, budget: int, query_len: int
 ) -> None:
-    config = CompilationConfig(level=3, cudagraph_capture_sizes=tuple(sizes))
+    config = CompilationConfig(level=3, cudagraph_mode=FULL, cudagraph_capture_sizes=tuple(sizes))
     limits = StepLimits(max_num_seqs, budget, query_len)
     possible = {n for n in sizes if n <= max_num_seqs and n * query_len <= budget}
     if possible:
@@ -378,6 +379,34 @@ def test_listed_batch_sizes_are_token_counts_where_only_pieces_were_asked_for() 
         found = resolve(listed, limits, preset=preset)
         assert found.capture_num_tokens == DEFAULT_NUM_TOKENS
     assert resolve(CompilationConfig(level=3), limits).capture_num_tokens == DEFAULT_NUM_TOKENS
+
+
+def test_listed_token_counts_are_bounded_by_tokens_and_not_by_sequences(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = StepLimits(64, 2048)
+    given = (1, 8, 128, 512, 4096)
+    config = CompilationConfig(level=3, cudagraph_mode=PIECEWISE, cudagraph_capture_sizes=given)
+    assert resolve(config, limits).capture_num_tokens == (1, 8, 128, 512)
+    dropped = "dropped 4096: a step has at most 2048 tokens"
+    assert warnings_of(caplog) == [f"compilation.cudagraph_capture_sizes: {dropped}"]
+    # None of them is a batch size that a step can have, and none has to be.
+    config = replace(config, cudagraph_capture_sizes=(128, 256))
+    assert resolve(config, limits).capture_num_tokens == (128, 256)
+    with pytest.raises(CompilationConfigError, match="wanted a size of at most 64"):
+        resolve(replace(config, cudagraph_mode=FULL), limits)
+
+
+def test_fields_that_a_level_does_not_read_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    for level in range(4):
+        config = CompilationConfig(
+            level=level, compile_sizes=(4,), compile_ranges=((5, 8),), compile_lazily=True
+        )
+        caplog.clear()
+        resolve(config, LIMITS)
+        told = [line.split(":")[0] for line in warnings_of(caplog)]
+        fields = ["compile_sizes", "compile_ranges", "compile_lazily"]
+        assert told == [f"compilation.{field}" for field in fields if level < 3]
 
 
 def test_the_name_of_capture_sizes_stands_for_their_tokens(

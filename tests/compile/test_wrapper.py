@@ -472,6 +472,14 @@ def test_a_slot_leaves_alone_what_already_lies_still() -> None:
     assert found[0]["new"] is found[1]["new"]
 
 
+def test_a_slot_has_the_strides_that_the_next_piece_was_compiled_for() -> None:
+    op = StableOutputs(lambda x: (x.repeat(2, 1) + 1)[:, ::2])
+    with capture_window(), step(PIECEWISE, BatchDescriptor(3)):
+        first, second = op(torch.arange(6.0)), op(torch.arange(6.0))
+    assert first is second and first.stride() == (6, 2)
+    assert first.tolist() == [[1.0, 3.0, 5.0]] * 2
+
+
 @pytest.mark.parametrize("mode", [NONE, FULL])
 def test_slots_are_used_in_piecewise_steps_alone(mode: CUDAGraphMode) -> None:
     op = StableOutputs(lambda x: x + 1)

@@ -87,6 +87,6 @@ def test_decodes_of_every_size_run_on_padding_and_leave_nothing(llm: LLM) -> Non
     greedy = SamplingParams(temperature=0, max_tokens=5)
     before = llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids
     replays = llm.runner.forward.num_replays
-    llm.runner.forward.run_decodes()
+    llm.runner.forward.run_sizes()
     assert llm.runner.forward.num_replays == replays
     assert llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids == before
