@@ -190,7 +190,8 @@ class Leader:
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
             lost += self._outlet.give_up_on_the_dead()
-            self._channel.check()
+            if not self._is_stopping:
+                self._channel.check()
         if lost:
             self.engine.abort(lost)
 
