@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile import private_dir
 from model.kernels import native
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -128,6 +129,7 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(private_dir, "ROOT", owner + 2)
     with pytest.raises(native.NativeError, match=f"wanted a directory of user {owner + 1}"):
         native.build_library(tmp_path)
 
