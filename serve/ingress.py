@@ -252,7 +252,7 @@ def _check_device(config: DeployConfig) -> None:
     """
     num_gpus = ray.cluster_resources().get("GPU", 0)
     if config.is_device_guessed and num_gpus and config.pools[0].engine.device == "cpu":
-        wanted = f"cpu or cuda (there is no GPU where deploy ran, and {num_gpus:g} in the cluster)"
+        wanted = f"cpu or cuda (torch found no GPU where deploy ran, the cluster has {num_gpus:g})"
         raise ConfigError("device", wanted, "auto")
 
 
