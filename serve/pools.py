@@ -63,7 +63,7 @@ class Pool:
         self._board = BoardClient(context.app_name)
         self._state, self._error, self._is_ready = "loading", "", asyncio.Event()
         # A ticket that comes with a request is to be alive when it leaves.
-        self._hold_s = min(HOLD_S, pool.engine.transfer.lease_s / 3)
+        self._hold_s = hold_s(pool.engine.transfer.lease_s)
         self._header = header_bytes(config_hash)
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
         num_leaders = pool.engine.parallel.data_parallel_size
@@ -102,8 +102,8 @@ class Pool:
                 are called, and what one's engine produced the other's ingress drops.
 
         Raises:
-            PoolUnavailable: the ranks are being rebuilt, and `HOLD_S`, or a third of a lease, was
-                not enough; or the caller is of another deployment.
+            PoolUnavailable: the ranks are being rebuilt, and `hold_s` was not enough; or the caller
+                is of another deployment.
             RankDied: the group ended.
         """
         if config_hash != self._config_hash:
@@ -257,6 +257,11 @@ class Pool:
 
     def _spawn(self, coroutine: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
+
+
+def hold_s(lease_s: float) -> float:
+    """Return how long a request is held: a small part of the lease of the KV that it may need."""
+    return min(HOLD_S, lease_s / 10)
 
 
 def _num_tokens(frame: bytes) -> int:

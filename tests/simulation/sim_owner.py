@@ -20,7 +20,7 @@ from sim_schedule import Shape
 
 from cluster.actors.rank_group import RankGroup
 from cluster.messages import Abort, EngineOutput, encode
-from serve.pools import HOLD_S, Pool
+from serve.pools import Pool, hold_s
 from serve.routing import LeaderRouter, Routing
 from serve.tokens import TokenSocket
 
@@ -134,7 +134,7 @@ class SimPool(Pool):
         self._shape = shape
         self._replica_id, self._config_hash = "replica", CONFIG_HASH
         self._is_ready = asyncio.Event()
-        self._hold_s = min(HOLD_S, world.schedule.lease_s / 3)
+        self._hold_s = hold_s(world.schedule.lease_s)
         self._enter("loading")
         self._header = b""
         self._open = {}
