@@ -33,6 +33,7 @@ from cluster.config import (
 from cluster.engine.blocks import check_num_blocks
 from cluster.messages import PROTOCOL_VERSION
 from model.config import ModelConfig, ModelError
+from model.fingerprint import fingerprint
 from serve.compilation import (
     as_object,
     check_warmups,
@@ -257,9 +258,6 @@ def parse_bytes(field: str, value: int | str) -> int:
 
 
 MAX_BYTES = 1 << 63
-MAX_WHOLE_BYTES = 16 << 20
-NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
-"""Of a file of weights, from its first byte to its last."""
 _MISSING = object()
 _ALIASES = {
     "O": ("compilation", "level"),
@@ -482,7 +480,7 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
 
     Of compilation it is what was asked of all pools: each resolves that by itself.
     """
-    content = _fingerprint(Path(engine.model_path))
+    content = fingerprint(Path(engine.model_path))
     facts = (
         PROTOCOL_VERSION,
         engine.dtype,
@@ -493,24 +491,3 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
         shared_facts(args.compilation),
     )
     return hashlib.sha256(content + repr(facts).encode()).hexdigest()[:16]
-
-
-def _fingerprint(model_path: Path) -> bytes:
-    """Return a digest of a checkpoint: of small files whole, of weights the size and samples.
-
-    Two that were trained on from the same one differ in their weights, mostly in all of them.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(model_path.iterdir()):
-        if path.suffix not in (".json", ".jinja", ".safetensors") or not path.is_file():
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            if size <= MAX_WHOLE_BYTES:
-                digest.update(file.read())
-                continue
-            for i in range(NUM_SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()

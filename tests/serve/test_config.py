@@ -75,23 +75,6 @@ def test_what_processes_must_share_is_told_by_what_the_checkpoint_holds(
     assert len({same, hash_of("tuned", weights), hash_of("words", "tokenizer.json")}) == 3
 
 
-def test_weights_are_sampled_from_the_first_byte_to_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_module, "MAX_WHOLE_BYTES", 1000)
-    monkeypatch.setattr(config_module, "SAMPLE_BYTES", 100)
-    path = tmp_path / "model.safetensors"
-    found = set()
-    for changed in (None, 0, 99_999):
-        data = bytearray(100_000)
-        if changed is not None:
-            data[changed] = 1
-        path.write_bytes(data)
-        found.add(config_module._fingerprint(tmp_path))
-    path.write_bytes(bytes(100_001))
-    assert len({*found, config_module._fingerprint(tmp_path)}) == 4
-
-
 def test_a_linked_model_is_served_under_the_name_that_was_given(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
