@@ -126,14 +126,12 @@ class KVReads:
             self._forget(read)
 
     def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
-        """Take a holder's answer; to a read that is over it only tells that the holder lives."""
-        is_renewal = answer.call == KVRenew.__name__  # of a lease, whatever became of other calls
-        if not is_renewal:
-            self._heard_at[source] = self._clock()
+        """Take a holder's answer; one to a read that is over is ignored."""
         read = self._by_ticket.get((source, answer.ticket))
         if read is None:
             return
-        if not is_renewal:
+        if answer.call != KVRenew.__name__:  # which is answered whatever became of other calls
+            self._heard_at[source] = self._clock()
             self._answered[source] = max(read.asked_at, self._answered.get(source, 0.0))
         if not answer.alive and not read.error:
             read.error = f"kv lease: ticket {answer.ticket} ended before its blocks were read"
@@ -156,10 +154,9 @@ class KVReads:
             if now >= self._answer_by(read):
                 where, waited_s = read.source.address, now - read.asked_at
                 read.error = f"kv source {where}: no answer for {waited_s:.0f} s"
+                is_silent = now >= self._silent_at(read)
                 self._finish(read)
-                if now >= self._silent_at(read):
-                    self._heard_at.pop(read.source, None)
-                    self._answered.pop(read.source, None)
+                if is_silent:
                     self._transport.forget(read.source)
             elif now >= read.renew_at:
                 read.renew_at = now + read.handoff.lease_s / 3
@@ -237,6 +234,9 @@ class KVReads:
     def _forget(self, read: _Read) -> None:
         del self._reads[read.request_id]
         del self._by_ticket[read.source, read.handoff.ticket]
+        if all(other.source != read.source for other in self._reads.values()):
+            self._heard_at.pop(read.source, None)
+            self._answered.pop(read.source, None)
 
     def _report(self, request_id: str, error: str) -> None:
         self._finished.append(KVReadResult(request_id, ok=not error, error=error))
