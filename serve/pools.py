@@ -31,7 +31,7 @@ from cluster.messages import (
     encode,
     header_bytes,
 )
-from cluster.rank.contexts import keep_alive
+from cluster.rank.sockets import keep_alive
 from serve.config import PoolConfig
 from serve.router import PoolUnavailable
 from serve.routing import LeaderRouter, Routing

@@ -23,7 +23,8 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.contexts import end_context, keep_alive
+from cluster.rank.contexts import end_context
+from cluster.rank.sockets import keep_alive
 
 log = logging.getLogger("lockstep.tokens")
 

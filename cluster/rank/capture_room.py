@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from cluster.rank.available_memory import available_memory_bytes
 from cluster.rank.groups import GroupMembership
-from cluster.rank.memory import available_memory_bytes
 from model.config import ModelConfig
 
 MARGIN_BYTES = 64 << 20

@@ -38,9 +38,9 @@ from cluster.engine.lockstep import ShapeOf
 from cluster.engine.step_digest import StepDigester
 from cluster.lockstep_messages import PeerHello
 from cluster.messages import PROTOCOL_VERSION, FrameError, StepAgreement, StepPlan, decode, encode
-from cluster.rank.contexts import keep_alive
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.memory import node_id
+from cluster.rank.sockets import keep_alive
 
 log = logging.getLogger("lockstep.channel")
 

@@ -44,7 +44,7 @@ from cluster.messages import (
     header_bytes,
 )
 from cluster.rank.assembly import assemble_engine
-from cluster.rank.contexts import end_context, keep_alive
+from cluster.rank.contexts import end_context
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
@@ -53,6 +53,7 @@ from cluster.rank.lockstep import JoinedLockstep, Lockstep
 from cluster.rank.meeting import Meeting, Rendezvous
 from cluster.rank.outlet import Outlet
 from cluster.rank.runner import ModelRunner
+from cluster.rank.sockets import keep_alive
 from cluster.rank.stats import RankStats
 from compile.exchange import ArtifactExchange
 from model.config import ModelConfig

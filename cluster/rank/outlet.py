@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cluster.messages import EndedFrame, EngineOutput, OutputFrame, encode
-from cluster.rank.contexts import keep_alive
+from cluster.rank.sockets import keep_alive
 
 log = logging.getLogger("lockstep.outlet")
 

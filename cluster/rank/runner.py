@@ -19,12 +19,12 @@ from cluster.engine.lockstep import PURE_DECODE, num_tokens_to_run
 from cluster.engine.step_log import StepLog, StepRecord
 from cluster.lockstep_messages import StepShape
 from cluster.messages import SampledTokens, StepAgreement, StepPlan, TokenLogprobs
+from cluster.rank.available_memory import available_memory_bytes
 from cluster.rank.capture_room import CaptureRoom, bytes_per_token
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.rank.memory import available_memory_bytes
 from cluster.rank.pulse import Pulse
 from cluster.rank.results import prompt_logprobs, to_host
 from compile.config import CompilationConfig

@@ -24,10 +24,10 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.contexts import keep_alive
 from cluster.rank.doorbell import Doorbell
 from cluster.rank.kv_transfer.store import BlockStore, KVThreadDied
 from cluster.rank.memory import node_id, open_shared
+from cluster.rank.sockets import keep_alive
 
 log = logging.getLogger("lockstep.kv")
 
