@@ -1,13 +1,18 @@
 """Does this machine's accelerator compute the right thing, and how far from its floor?
 
-    python examples/bench/gpu_check.py [--out FILE] [--quick] [--only PART ...]
+    python examples/bench/gpu_check.py [--device cuda] [--out FILE] [--quick] [--only PART ...]
+        [--deadline SECONDS]
 
-One command for a bare machine: torch, triton, transformers and msgspec are enough, Ray is not
-needed. Each part runs in its own process with its own time limit; what fails or hangs is recorded
-and the next part runs. Every kernel is compared with its torch twin in float32 and timed against
-the larger of two floors: the bytes it must move over the copy bandwidth measured in the same run,
-and the operations it must do over the measured rate of a matrix product. On a CPU the same parts
-run with small shapes, through torch.
+One command for a bare machine: torch, triton, transformers, msgspec and pyzmq are enough, Ray is
+not needed. Each part runs in its own process with its own time limit; what fails or hangs is
+recorded, with its stacks, and the next part runs. FILE is written anew after every part. Where a
+command may not take as long as all parts together (67 minutes at worst), a deadline ends it in
+time, and `--only` runs a slice: of parts, or of all whose names begin so (`graphs`).
+
+Every kernel is compared with its torch twin in float32 and timed against the larger of two floors:
+the bytes it must move over the copy bandwidth measured in the same run, and the operations it must
+do over the measured rate of a matrix product. On a CPU the same parts run with small shapes,
+through torch.
 
 The exit code is 1 if a part failed or a result was wrong.
 """
@@ -15,8 +20,11 @@ The exit code is 1 if a part failed or a result was wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import importlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -30,6 +38,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from gpu_check_rows import Setting
 
+GRAPHS = (
+    "0-NONE-shared",
+    "0-FULL_DECODE_ONLY-shared",
+    "2-NONE-shared",
+    "2-FULL_DECODE_ONLY-shared",
+    "3-NONE-shared",
+    "3-PIECEWISE-shared",
+    "3-FULL_DECODE_ONLY-shared",
+    "3-FULL_AND_PIECEWISE-shared",
+    "3-FULL_AND_PIECEWISE-per_bucket",
+)
+"""Level, mode and policy of pools of each graph part: one that fails leaves the others alone."""
 PARTS: dict[str, tuple[str, float]] = {
     "machine": ("gpu_check_kernels", 120.0),
     "decode": ("gpu_check_kernels", 240.0),
@@ -40,17 +60,30 @@ PARTS: dict[str, tuple[str, float]] = {
     "model": ("gpu_check_models", 240.0),
     "runner": ("gpu_check_models", 240.0),
     "step": ("gpu_check_models", 300.0),
-    "graphs": ("gpu_check_graphs", 600.0),
+    **{f"graphs-{variant}": ("gpu_check_graphs", 240.0) for variant in GRAPHS},
 }
 """Each part's module and the seconds it may take; a GPU's first calls compile kernels."""
+STACKS_S = 3.0
+"""A part tells its stacks so long before its limit."""
 
 
-def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_part(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """Run a part in its own process; return its rows so far, and what went wrong."""
-    command = [sys.executable, __file__, "--part", name, "--device", options.device]
-    command += ["--quick"] if options.quick else []
-    limit_s = min(PARTS[name][1], options.time_limit)
+    limit_s = min(PARTS[name][1], options.time_limit, left_s)
     began = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    failure, tail = f"not run: the deadline of {options.deadline:g} s has passed", ""
+    if limit_s > 0:
+        rows, failure, tail = _run_process(name, options, limit_s)
+    seconds = round(time.monotonic() - began, 1)
+    return {"part": name, "failure": failure, "stderr": tail, "seconds": seconds, "rows": rows}
+
+
+def _run_process(
+    name: str, options: argparse.Namespace, limit_s: float
+) -> tuple[list[dict[str, Any]], str, str]:
+    command = [sys.executable, __file__, "--part", name, "--device", options.device]
+    command += ["--time-limit", str(limit_s), *(["--quick"] if options.quick else [])]
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=printed, stderr=errors)
         failure = ""
@@ -58,15 +91,15 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             if process.wait(limit_s):
                 failure = f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             failure = f"no end within {limit_s:g} s"
+            process.kill()
+            # A process that waits for its driver cannot be killed; the next part runs beside it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
         printed.seek(0)
         errors.seek(0)
         rows = [json.loads(line) for line in printed if line.startswith("{")]
-        tail = errors.read()[-4000:] if failure else ""
-    seconds = round(time.monotonic() - began, 1)
-    return {"part": name, "failure": failure, "stderr": tail, "seconds": seconds, "rows": rows}
+        return rows, failure, errors.read()[-4000:]
 
 
 def print_rows(name: str, options: argparse.Namespace) -> None:
@@ -74,13 +107,16 @@ def print_rows(name: str, options: argparse.Namespace) -> None:
 
     Its module is imported here, so that one that cannot be imported fails its own parts alone.
     """
-    part = getattr(importlib.import_module(PARTS[name][0]), f"part_{name}")
+    if options.time_limit > STACKS_S:
+        faulthandler.dump_traceback_later(options.time_limit - STACKS_S)
+    kind, *arguments = name.split("-")
+    part = getattr(importlib.import_module(PARTS[name][0]), f"part_{kind}")
     at = Setting(torch.device(options.device), options.quick)
     torch.manual_seed(0)
     if at.device.type == "cpu":
         torch.set_num_threads(1)
     with torch.inference_mode():
-        for row in part(at):
+        for row in part(at, *arguments):
             print(json.dumps({**asdict(row), "is_right": row.is_right}), flush=True)
 
 
@@ -100,18 +136,21 @@ def add_floors(parts: list[dict[str, Any]]) -> None:
             row["tflop_per_s"] = row["num_flops"] / row["seconds"] / 1e12
 
 
-def print_table(parts: list[dict[str, Any]]) -> None:
-    """Print all rows and what failed."""
-    print(f"{'':46}{'error':>10}{'limit':>10}{'us':>12}{'floor us':>12}{'times':>8}")
-    for part in parts:
-        for row in part["rows"]:
-            cells = [f"{row['name']:46}", _cell(row["error"], 10, ".1e")]
-            cells += [_cell(row["limit"], 10, ".1e")]
-            cells += [_cell(_micros(row.get(name)), 12, ".1f") for name in ("seconds", "floor_s")]
-            cells += [_cell(row.get("times_floor"), 8, ".2f")]
-            print("".join(cells), row["note"], "" if row["is_right"] else "WRONG")
-        if part["failure"]:
-            print(f"FAILED {part['part']}: {part['failure']}\n{part['stderr']}")
+def print_header() -> None:
+    """Print the names of the columns."""
+    print(f"{'':46}{'error':>10}{'limit':>10}{'us':>12}{'floor us':>12}{'times':>8}", flush=True)
+
+
+def print_part(part: dict[str, Any]) -> None:
+    """Print a part's rows and what failed."""
+    for row in part["rows"]:
+        cells = [f"{row['name']:46}", _cell(row["error"], 10, ".1e")]
+        cells += [_cell(row["limit"], 10, ".1e")]
+        cells += [_cell(_micros(row.get(name)), 12, ".1f") for name in ("seconds", "floor_s")]
+        cells += [_cell(row.get("times_floor"), 8, ".2f")]
+        print("".join(cells), row["note"], "" if row["is_right"] else "WRONG", flush=True)
+    if part["failure"]:
+        print(f"FAILED {part['part']}: {part['failure']}\n{part['stderr']}", flush=True)
 
 
 def _cell(value: float | None, width: int, form: str) -> str:
@@ -122,25 +161,41 @@ def _micros(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e6
 
 
+def chosen(names: list[str]) -> list[str]:
+    """Return the parts that are named, or whose names begin with one; the machine's comes first."""
+    kinds = {"machine", *names}
+    return [name for name in PARTS if name in kinds or name.partition("-")[0] in kinds]
+
+
 def main() -> None:
     """Run the parts one after the other and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = list(dict.fromkeys(name.partition("-")[0] for name in PARTS))
+    names = [*kinds, *(name for name in PARTS if name not in kinds)]
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
     parser.add_argument("--quick", action="store_true", help="smallest shapes, fewest repetitions")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=names, default=kinds)
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for any part")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds for all parts")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         print_rows(options.part, options)
         return
-    parts = [run_part(name, options) for name in PARTS if name in {"machine", *options.only}]
-    add_floors(parts)
-    print_table(parts)
-    if options.out:
-        options.out.write_text(json.dumps({"device": options.device, "parts": parts}, indent=1))
+    end = time.monotonic() + options.deadline
+    parts: list[dict[str, Any]] = []
+    print_header()
+    for name in chosen(options.only):
+        parts.append(run_part(name, options, end - time.monotonic()))
+        add_floors(parts)
+        print_part(parts[-1])
+        if options.out:
+            options.out.write_text(json.dumps({"device": options.device, "parts": parts}, indent=1))
+        if name == "machine" and parts[-1]["failure"]:
+            print("the machine cannot be measured: no other part runs")
+            break
     is_right = all(not p["failure"] and all(row["is_right"] for row in p["rows"]) for p in parts)
     sys.exit(0 if is_right else 1)
 

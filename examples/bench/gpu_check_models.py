@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_rows import Row, Setting, error_of
+from gpu_check_rows import Row, Setting, captured, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
@@ -107,7 +107,7 @@ def part_model(at: Setting) -> Iterator[Row]:
         reference = save_random_checkpoint(at, Path(name))
         ids = torch.randint(0, reference.config.vocab_size, (3, max(lengths)), device=at.device)
         wanted = [reference(row[None, :n]).logits[0] for row, n in zip(ids, lengths, strict=True)]
-        half = reference.to(torch.bfloat16)
+        half = in_bfloat16(reference)
         theirs = [half(row[None, :n]).logits[0] for row, n in zip(ids, lengths, strict=True)]
         for dtype, limit in (
             (torch.float32, 1e-3),
@@ -118,6 +118,14 @@ def part_model(at: Setting) -> Iterator[Row]:
             found = run_steps(session, steps, ids)
             error = error_of(torch.cat(found), torch.cat(wanted))
             yield Row(f"logits against transformers, {dtype}", error=error, limit=limit)
+
+
+def in_bfloat16(reference: Any) -> Any:
+    """Turn transformers' weights to bfloat16; frequencies of positions stay in float32, as ours."""
+    frequencies = reference.model.rotary_emb.inv_freq.clone()
+    half = reference.to(torch.bfloat16)
+    half.model.rotary_emb.inv_freq = frequencies
+    return half
 
 
 def run_steps(session: Session, steps: list[list[int]], ids: torch.Tensor) -> list[torch.Tensor]:
@@ -229,12 +237,3 @@ def part_step(at: Setting) -> Iterator[Row]:
             row.error, row.limit = error_of(replayed, eager), 1e-2
             row.seconds = at.time(graph.replay)
             yield row
-
-
-def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Capture a step that ran before; return the graph and its output."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
-    return graph, output

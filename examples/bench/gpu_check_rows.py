@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,17 +50,53 @@ class Setting:
         return torch.randn(shape, dtype=dtype, device=self.device)
 
     def time(self, function: Callable[[], object]) -> float:
-        """Return the median seconds of a call; on a GPU with a cold L2."""
+        """Return the median seconds of a call's kernels; on a GPU with a cold L2.
+
+        Launching counts where the device waits for it. Take `time_whole` for what waits itself.
+        """
         if self.device.type == "cuda":
             from triton.testing import do_bench
 
             return float(do_bench(function, return_mode="median")) / 1e3
+        return self.time_whole(function)
+
+    def time_whole(self, function: Callable[[], object]) -> float:
+        """Return the median seconds of a call that waits for its device; with a cold L2."""
+        is_cuda = self.device.type == "cuda"
+        flush = torch.empty(256 << 20 if is_cuda else 0, dtype=torch.uint8, device=self.device)
         seconds = []
-        for _ in range(2 if self.is_quick else 7):
+        for _ in range(2 if self.is_quick else 30 if is_cuda else 7):
+            if is_cuda:
+                flush.zero_()
+                torch.cuda.synchronize()
             began = time.perf_counter()
             function()
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
+
+
+def attempts(function: Callable[..., Row], cases: Iterable[tuple[Any, ...]]) -> Iterator[Row]:
+    """Yield each case's row; one that fails is a row that is wrong, and the others run.
+
+    A case begins with its name.
+    """
+    for case in cases:
+        try:
+            yield function(*case)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:1000]
+            yield Row(f"{function.__name__}, {case[0]}", error=math.nan, limit=0.0, note=text)
+
+
+def captured(
+    step: Callable[[], torch.Tensor],
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture a step that ran before; return the graph and its output."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    return graph, output
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -26,9 +26,13 @@ def test_every_part_runs_on_a_cpu_and_is_right(tmp_path: Path) -> None:
     done = check("--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
-    assert [part["failure"] for part in found["parts"]] == [""] * 10
+    assert [part["failure"] for part in found["parts"]] == [""] * 18
     rows = [row for part in found["parts"] for row in part["rows"]]
     assert len(rows) >= 40
+    notes = {row["name"]: row["note"] for row in rows if row["name"].startswith("hidden states")}
+    assert len(notes) == 9
+    for name, note in notes.items():
+        assert note.startswith("0 replays") == (" NONE " in name), (name, note)
     assert all(row["name"] in done.stdout for row in rows)
     timed = [row for row in rows if row["seconds"] is not None]
     assert all(row["floor_s"] > 0 and row["times_floor"] > 0 for row in timed)
@@ -55,7 +59,60 @@ def test_a_part_that_does_not_end_is_killed_and_recorded(tmp_path: Path) -> None
     done = check("--only", "rope", "--time-limit", "0.05", "--out", str(out))
     assert done.returncode == 1
     parts = json.loads(out.read_text())["parts"]
-    assert [part["failure"] for part in parts] == ["no end within 0.05 s"] * 2
+    # Without floors no other part is worth its time.
+    assert [part["failure"] for part in parts] == ["no end within 0.05 s"]
+    assert "no other part runs" in done.stdout
+
+
+def test_parts_are_chosen_by_how_their_names_begin() -> None:
+    code = "import gpu_check; print(*gpu_check.chosen(['graphs', 'rope', 'step']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent)
+    names = done.stdout.split()
+    assert names[:3] == ["machine", "rope", "step"], done.stderr
+    assert len(names) == 3 + 9 and all(name.startswith("graphs-") for name in names[3:])
+
+
+def run_altered(alteration: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the check with a line of Python before it."""
+    code = f"import gpu_check, gpu_check_kernels as parts, time\n{alteration}\ngpu_check.main()"
+    command = [sys.executable, "-c", code, "--device", "cpu", "--quick", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent)
+
+
+def test_a_case_that_fails_is_wrong_and_the_others_run() -> None:
+    done = run_altered(
+        "real = parts.dispatch.paged_decode\n"
+        "def paged_decode(*args):\n"
+        "    if args[-1]: raise ValueError('broken on purpose')\n"
+        "    real(*args)\n"
+        "parts.dispatch.paged_decode = paged_decode",
+        *("--part", "decode"),
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["is_right"] for row in rows] == [True, True, True, False], done.stderr
+    assert rows[-1]["note"] == "ValueError: broken on purpose"
+    assert rows[-1]["name"] == "decode, window"
+
+
+def test_a_part_that_hangs_tells_its_stack_before_its_limit() -> None:
+    done = run_altered(
+        "def part_rope(at):\n    time.sleep(4)\n    yield parts.Row('late')\n"
+        "parts.part_rope = part_rope",
+        *("--part", "rope", "--time-limit", "3.5"),
+    )
+    assert "Timeout (0:00:00.5" in done.stderr and "in part_rope" in done.stderr
+    assert json.loads(done.stdout)["name"] == "late"
+
+
+def test_parts_behind_the_deadline_are_recorded_as_not_run() -> None:
+    done = run_altered(
+        "gpu_check._run_process = lambda *_: (time.sleep(0.3), ([], '', ''))[1]",
+        *("--only", "rope", "decode", "--deadline", "0.2"),
+    )
+    assert done.returncode == 1, done.stderr
+    for name in ("decode", "rope"):
+        assert f"FAILED {name}: not run: the deadline of 0.2 s has passed" in done.stdout
 
 
 def test_an_error_that_is_no_number_is_not_right() -> None:
