@@ -168,6 +168,9 @@ class EngineConfig:
             raise ConfigError("dtype", "float32, bfloat16 or float16", self.dtype)
         if self.device not in ("cpu", "cuda"):
             raise ConfigError("device", "cpu or cuda", self.device)
+        if self.device == "cuda" and self.transfer.transport == "shm":
+            wanted = "auto or tcp with device=cuda, whose KV is no host memory"
+            raise ConfigError("kv.transport", wanted, self.transfer.transport)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +20,22 @@ from compile.nested import map_tensors
 T = TypeVar("T")
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all pools of a device capture on.
+
+    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), for ever and
+    in the pool of that capture.
+    """
+    return torch.cuda.Stream(device)
+
+
 class CudaGraphPool:
-    """A private pool of torch's allocator, and the stream that graphs are captured on."""
+    """A private pool of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._handle = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream | None = None
 
     @property
     def handle(self) -> Any:
@@ -50,16 +60,14 @@ class CudaGraphPool:
         return map_tensors(lambda t: alias(t) if t.is_cuda else t, value)
 
     def capture_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, or one of the pool where that is the default.
+        """Return the current stream, or one for captures where that is the default.
 
         The default stream cannot be captured, and memory is reused on the stream that freed it.
         """
         current = torch.cuda.current_stream(self.device)
         if current != torch.cuda.default_stream(self.device):
             return current
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        return self._stream
+        return _side_stream(self.device)
 
 
 class CudaStepGraph:

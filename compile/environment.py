@@ -11,6 +11,7 @@ import logging
 import os
 from pathlib import Path
 
+CC = "CC"
 CXX = "CXX"
 CACHE_ROOT = "LOCKSTEP_CACHE_ROOT"
 DISABLE_COMPILE_CACHE = "LOCKSTEP_DISABLE_COMPILE_CACHE"
@@ -43,6 +44,11 @@ def cache_root() -> Path:
 def cxx() -> str:
     """Return the C++ compiler to look for, as make and torch name it: `g++` by default."""
     return os.environ.get(CXX) or "g++"
+
+
+def cc() -> str:
+    """Return the C compiler that is asked for, or nothing: Triton looks for gcc and clang then."""
+    return os.environ.get(CC) or ""
 
 
 def is_compile_cache_disabled() -> bool:

@@ -114,10 +114,14 @@ class GraphPools:
         """Remember who keeps graphs that lie in these pools, as long as he lives."""
         self._users.add(user)
 
-    def forget(self) -> None:
-        """Drop all pools, and all graphs in them: they were captured for trial."""
+    def forget_graphs(self) -> None:
+        """Drop all graphs. What they were captured in stays, and is used again."""
         for user in self._users:
             user.forget()
+
+    def forget(self) -> None:
+        """Drop all pools, and all graphs in them: they were captured for trial."""
+        self.forget_graphs()
         for pool in self._pools.values():
             pool.trim()
         self._pools.clear()

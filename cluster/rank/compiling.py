@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sysconfig
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from compile.config import (
     CompilationLevel,
     CUDAGraphMode,
 )
-from compile.environment import cxx
+from compile.environment import cc, cxx
 from compile.exchange import ArtifactExchange
 from compile.graphs import GraphPools, new_graph_pool
 from compile.key import sources_hash
@@ -59,6 +60,10 @@ def rank_scope(
 
     Equal on all ranks of the group but for their places: sizes and graphs follow from it.
     """
+    if config.device == "cuda" and (missing := missing_for_triton()):
+        log.warning(
+            "device: this machine cannot build what Triton has not cached: it lacks %s", missing
+        )
     limits = config.scheduler
     resolved = resolve(
         _compilable(config, group),
@@ -100,6 +105,20 @@ def _compilable(config: EngineConfig, group: GroupMembership) -> CompilationConf
         "is found on another rank" if is_here else "is found",
     )
     return replace(wanted, level=0, cudagraph_mode=CUDAGraphMode.NONE, cudagraph_copy_inputs=False)
+
+
+def missing_for_triton() -> str:
+    """Return what the machine lacks for Triton, or nothing.
+
+    Triton compiles what launches a kernel as an extension of Python, at every level of ours.
+    """
+    paths = sysconfig.get_paths("posix_prefix")
+    missing = []
+    if not any(shutil.which(name) for name in (cc(), "gcc", "clang") if name):
+        missing.append("a C compiler (Debian: gcc)")
+    if not (Path(paths["include"]) / "Python.h").exists():
+        missing.append(f"{paths['include']}/Python.h (Debian: python3-dev)")
+    return " and ".join(missing)
 
 
 def _key_factors(config: EngineConfig, shard: Shard) -> dict[str, str]:

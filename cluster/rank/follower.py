@@ -141,5 +141,6 @@ class Follower:
     def _close(self) -> None:
         self.transfer.close()
         self._receiver.close()
+        self.runner.forward.close()
         self._group.close()
         end_context(self._context, self._name)

@@ -147,12 +147,14 @@ class StepForward:
 
         The attention of a few sequences is another kernel than that of many: decode steps of 1, 2,
         4, ... sequences and of all; each size at which it changes lies between two of these. And
-        each number of tokens that pieces were compiled for, whose kernels are tuned when they run.
+        prompts of 1, 2, 4, ... tokens and of a full step: the tiles of experts grow with tokens.
+        And each number of tokens that pieces were compiled for, whose kernels are tuned when they
+        run.
         """
-        most = self._inputs.max_num_seqs
-        decodes = {most, *(2**i for i in range(most.bit_length()))}
-        sizes = [size for size in self.config.compile_sizes or () if isinstance(size, int)]
-        for num_tokens, num_seqs in [*((n, n) for n in sorted(decodes)), *((n, 1) for n in sizes)]:
+        decodes = _doubling(self._inputs.max_num_seqs)
+        listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
+        prompts = sorted({*_doubling(self._inputs.max_num_batched_tokens), *listed})
+        for num_tokens, num_seqs in [*((n, n) for n in decodes), *((n, 1) for n in prompts)]:
             batch = self._inputs.dummy(num_tokens, num_seqs)
             with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
                 self._call(batch.input_ids, batch.positions)
@@ -203,6 +205,10 @@ class StepForward:
         needed = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
         return needed
+
+    def close(self) -> None:
+        """Let go of all graphs. NCCL ends no group while a graph lives that talks over it."""
+        self._pools.forget_graphs()
 
     @property
     def taken_bytes(self) -> int:
@@ -339,6 +345,11 @@ class StepForward:
             cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,
             gap_timer=self.gaps if mode and mode.mode is CUDAGraphMode.PIECEWISE else None,
         )
+
+
+def _doubling(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and `most`."""
+    return sorted({most, *(2**i for i in range(most.bit_length()))})
 
 
 def _named(progress: Progress, what: str) -> Callable[[int, int], None]:

@@ -63,6 +63,7 @@ class StepInputs:
         rows, tokens = max_num_seqs, max_num_batched_tokens
         self.device = device
         self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._block_size = block_size
         # A view of a graph's static block table must not depend on the longest sequence, but the
         # copy into it may: only columns in use are copied.

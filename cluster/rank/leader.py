@@ -315,6 +315,7 @@ class Leader:
         self._channel.close()
         if self._peers is not None:
             self._peers.close()
+        self.runner.forward.close()
         self._group.close()
         self._inbox.close(linger=0)
         end_context(self._context, f"{self._name} of role {self.config.role.value}")

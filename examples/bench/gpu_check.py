@@ -6,7 +6,7 @@
 One command for a bare machine: torch, triton, transformers, msgspec and pyzmq are enough, Ray is
 not needed. Each part runs in its own process with its own time limit; what fails or hangs is
 recorded, with its stacks, and the next part runs. FILE is written anew after every part. Where a
-command may not take as long as all parts together (67 minutes at worst), a deadline ends it in
+command may not take as long as all parts together (69 minutes at worst), a deadline ends it in
 time, and `--only` runs a slice: of parts, or of all whose names begin so (`graphs`).
 
 Every kernel is compared with its torch twin in float32 and timed against the larger of two floors:
@@ -57,6 +57,7 @@ PARTS: dict[str, tuple[str, float]] = {
     "rope": ("gpu_check_kernels", 120.0),
     "elementwise": ("gpu_check_kernels", 120.0),
     "experts": ("gpu_check_kernels", 240.0),
+    "transfer": ("gpu_check_kernels", 120.0),
     "model": ("gpu_check_models", 240.0),
     "runner": ("gpu_check_models", 240.0),
     "step": ("gpu_check_models", 300.0),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from gpu_check_rows import Row, Setting, attempts, captured, error_of
 
+from cluster.rank.kv_transfer.store import BlockStore
 from model.kernels import dispatch, paged_attention, sparse_mlp
 from model.kv_cache import KVCacheSpec
 from model.layers.activation import silu_and_mul
@@ -287,3 +290,42 @@ def part_experts(at: Setting) -> Iterator[Row]:
         )
 
     yield from attempts(experts, cases)
+
+
+def part_transfer(at: Setting) -> Iterator[Row]:
+    """KV blocks to the host and back, beside a step that is still running."""
+    num_blocks, block_bytes = at.pick(64, 8), at.pick(2 << 20, 1 << 14)
+    pool = torch.zeros((2 * num_blocks, block_bytes), dtype=torch.uint8, device=at.device)
+    pool[:num_blocks] = torch.randint(0, 256, (num_blocks, block_bytes), device=at.device)
+    store = BlockStore(pool)
+    read, written = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))[::-1]
+    n = at.pick(8192, 64)
+    busy = at.randn(n, n)
+
+    def step() -> None:
+        for _ in range(20):
+            busy @ busy
+
+    if at.device.type == "cuda":
+        torch.cuda.synchronize()
+    blocks = store.gather(read)
+    store.scatter(written, blocks)
+    error = error_of(pool[written], pool[read])
+    num_bytes = num_blocks * block_bytes
+    alone = at.time_whole(lambda: store.gather(read))
+    yield Row("blocks to the host", seconds=alone, num_bytes=num_bytes)
+    seconds = at.time_whole(lambda: store.scatter(written, blocks))
+    yield Row("blocks from the host", error=error, limit=0.0, seconds=seconds, num_bytes=num_bytes)
+    if at.device.type == "cuda":
+        waits = []
+        for _ in range(10):
+            step()
+            began = time.perf_counter()
+            store.gather(read)
+            waits.append(time.perf_counter() - began)
+            torch.cuda.synchronize()
+        beside = statistics.median(waits)
+        # Copies that waited for the step would take many times as long.
+        row = Row("blocks to the host beside a step", error=beside / alone, limit=3.0)
+        row.seconds, row.num_bytes = beside, num_bytes
+        yield row

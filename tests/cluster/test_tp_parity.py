@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -386,6 +387,36 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     follower.stop()
     follower.run()  # closes
     end(leader)
+
+
+def test_graphs_are_let_go_of_before_their_group_ends(
+    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits in vain for the end of graphs that talk over the group."""
+    graphs = CompilationConfig(
+        level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
+    )
+    config = dataclasses.replace(config_for(make_oracle("tied"), 2), compilation=graphs)
+    meeting = Meeting(config, host=HOST, config_hash=HASH, epoch=0)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(Follower, **follower_arguments(config, meeting, 1))
+        leader = Leader(config, engine_id="", epoch=0, host=HOST, config_hash=HASH, meeting=meeting)
+        ranks: list[Leader | Follower] = [leader, joining.result()]
+    before = [len(rank.runner.forward.num_replays) for rank in ranks]
+    at_end: dict[int, int] = {}
+    real = groups.GroupMembership.close
+
+    def close(group: groups.GroupMembership) -> None:
+        at_end[group.shard.rank] = len(ranks[group.shard.rank].runner.forward.num_replays)
+        real(group)
+
+    monkeypatch.setattr(groups.GroupMembership, "close", close)
+    following = threading.Thread(target=ranks[1].run)
+    following.start()
+    end(leader)
+    following.join(timeout=20)
+    assert not following.is_alive()
+    assert (before, at_end) == ([2, 2], {0: 0, 1: 0})
 
 
 @pytest.mark.slow

@@ -96,6 +96,10 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),
         ({"kv.transport": "nixl"}, "kv.transport: wanted auto, shm or tcp (others are not built"),
         ({"kv.transport": "pigeon"}, "kv.transport: wanted auto, shm or tcp, found 'pigeon'"),
+        (
+            {"device": "cuda", "kv.transport": "shm"},
+            "kv.transport: wanted auto or tcp with device=cuda, whose KV is no host memory, found",
+        ),
         ({"kv.lease_s": "inf"}, "kv.lease_s: wanted above 0, at most 86400, found inf"),
         ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
         ({"prefill.num_cpus": "inf"}, "prefill.num_cpus: wanted a finite number"),

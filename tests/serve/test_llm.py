@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cluster.rank import forward
+from cluster.rank.inputs import StepBatch
 from model.sampler import SamplerOutput, SamplingTensors, sample
 from serve.llm import LLM, SamplingParams
 
@@ -82,11 +83,27 @@ def test_the_step_that_memory_is_measured_by_samples_every_row_by_every_rule(
     assert output.logprobs is not None and output.logprobs.isfinite().all()
 
 
-def test_decodes_of_every_size_run_on_padding_and_leave_nothing(llm: LLM) -> None:
+def test_decodes_and_prompts_of_every_size_run_on_padding_and_leave_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU they build kernels before the first request."""
     greedy = SamplingParams(temperature=0, max_tokens=5)
     before = llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids
     replays = llm.runner.forward.num_replays
-    llm.runner.forward.run_sizes()
+    runner = llm.runner
+    sizes: list[tuple[int, int]] = []
+    dummy, limits = runner.inputs.dummy, llm.config.scheduler
+
+    def noted(num_tokens: int, num_seqs: int) -> StepBatch:
+        sizes.append((num_tokens, num_seqs))
+        return dummy(num_tokens, num_seqs)
+
+    monkeypatch.setattr(runner.inputs, "dummy", noted)
+    runner.forward.run_sizes()
+    powers = [2**i for i in range(20)]
+    most = limits.max_num_seqs
+    assert {n for n, m in sizes if n == m} == {most, *(n for n in powers if n < most)}
+    most = limits.max_num_batched_tokens
+    assert {n for n, m in sizes if m == 1} >= {most, *(n for n in powers if n < most)}
     assert llm.runner.forward.num_replays == replays
     assert llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids == before

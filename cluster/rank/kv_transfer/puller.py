@@ -183,10 +183,14 @@ class _Transport:
         socket.send_multipart([self._header, encode(source.process), encode(call)])
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
-        """Return the answers that have come, with the blocks they carry."""
+        """Return an answer of each source that has sent some, with the blocks it carries.
+
+        The others stay in their sockets until these are written: however long that takes, no
+        source seems silent whose answers have come.
+        """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, socket in list(self._sockets.items()):
-            while socket.poll(0):
+            if socket.poll(0):
                 frames = socket.recv_multipart(copy=False)
                 try:
                     answer: KVAnswer = decode(frames[0].buffer, KVAnswer)

@@ -195,11 +195,13 @@ class KVServer:
             match call:
                 case KVRead():
                     alive = self._holder.covers(call.ticket, call.block_ids, call.generations)
-                    blocks = self._store.gather(call.block_ids) if alive else []
                 case KVRenew():
                     alive = self._holder.renew(call.ticket)
                 case KVRelease():
                     alive = self._holder.release(call.ticket, call.num_blocks_read)
+        if isinstance(call, KVRead) and alive:
+            # Without the lock, which the step thread takes: to copy from a GPU takes a while.
+            blocks = self._store.gather(call.block_ids)
         self._send(peer, call, alive=alive, blocks=blocks)
         if isinstance(call, KVRelease):
             self._doorbell.ring()

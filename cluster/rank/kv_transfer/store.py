@@ -14,12 +14,17 @@ class KVThreadDied(RuntimeError):
 
 
 class BlockStore:
-    """The blocks of a pool, in this process or mapped from another: [num_blocks, block_bytes]."""
+    """The blocks of a pool, in this process or mapped from another: [num_blocks, block_bytes].
+
+    Those of a GPU are copied on a stream of their own, which waits for no step: blocks are read
+    when the step that wrote them has ended, and written before a step reads them.
+    """
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._rows = pool.reshape(pool.shape[0], -1).view(torch.uint8)
         self.block_bytes = self._rows.shape[1]
         self.is_on_host = pool.device.type == "cpu"
+        self._stream = None if self.is_on_host else torch.cuda.Stream(pool.device)
 
     @classmethod
     def of_memory(cls, memory: memoryview, block_bytes: int) -> BlockStore:
@@ -32,16 +37,33 @@ class BlockStore:
 
     def gather(self, ids: list[int]) -> list[memoryview]:
         """Return each block's bytes, without a copy where the pool is in host memory."""
-        if self.is_on_host:
+        if self._stream is None:
             return [self._rows[i].numpy().data for i in ids]
-        return [row.numpy().data for row in self._rows[torch.tensor(ids)].cpu()]
+        staged = self._pinned(len(ids))
+        with torch.cuda.stream(self._stream):
+            for row, i in zip(staged, ids, strict=True):
+                row.copy_(self._rows[i], non_blocking=True)
+        self._stream.synchronize()
+        return [row.numpy().data for row in staged]
 
     def scatter(self, ids: list[int], blocks: list[memoryview]) -> None:
         """Write each block's bytes."""
-        for i, block in zip(ids, blocks, strict=True):
-            # torch warns of read-only buffers, numpy takes them.
-            row = np.frombuffer(block, dtype=np.uint8)
-            if self.is_on_host:
-                self._rows[i].numpy()[:] = row
-            else:
-                self._rows[i].copy_(torch.from_numpy(row.copy()))
+        if self._stream is None:
+            for i, block in zip(ids, blocks, strict=True):
+                _fill(self._rows[i], block)
+            return
+        staged = self._pinned(len(ids))
+        with torch.cuda.stream(self._stream):
+            for row, i, block in zip(staged, ids, blocks, strict=True):
+                _fill(row, block)
+                self._rows[i].copy_(row, non_blocking=True)
+        self._stream.synchronize()
+
+    def _pinned(self, num_blocks: int) -> torch.Tensor:
+        """Return host memory that a GPU copies from and to by itself; torch keeps and reuses it."""
+        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=True)
+
+
+def _fill(row: torch.Tensor, block: memoryview) -> None:
+    # torch warns of read-only buffers, numpy takes them.
+    row.numpy()[:] = np.frombuffer(block, dtype=np.uint8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig, Role, SchedulerConfig
+from cluster.rank import compiling
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.groups import GroupMembership
 from compile.config import CompilationConfig, CUDAGraphMode
@@ -71,6 +72,22 @@ def test_a_cpu_without_a_compiler_serves_eagerly_and_says_so_in_one_line(
     assert "level 0" in warning and "no-such-compiler" in warning
     eager_pieces = scope_of(tiny_checkpoint, Role.DECODE, level=3, use_inductor=False).config
     assert eager_pieces.level == 3
+
+
+def test_what_a_machine_lacks_for_triton_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compiling.sysconfig, "get_paths", lambda _: {"include": str(tmp_path)})
+    found = compiling.missing_for_triton()
+    assert found == f"a C compiler (Debian: gcc) and {tmp_path}/Python.h (Debian: python3-dev)"
+    (tmp_path / "Python.h").touch()
+    assert compiling.missing_for_triton() == "a C compiler (Debian: gcc)"
+    for name in ("no-such-compiler", "clang"):
+        (tmp_path / name).touch(mode=0o755)
+        assert compiling.missing_for_triton() == ""
+        (tmp_path / name).unlink()
 
 
 class PeersWithoutCompiler(GroupMembership):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -365,6 +367,69 @@ def test_a_holder_that_is_gone_keeps_no_reader_from_its_work(
     pair.puller.expect("r", handoff)
     pair.puller.start("r", handoff, [0], [4])
     assert pair.finished().ok
+
+
+def test_a_holder_whose_answers_wait_for_others_to_be_written_is_not_silent(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing to a GPU takes a while."""
+    monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", 2.0)
+    near, late = make_pair("tcp"), make_pair("tcp")
+    puller, store, late_store = near.puller, near.puller._transport.store, late.server._store
+    scatter, gather = store.scatter, late_store.gather
+
+    def slow_scatter(ids: list[int], blocks: list[memoryview]) -> None:
+        time.sleep(0.15)
+        scatter(ids, blocks)
+
+    def late_gather(ids: list[int]) -> list[memoryview]:
+        time.sleep(0.5)
+        return gather(ids)
+
+    monkeypatch.setattr(store, "scatter", slow_scatter)
+    monkeypatch.setattr(late_store, "gather", late_gather)
+    handoffs = {f"near {i}": near.handoff([1 + i]) for i in range(20)}
+    handoffs["late"] = late.handoff([30])
+    for i, (name, handoff) in enumerate(handoffs.items()):
+        puller.expect(name, handoff)
+        puller.start(name, handoff, [0], [1 + i])
+    # All answers of the near holder are there before the first of them is written.
+    puller._post(lambda: time.sleep(0.2))
+    results: dict[str, KVReadResult] = {}
+    deadline = time.monotonic() + 30
+    while len(results) < len(handoffs) and time.monotonic() < deadline:
+        results |= {result.request_id: result for result in puller.take_finished()}
+        time.sleep(0.01)
+    assert [result for result in results.values() if not result.ok] == []
+    assert len(results) == len(handoffs)
+    assert torch.equal(near.target[1:21], near.source[1:21])
+    assert torch.equal(near.target[21], late.source[30])
+
+
+def test_a_step_does_not_wait_for_the_copies_of_a_holder(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those from a GPU take a while."""
+    pair = make_pair("tcp")
+    store = pair.server._store
+    gather, is_copying, may_end = store.gather, threading.Event(), threading.Event()
+
+    def slow_gather(ids: list[int]) -> list[memoryview]:
+        is_copying.set()
+        assert may_end.wait(10)
+        return gather(ids)
+
+    monkeypatch.setattr(store, "gather", slow_gather)
+    handoff = pair.handoff([4])
+    pair.puller.expect("r", handoff)
+    pair.puller.start("r", handoff, [0], [11])
+    assert is_copying.wait(5)
+    with ThreadPoolExecutor(1) as step:
+        assert step.submit(pair.handoff, [5]).result(timeout=5).ticket == handoff.ticket + 1
+        assert step.submit(pair.server.take_ended).result(timeout=5) == []
+        may_end.set()
+    assert pair.finished().ok
+    assert torch.equal(pair.target[11], pair.source[4])
 
 
 def test_a_call_that_overtakes_the_order_to_hold_waits_for_it(
