@@ -95,13 +95,14 @@ class StepForward:
         self._group = group
         self._pools = pools
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
+        self._replays_at_end: dict[BatchDescriptor, int] = {}
         is_as_is = config.level == CompilationLevel.DYNAMO_AS_IS
         self._call = wrap_forward(compile_as_is(model) if is_as_is else model, config, pools)
 
     @property
     def num_replays(self) -> dict[BatchDescriptor, int]:
-        """How often each whole graph was replayed."""
-        return dict(getattr(self._call, "num_replays", {}))
+        """How often each whole graph was replayed, those that `close` let go of included."""
+        return self._replays_at_end or dict(getattr(self._call, "num_replays", {}))
 
     def checksum(self) -> int:
         """Return what is equal on ranks that dispatch over the same graphs in the same modes."""
@@ -208,6 +209,7 @@ class StepForward:
 
     def close(self) -> None:
         """Let go of all graphs. NCCL ends no group while a graph lives that talks over it."""
+        self._replays_at_end = self.num_replays
         self._pools.forget_graphs()
 
     @property

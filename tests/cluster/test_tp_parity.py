@@ -402,12 +402,16 @@ def test_graphs_are_let_go_of_before_their_group_ends(
         joining = threads.submit(Follower, **follower_arguments(config, meeting, 1))
         leader = Leader(config, engine_id="", epoch=0, host=HOST, config_hash=HASH, meeting=meeting)
         ranks: list[Leader | Follower] = [leader, joining.result()]
-    before = [len(rank.runner.forward.num_replays) for rank in ranks]
+
+    def num_graphs(rank: Leader | Follower) -> int:
+        return sum(len(user._entries) for user in rank.runner.forward._pools._users)  # type: ignore[attr-defined]
+
+    before = [num_graphs(rank) for rank in ranks]
     at_end: dict[int, int] = {}
     real = groups.GroupMembership.close
 
     def close(group: groups.GroupMembership) -> None:
-        at_end[group.shard.rank] = len(ranks[group.shard.rank].runner.forward.num_replays)
+        at_end[group.shard.rank] = num_graphs(ranks[group.shard.rank])
         real(group)
 
     monkeypatch.setattr(groups.GroupMembership, "close", close)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -243,17 +244,23 @@ def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     ).encode()
-    sockets = [socket.create_connection((host, int(port)), timeout=60) for _ in range(200)]
-    for connection in sockets:
-        connection.sendall(request)
-    # The first ones stream (64 run at once); all have been taken on.
-    for connection in sockets[:40]:
-        while b"data:" not in connection.recv(4096):
-            pass
-    running = [server.ranks(pool)[0] for pool in ("prefill", "decode")]
-    assert sum(r["num_blocks"] - r["num_free_blocks"] for r in running) > 40
-    for connection in sockets:
-        connection.close()
+    with ExitStack() as connections:
+        sockets = [
+            connections.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            for _ in range(200)
+        ]
+        for connection in sockets:
+            connection.sendall(request)
+        # The first ones stream (64 run at once); all have been taken on.
+        for connection in sockets[:40]:
+            while b"data:" not in connection.recv(4096):
+                pass
+        # What ranks tell of themselves is a moment old.
+        deadline, num_used = time.monotonic() + 20, 0
+        while num_used <= 40:
+            assert time.monotonic() < deadline, num_used
+            running = [server.ranks(pool)[0] for pool in ("prefill", "decode")]
+            num_used = sum(r["num_blocks"] - r["num_free_blocks"] for r in running)
     left = time.monotonic()
     while True:
         pools = server.get("/ready")[1]["pools"].values()

@@ -183,21 +183,23 @@ class _Transport:
         socket.send_multipart([self._header, encode(source.process), encode(call)])
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
-        """Return an answer of each source that has sent some, with the blocks it carries.
+        """Return the answers that have come, with the blocks they carry.
 
-        The others stay in their sockets until these are written: however long that takes, no
-        source seems silent whose answers have come.
+        Of each source up to the first with blocks; the others stay in its socket until these are
+        written: however long that takes, no source seems silent whose answers have come.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, socket in list(self._sockets.items()):
-            if socket.poll(0):
+            blocks: list[memoryview] = []
+            while not blocks and socket.poll(0):
                 frames = socket.recv_multipart(copy=False)
                 try:
                     answer: KVAnswer = decode(frames[0].buffer, KVAnswer)
                 except FrameError as error:  # the read ends by its time-out
                     log.error("kv answer from %s: dropped: %s", source.address, error)
                     continue
-                answers.append((source, answer, [frame.buffer for frame in frames[1:]]))
+                blocks = [frame.buffer for frame in frames[1:]]
+                answers.append((source, answer, blocks))
         return answers
 
     def is_mapped(self, source: KVSource) -> bool:
