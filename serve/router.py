@@ -41,7 +41,8 @@ MAX_PAUSE_S = 2.0
 """Between attempts; the first come faster."""
 LAST_OUTPUT_GRACE_S = 2.0
 """A last output may be on its way when the call returns, but not for so long."""
-
+LEAVING_GRACE_S = 0.2
+"""From the cancelling of a call to that of its request, where a client leaves."""
 CANCEL_AFTER_S = 1.0
 """A call whose engine got the abort has returned long before."""
 
@@ -164,8 +165,7 @@ class _Call:
         except asyncio.CancelledError:
             # Our own, or of the call alone: Serve tells some ends of a replica in this way.
             if not self._is_let_go and not _is_cancelled():
-                error = f"{self._pool} replica: the call was cancelled"
-                self._mailbox.put(_ended(request_id, KV_LOST, error))
+                await self._lose_unless_left()
             return
         except PoolUnavailable as error:
             self._mailbox.put(_ended(request_id, REFUSED, f"{self._pool} pool: {_line(error)}"))
@@ -179,6 +179,16 @@ class _Call:
         if self._mailbox.num_ends < self._stage:
             missing = f"{self._pool} ended it with {finish_reason}, but no last output came"
             self._mailbox.put(_ended(request_id, KV_LOST, missing))
+
+    async def _lose_unless_left(self) -> None:
+        """Take a call that Serve cancelled for lost, unless its client has left.
+
+        Serve cancels the calls of a client that leaves before it cancels who waits for them.
+        """
+        await asyncio.sleep(LEAVING_GRACE_S)
+        if not self._is_let_go:
+            error = f"{self._pool} replica: the call was cancelled"
+            self._mailbox.put(_ended(self._mailbox.request_id, KV_LOST, error))
 
 
 def _is_cancelled() -> bool:

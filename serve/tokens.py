@@ -91,7 +91,7 @@ class TokenSocket:
         return mailbox
 
     def close(self, mailbox: Mailbox) -> None:
-        """Drop the mailbox; what still arrives for it is dropped too."""
+        """Drop the mailbox; what still arrives for it is dropped too, and its engine told so."""
         self._mailboxes.pop(mailbox.request_id, None)
 
     def abort(self, mailbox: Mailbox) -> None:
@@ -104,9 +104,12 @@ class TokenSocket:
         spoken = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
         lately = [inbox for inbox, at in self._heard_at.items() if now - at < HEARD_LATELY_S]
         for inbox in dict.fromkeys([*spoken, *lately]):
-            if not self._aborts:
-                asyncio.get_running_loop().call_soon(self._send_aborts)
-            self._aborts[inbox].append(mailbox.request_id)
+            self._abort_at(inbox, mailbox.request_id)
+
+    def _abort_at(self, inbox: str, request_id: str) -> None:
+        if not self._aborts:
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._aborts[inbox].append(request_id)
 
     def shutdown(self) -> None:
         """Stop receiving and close all sockets."""
@@ -174,3 +177,6 @@ class TokenSocket:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None:
                 mailbox.put(output, frame.inbox)
+            elif output.finish_reason in ("", "handoff"):
+                # Aborted before this engine was heard of. It goes on, or holds KV, for nobody.
+                self._abort_at(frame.inbox, output.request_id)

@@ -160,3 +160,24 @@ def test_a_call_that_somebody_else_cancelled_is_a_loss() -> None:
     found, pool, _ = serve(cancel, lambda mailbox: finish(mailbox, position=1))
     assert [o.token_ids for o in found] == [[5], [7]]
     assert [s.request.output_token_ids for s in pool.submitted] == [[], [5]]
+
+
+def test_a_client_that_leaves_is_not_prefilled_again() -> None:
+    """Serve cancels its calls first, and a moment later who waits for them."""
+
+    async def main() -> tuple[Pool, Tokens]:
+        tokens = Tokens()
+        pool = Pool(tokens, cancel)
+        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
+        outputs = router.generate(REQUEST)
+        assert (await anext(outputs)).token_ids == [5]
+        client = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(router_module.LEAVING_GRACE_S / 4)
+        client.cancel()
+        await asyncio.wait([client])
+        await asyncio.sleep(2 * router_module.LEAVING_GRACE_S)
+        return pool, tokens
+
+    pool, tokens = asyncio.run(main())
+    assert len(pool.submitted) == 1
+    assert tokens.aborted == ["r.0"]

@@ -16,8 +16,10 @@ from serve.tokens import TokenSocket
 HEADER = header_bytes("same")
 
 
-def frame(epoch: int, inbox: str, token: int, engine_id: str = "mixed/a/0") -> bytes:
-    output = EngineOutput("r", 0, [token], [], "", -1, 0, None, "", [])
+def frame(
+    epoch: int, inbox: str, token: int, engine_id: str = "mixed/a/0", finish_reason: str = ""
+) -> bytes:
+    output = EngineOutput("r", 0, [token], [], finish_reason, -1, 0, None, "", [])
     return encode(OutputFrame(epoch, engine_id, inbox, [output]))
 
 
@@ -70,6 +72,29 @@ def test_aborts_go_to_the_newest_epoch_of_an_engine_alone() -> None:
                 return found, old.poll(200)
 
     assert asyncio.run(main()) == (["r"], 0)
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "wanted"), [("", ["r"]), ("handoff", ["r"]), ("stop", None)]
+)
+def test_an_engine_that_works_for_nobody_is_told_so(
+    finish_reason: str, wanted: list[str] | None
+) -> None:
+    """It had been silent for long, so the abort of a client that left at once did not reach it."""
+
+    async def main() -> list[str] | None:
+        with zmq.Context() as context, context.socket(zmq.PULL) as end:
+            async with token_socket() as (tokens, engine):
+                inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
+                mailbox = tokens.open("r")
+                tokens.close(mailbox)
+                tokens.abort(mailbox)
+                engine.send_multipart([HEADER, frame(0, inbox, 5, finish_reason=finish_reason)])
+                if not await asyncio.to_thread(end.poll, 5000 if wanted else 300):
+                    return None
+                return decode(end.recv_multipart()[1], Abort).request_ids
+
+    assert asyncio.run(main()) == wanted
 
 
 def test_engines_that_are_gone_take_no_sockets_and_no_aborts_of_others(
