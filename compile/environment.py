@@ -46,9 +46,10 @@ def cxx() -> str:
     return os.environ.get(CXX) or "g++"
 
 
-def cc() -> str:
-    """Return the C compiler that is asked for, or nothing: Triton looks for gcc and clang then."""
-    return os.environ.get(CC) or ""
+def cc() -> tuple[str, ...]:
+    """Return the C compilers that Triton looks for: gcc and clang, or the one that is named."""
+    named = os.environ.get(CC)
+    return (named,) if named else ("gcc", "clang")
 
 
 def is_compile_cache_disabled() -> bool:

@@ -112,12 +112,12 @@ def missing_for_triton() -> str:
 
     Triton compiles what launches a kernel as an extension of Python, at every level of ours.
     """
-    paths = sysconfig.get_paths("posix_prefix")
-    missing = []
-    if not any(shutil.which(name) for name in (cc(), "gcc", "clang") if name):
-        missing.append("a C compiler (Debian: gcc)")
-    if not (Path(paths["include"]) / "Python.h").exists():
-        missing.append(f"{paths['include']}/Python.h (Debian: python3-dev)")
+    compilers, missing = cc(), []
+    if not any(shutil.which(name) for name in compilers):
+        missing.append(f"a C compiler, {' or '.join(compilers)} (Debian: gcc)")
+    headers = Path(sysconfig.get_paths("posix_prefix")["include"])
+    if not (headers / "Python.h").exists():
+        missing.append(f"{headers}/Python.h (Debian: python3-dev)")
     return " and ".join(missing)
 
 
