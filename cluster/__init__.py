@@ -1,1 +1,1 @@
-"""Who computes, when and with whom: ranks, groups, scheduling, KV blocks and their transfer."""
+"""What computes when: ranks, groups, scheduling, KV blocks and their transfer."""

@@ -5,7 +5,7 @@
    nothing is acknowledged.
 3. A follower reports which of its tickets and reads have ended.
 
-The one thing to know: a follower has no state that its leader did not tell it.
+A follower has no state that its leader did not tell it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ class LeaderHello(Wire, frozen=True, tag=True):
     protocol: int
     config_hash: str
     epoch: int
+    nonce: str
+    """Of the rendezvous: a process that does not know it is no member of the group."""
 
 
 class StepDigest(Wire, frozen=True):
@@ -35,10 +37,7 @@ class StepDigest(Wire, frozen=True):
     num_tokens: int
     num_decodes: int
     agreement: int
-    graph_mode: int
-    padded_tokens: int
-    padded_seqs: int
-    """The key of the graph that is replayed, or the sizes of an eager step."""
+    """Mode, `graph_bs` and what else all ranks agreed on."""
     rows: int
     num_computed: int
     num_new: int
@@ -98,9 +97,21 @@ class EndOfSteps(Wire, frozen=True, tag=True):
     """The leader has run its last step."""
 
 
+class StillThere(Wire, frozen=True, tag=True):
+    """Asks nothing: that it can be sent shows that the connection stands."""
+
+
 KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
 ToFollower = (
-    LeaderHello | StepFrame | HoldKV | DropKV | ExpectKV | StartRead | CancelRead | EndOfSteps
+    LeaderHello
+    | StepFrame
+    | HoldKV
+    | DropKV
+    | ExpectKV
+    | StartRead
+    | CancelRead
+    | StillThere
+    | EndOfSteps
 )
 
 
@@ -110,10 +121,13 @@ class FollowerHello(Wire, frozen=True, tag=True):
     protocol: int
     config_hash: str
     epoch: int
+    nonce: str
     tp_rank: int
     num_blocks: int
     layout: str
     source: KVSource
+    graphs: int
+    """Checksum of what the rank captured: it replays what its leader agreed on with others."""
 
 
 class TicketsEnded(Wire, frozen=True, tag=True):

@@ -1,7 +1,7 @@
 """`EngineConfig`: everything an engine is told, frozen and resolved once.
 
-The one thing to know: nothing is filled in later. What depends on the machine (device, dtype,
-blocks, threads) is resolved by `resolve` functions that return a new configuration.
+Nothing is filled in later. What depends on the machine (device, dtype, blocks, threads) is resolved
+by `resolve` functions that return a new configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
 
 
+MIN_LEASE_S = 0.01
+"""The shortest lease of KV: a shorter one ends before its reader can renew it."""
 MAX_LEASE_S = 86400.0
+"""The longest lease of KV."""
 
 
 class ConfigError(ValueError):
@@ -132,8 +135,9 @@ class TransferConfig:
             )
         if self.transport not in ("auto", "shm", "tcp"):
             raise ConfigError("kv.transport", "auto, shm or tcp", self.transport)
-        if not 0 < self.lease_s <= MAX_LEASE_S:
-            raise ConfigError("kv.lease_s", f"above 0, at most {MAX_LEASE_S:g}", self.lease_s)
+        if not MIN_LEASE_S <= self.lease_s <= MAX_LEASE_S:
+            wanted = f"at least {MIN_LEASE_S:g}, at most {MAX_LEASE_S:g}"
+            raise ConfigError("kv.lease_s", wanted, self.lease_s)
 
 
 @dataclass(frozen=True)

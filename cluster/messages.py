@@ -3,21 +3,58 @@
 What a leader and its tensor-parallel followers say to each other stands in `channel_messages.py`,
 what data-parallel leaders do in `lockstep_messages.py`.
 
-The one thing to know: all of them are array-like msgspec structs that forbid unknown fields and
-have no defaults, so a frame that is too short, too long or of another type is refused instead of
-being filled in. `encode` and `decode` are the only way on and off the wire.
+All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
+frame that is too short, too long or of another type is refused instead of being filled in. So is
+a value that no model and no configuration could take: bounds stand in the fields' types, and hold
+for what was decoded. What depends on the engine is checked by its `RequestLimits`. `encode` and
+`decode` are the only way on and off the wire.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import zlib
 from collections.abc import Hashable
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
-PROTOCOL_VERSION = 4
+from cluster.config import MAX_LEASE_S, MIN_LEASE_S
+
+PROTOCOL_VERSION = 6
+
+MAX_TEMPERATURE = 1e6
+"""Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
+MAX_PENALTY = 2.0
+MAX_REPETITION = 1e3
+"""Logits times or divided by so much are still finite."""
+MAX_BIAS = 100.0
+MAX_BIASES = 1024
+MAX_STOP_IDS = 512
+"""256 of a request's own, and the model's end tokens."""
+MAX_LOGPROBS = 20
+"""More candidates per token are more bytes than text."""
+MAX_ABORTS = 1024
+"""In one frame: each of them is looked for in the queue."""
+MAX_PID = 1 << 22
+"""Linux has no higher process ids."""
+MAX_FD = 1 << 20
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Of a token in its vocabulary, or of a block in its pool."""
+Name = Annotated[str, Meta(max_length=256)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+_OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+Address = Annotated[str, Meta(pattern=rf"^(tcp://{_OCTET}(\.{_OCTET}){{3}}:[0-9]{{1,5}})?\Z")]
+"""A ZeroMQ endpoint by number, or nowhere. A host's name would be looked up on the thread that
+carries all sockets of the process."""
+NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -34,22 +71,23 @@ class FrameError(ValueError):
 class LogitRules(Wire, frozen=True):
     """What changes a sequence's logits before temperature.
 
-    Invariant: repetition_penalty > 0; token ids lie in the vocabulary; `bias_token_ids` and
-    `biases` have equal length.
+    Invariant: token ids lie in the vocabulary; `bias_token_ids` and `biases` have equal length;
+    what is allowed leaves a token to draw, also before `min_tokens`.
     """
 
-    presence_penalty: float
+    presence_penalty: Penalty
     """Subtracted from tokens that the output has; 0 is off."""
-    frequency_penalty: float
+    frequency_penalty: Penalty
     """Subtracted for each time that the output has a token; 0 is off."""
-    repetition_penalty: float
+    repetition_penalty: Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
     """Divides positive logits of tokens in prompt or output, multiplies others; 1 is off."""
-    bias_token_ids: tuple[int, ...]
-    biases: tuple[float, ...]
+    bias_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_BIASES)]
+    biases: Annotated[tuple[Bias, ...], Meta(max_length=MAX_BIASES)]
     """Added to these tokens' logits."""
-    allowed_token_ids: tuple[int, ...]
-    """No other token is drawn; empty allows all."""
-    min_tokens: int
+    allowed_tokens: Annotated[bytes, Meta(max_length=1 << 21)]
+    """Bit i % 8 of byte i // 8, the lowest first, allows token i; no other token is drawn. Bits
+    behind the last byte are 0. Empty allows all."""
+    min_tokens: Index
     """Output tokens before a stop token may be drawn."""
 
     @property
@@ -59,28 +97,25 @@ class LogitRules(Wire, frozen=True):
 
 
 class Sampling(Wire, frozen=True):
-    """How one sequence's tokens are drawn and when it ends; fully resolved by the front end.
+    """How one sequence's tokens are drawn and when it ends; fully resolved by the front end."""
 
-    Invariant: 0 <= temperature, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0, max_tokens >= 1.
-    """
-
-    temperature: float
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
     """0 is greedy."""
-    top_k: int
+    top_k: Index
     """0 keeps all."""
-    top_p: float
+    top_p: Annotated[float, Meta(gt=0, le=1)]
     """1 keeps all."""
-    min_p: float
+    min_p: Probability
     """Least probability relative to the likeliest token's; 0 keeps all."""
-    seed: int
+    seed: Annotated[int, Meta(ge=0)]
     """64 unsigned bits; with the output position it decides each draw."""
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     """Output tokens in all, those of `output_token_ids` included."""
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
     """Tokens that end the sequence, the model's end tokens included unless ignored."""
-    num_logprobs: int
+    num_logprobs: NumLogprobs
     """-1: none; 0: of the drawn token; n: of the n likeliest as well."""
-    num_prompt_logprobs: int
+    num_prompt_logprobs: NumLogprobs
     """The same for each prompt token but the first."""
     rules: LogitRules | None
     """None where logits stay as they are."""
@@ -93,35 +128,35 @@ class GenerateRequest(Wire, frozen=True):
     prompt, but count as output for limits, draws and usage.
     """
 
-    request_id: str
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    request_id: RequestId
+    prompt_token_ids: list[Index]
+    output_token_ids: list[Index]
     sampling: Sampling
-    reply_to: str
-    """Address of the socket that wants the tokens."""
+    reply_to: Address
+    """Of the socket that wants the tokens."""
 
 
 class RankProcess(Wire, frozen=True):
     """One rank's process: no other is ever equal to it, whatever port it is given."""
 
     epoch: int
-    nonce: str
+    nonce: Name
     """Random."""
 
 
 class KVSource(Wire, frozen=True):
     """Where one rank's KV blocks can be read, by shared memory or TCP."""
 
-    tp_rank: int
-    boot_id: str
+    tp_rank: Index
+    boot_id: Name
     """Identifies the node and its boot: shared memory is usable where both sides agree."""
-    pid: int
-    shm_fd: int
+    pid: Annotated[int, Meta(ge=0, le=MAX_PID)]
+    shm_fd: Annotated[int, Meta(ge=-1, le=MAX_FD)]
     """File descriptor of the pool in process `pid`; -1 where the pool is private."""
-    address: str
-    """ZeroMQ endpoint that serves reads, renewals and releases."""
+    address: Address
+    """Serves reads, renewals and releases."""
     process: RankProcess
-    """Whom the ticket is from: calls name it, so that nobody else who listens there serves them."""
+    """The ticket's holder: calls name it, so that no other that listens there serves them."""
 
 
 class KVHandoff(Wire, frozen=True):
@@ -131,16 +166,16 @@ class KVHandoff(Wire, frozen=True):
     block whose generation differs at the source has been reused and must not be believed.
     """
 
-    ticket: int
-    request_id: str
-    sources: list[KVSource]
-    block_ids: list[int]
-    generations: list[int]
-    num_tokens: int
-    block_bytes: int
-    layout: str
+    ticket: Count
+    request_id: RequestId
+    sources: Annotated[list[KVSource], Meta(max_length=1024)]
+    block_ids: list[Index]
+    generations: list[Count]
+    num_tokens: Count
+    block_bytes: Count
+    layout: Name
     """Identifies dtype and shape of a block; both sides must agree."""
-    lease_s: float
+    lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S)]
 
 
 class Submit(Wire, frozen=True, tag=True):
@@ -153,16 +188,40 @@ class Submit(Wire, frozen=True, tag=True):
 class Abort(Wire, frozen=True, tag=True):
     """Drop these requests wherever they are. Unknown ids are remembered for a while."""
 
-    request_ids: list[str]
+    request_ids: Annotated[list[RequestId], Meta(max_length=MAX_ABORTS)]
 
 
 class Watch(Wire, frozen=True, tag=True):
     """Tell `address` the ids of requests that ended, one frame per step."""
 
-    address: str
+    address: Address
 
 
 Inbound = Submit | Abort | Watch
+
+
+class _BadRequest(Wire, frozen=True):
+    request_id: RequestId
+    prompt_token_ids: msgspec.Raw
+    output_token_ids: msgspec.Raw
+    sampling: msgspec.Raw
+    reply_to: Address
+
+
+class _BadSubmit(Wire, frozen=True, tag="Submit"):
+    """A submission that is not one, as far as it says who asked for what."""
+
+    request: _BadRequest
+    handoff: msgspec.Raw
+
+
+def asker_of(data: bytes) -> tuple[str, str] | None:
+    """Return request id and address of a submission that `decode` refused; None if it has none."""
+    try:
+        request = _decoder(_BadSubmit).decode(data).request
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return request.request_id, request.reply_to
 
 
 # --- outputs --------------------------------------------------------------------------------
@@ -178,17 +237,37 @@ class TokenLogprobs(Wire, frozen=True):
     top_logprobs: list[float]
 
 
+class FinishReason(enum.StrEnum):
+    """Why a request has ended, or a stage of it. No engine says the last two: the router does."""
+
+    NONE = ""
+    """It runs on."""
+    STOP = "stop"
+    """At one of its stop tokens."""
+    LENGTH = "length"
+    """It has as many tokens as it asked for, or as the model takes."""
+    ABORT = "abort"
+    HANDOFF = "handoff"
+    """The prompt is computed, and a decode engine goes on."""
+    ERROR = "error"
+    KV_LOST = "kv_lost"
+    """The prompt's KV could not be read, or an output is missing: it begins again elsewhere."""
+    REFUSED = "refused"
+    """A replica has no ranks at the moment."""
+    DIED = "died"
+    """The replica or its ranks ended before the stage did."""
+
+
 class EngineOutput(Wire, frozen=True):
     """What one step produced for one request."""
 
     request_id: str
     position: int
     """Output tokens of the request before these: where an output got lost, the next one shows."""
-    token_ids: list[int]
+    token_ids: list[Index]
     logprobs: list[TokenLogprobs]
     """Empty, or one entry per token."""
-    finish_reason: str
-    """Empty while it runs; else stop, length, abort, handoff, kv_lost or error."""
+    finish_reason: FinishReason
     stop_token_id: int
     """The token that ended it; -1 where none did."""
     num_cached_tokens: int
@@ -196,17 +275,19 @@ class EngineOutput(Wire, frozen=True):
     handoff: KVHandoff | None
     error: str
     prompt_logprobs: list[TokenLogprobs]
-    """Beside a request's first output token, if asked for: of each prompt token but the first."""
+    """Beside a request's first output token, if asked for: of each prompt token but the first. On
+    the wire those of a long prompt stand in outputs of their own before it, in the same frame."""
 
 
 class OutputFrame(Wire, frozen=True, tag=True):
-    """All outputs of one step for one ingress."""
+    """Outputs of one step for one ingress, all but where they are long (`output_frames.py`)."""
 
     epoch: int
-    engine_id: str
-    inbox: str
+    engine_id: Name
+    inbox: Address
     """Where the engine takes requests and aborts."""
-    outputs: list[EngineOutput]
+    outputs: list[bytes]
+    """Each an encoded `EngineOutput`: whoever decodes them may pause between two."""
 
 
 class EndedFrame(Wire, frozen=True, tag=True):
@@ -268,42 +349,58 @@ class PromptTargets(Wire, frozen=True):
     num_logprobs: int
 
 
+class StepKind(enum.IntEnum):
+    """What a rank's sequences do in a step; the higher one prevails among ranks."""
+
+    NOTHING = 0
+    """There are none."""
+    DECODE = 1
+    """All decode, as many tokens each."""
+    MIXED = 2
+    """Some compute a prompt, or what was computed before they were pre-empted."""
+
+
 class Vote(Wire, frozen=True, tag=True):
     """What one data-parallel rank wants to do in a step. No field has a default."""
 
     epoch: int
     step: int
-    kind: int
-    """0: nothing, 1: pure decode, 2: mixed or prefill."""
+    kind: StepKind
     num_tokens: int
     num_seqs: int
     max_query_len: int
+    """Tokens of the sequence that computes most."""
     graph_allowed: bool
+    """False as long as a rank has a reason against replaying: then no rank does."""
     has_work: bool
     draining: bool
     """The rank was told to end, and does as soon as all were."""
 
 
 class StepAgreement(Wire, frozen=True):
-    """What all ranks agreed to do in a step: every field is identical on every rank.
+    """How all ranks run a step: every field is identical on every rank.
 
-    Without work the group sleeps until somebody votes for step + 1.
+    It is computed once, by `agree`; whatever ranks must do alike is read here. Without work the
+    group sleeps until a rank votes for step + 1.
     """
 
     epoch: int
     step: int
-    kind: int
-    max_tokens: int
-    max_seqs: int
-    max_query_len: int
-    graph_allowed: bool
-    """On all ranks."""
+    kind: StepKind
+    mode: int
+    """What is replayed, a value of `CUDAGraphMode`. 0: nothing, 1: pieces, 2: a whole graph."""
+    graph_bs: int
+    """Sequences of the batch on every rank, padding included; 0: each rank has its own number."""
+    num_tokens: int
+    """Tokens of the rank that runs most, padding included: the size of its graph."""
+    num_tokens_across_dp: tuple[int, ...]
+    """Tokens that each data-parallel rank runs, padding included."""
+    num_scheduled_tokens: tuple[int, ...]
+    """Of these, those that were asked for."""
     has_work: bool
     """On any rank, unless the group ends."""
     draining: bool
     """All ranks were told to end: this step is not run and no other follows."""
-    num_tokens_across_dp: tuple[int, ...]
-    """Of each data-parallel rank, without padding."""
 
 
 class StepPlan(Wire, frozen=True):
@@ -342,11 +439,11 @@ class StepPlan(Wire, frozen=True):
     def vote(self, *, draining: bool = False) -> Vote:
         """Return this rank's vote for the step."""
         is_decode = self.num_decodes == len(self.rows)
-        kind = (1 if is_decode else 2) if self.rows else 0
+        kind = StepKind.DECODE if is_decode else StepKind.MIXED
         return Vote(
             epoch=self.epoch,
             step=self.step,
-            kind=kind,
+            kind=kind if self.rows else StepKind.NOTHING,
             num_tokens=len(self.token_ids),
             num_seqs=len(self.rows),
             max_query_len=max(self.num_new, default=0),
@@ -374,22 +471,22 @@ class SampledTokens(Wire, frozen=True):
 class KVRead(Wire, frozen=True, tag=True):
     """Send the bytes of these blocks (TCP transport)."""
 
-    ticket: int
-    block_ids: list[int]
-    generations: list[int]
+    ticket: Count
+    block_ids: list[Index]
+    generations: list[Count]
 
 
 class KVRenew(Wire, frozen=True, tag=True):
     """Extend the ticket's lease."""
 
-    ticket: int
+    ticket: Count
 
 
 class KVRelease(Wire, frozen=True, tag=True):
     """The reader is done with the ticket; `num_blocks_read` of its blocks were copied."""
 
-    ticket: int
-    num_blocks_read: int
+    ticket: Count
+    num_blocks_read: Index
 
 
 KVCall = KVRead | KVRenew | KVRelease
@@ -398,20 +495,13 @@ KVCall = KVRead | KVRenew | KVRelease
 class KVAnswer(Wire, frozen=True):
     """`alive` tells whether the lease held from the handoff until now."""
 
-    ticket: int
-    call: str
+    ticket: Count
+    call: Name
     """The type of the call that is answered: answers to a renewal and to a release differ."""
     alive: bool
 
 
 # --- on and off the wire ----------------------------------------------------------------------
-
-
-class Header(Wire, frozen=True):
-    """Opens every frame to a socket that many may send to; a channel of two opens with hellos."""
-
-    protocol: int
-    config_hash: str
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -433,7 +523,7 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
     """
     try:
         return _decoder(cast("Hashable", kind)).decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise FrameError(
             f"frame: wanted {name}, found {len(data)} bytes that do not fit: {error}"
@@ -443,23 +533,3 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
 def checksum(content: object, start: int = 0) -> int:
     """Return 32 bits that follow from the encoded content, and from an earlier checksum."""
     return zlib.crc32(encode(content), start)
-
-
-def header_bytes(config_hash: str) -> bytes:
-    """Return the header frame that processes of one deployment send and expect."""
-    return encode(Header(PROTOCOL_VERSION, config_hash))
-
-
-def check_header(found: bytes, wanted: bytes) -> None:
-    """Compare a received header with our own.
-
-    Raises:
-        FrameError: names protocol version or configuration hash, with both values.
-    """
-    if found == wanted:
-        return
-    theirs: Header = decode(found, Header)
-    ours: Header = decode(wanted, Header)
-    if theirs.protocol != ours.protocol:
-        raise FrameError(f"protocol: wanted version {ours.protocol}, found {theirs.protocol}")
-    raise FrameError(f"config_hash: wanted {ours.config_hash}, found {theirs.config_hash}")

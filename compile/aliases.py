@@ -1,8 +1,8 @@
 """Compilation fields as TensorRT-LLM and vLLM spell them.
 
-The one thing to know: an alias is translated into fields of `CompilationConfig` before anything
-else looks at it. What it states must not be given by the field's own name as well; what follows
-from it only by the other project's defaults gives way to the field.
+An alias is translated into fields of `CompilationConfig` before anything else looks at it. What it
+states must not be given by the field's own name as well; what follows from it only by the other
+project's defaults gives way to the field.
 
     torch_compile_config: {enable_piecewise_cuda_graph: true, capture_num_tokens: [128, 256]}
     cuda_graph_config: {enable_padding: true, max_batch_size: 64}
@@ -10,18 +10,23 @@ from it only by the other project's defaults gives way to the field.
 Both together: decode steps replay whole graphs, all others pieces. `torch_compile_config: null`
 turns compilation off, `cuda_graph_config: null` whole graphs of decode steps. vLLM's
 `dynamic_shapes_config: {type: unbacked}` stands inside of the compilation fields.
+
+On the command lines of Lockstep's own entry points the fields are spelt as vLLM does: `-O3` is a
+level, `-cc.cudagraph_mode=FULL` one field, `-cc '{"level": 3}'` several. What is given in several
+ways is merged, in depth; a field that is given twice is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from compile import validate
 from compile.config import CompilationConfigError, CompilationLevel, CUDAGraphMode, read_fields
 from compile.sizes import ascending
-from compile.validate import Kind
+from compile.validate import Kind, read_json
 
 MISSING: Any = object()
 """Not given at all, which is not the same as null."""
@@ -128,15 +133,9 @@ def _section(section: str, given: Any, kinds: Mapping[str, Kind]) -> Any:
         return given
     if not isinstance(given, Mapping):
         raise AliasError(section, f"null or an object with {_names(kinds)}", given)
-    kept = {}
-    for key, value in given.items():
-        if key not in kinds:
-            raise AliasError(f"{section}.{key}", f"one of {_names(kinds)}", value)
-        try:
-            kept[key] = kinds[key].accept(kinds[key].from_text(value))
-        except ValueError:
-            raise AliasError(f"{section}.{key}", kinds[key].wanted, value) from None
-    return kept
+    return validate.read(
+        given, kinds, lambda key, wanted, found: AliasError(f"{section}.{key}", wanted, found)
+    )
 
 
 def _read_torch_compile(meaning: _Meaning, section: Any) -> None:
@@ -201,3 +200,69 @@ def _read_mode(meaning: _Meaning, compiles: Any, graphs: Any) -> None:
 
 def _names(known: Mapping[str, Any]) -> str:
     return ", ".join(known)
+
+
+_FIELD = re.compile(
+    r"(?:-cc|--compilation[-_]config)(?P<path>(?:\.[\w.]+)?)(?:=(?P<value>.*))?", re.DOTALL
+)
+_LEVEL = re.compile(r"-O=?(?P<value>\d+)?")
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return compilation fields as they are kept, and all other arguments in their order.
+
+    Raises:
+        CompilationConfigError: a field is unknown, holds what cannot be used or is given twice.
+    """
+    given: dict[str, Any] = {}
+    others: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument == "--":
+            others += [argument, *waiting]
+            break
+        if level := _LEVEL.fullmatch(argument):
+            path, value = ["level"], level["value"]
+        elif found := _FIELD.fullmatch(argument):
+            path, value = [key for key in found["path"].split(".") if key], found["value"]
+        else:
+            others.append(argument)
+            continue
+        if value is None:
+            value = _next(waiting, argument)
+        merge(given, path, value if path else _object(value))
+    return fields_of(given), others
+
+
+def merge(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Put a value at its path; objects are merged key by key.
+
+    Raises:
+        CompilationConfigError: the path, or a part of it, holds a value already.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            merge(into, [*path, *str(key).split(".")], inner)
+        return
+    *parents, last = path
+    for key in parents:
+        into = into.setdefault(key, {})
+        if not isinstance(into, dict):
+            raise CompilationConfigError(".".join(path), f"{key} to have fields", into)
+    if last in into:
+        raise CompilationConfigError(".".join(path), "one value", "it twice")
+    into[last] = value
+
+
+def _next(waiting: list[str], argument: str) -> str:
+    if not waiting:
+        raise AliasError(argument, "a value", "the end of the line")
+    return waiting.pop(0)
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    value = read_json(text)
+    if not isinstance(value, Mapping):
+        raise AliasError("-cc", "a JSON object", text)
+    return value

@@ -1,8 +1,8 @@
 """Compilation levels, graph modes and `CompilationConfig`.
 
-The one thing to know: a configuration is validated when it is built, never when it is used, so
-whoever holds a `CompilationConfig` holds a legal one. What depends on the scheduler (sizes) and on
-the pool (the preset mode) is filled in by `compile.resolve`, which returns a new one.
+A configuration is validated when it is built, never when it is used, so whoever holds a
+`CompilationConfig` holds a legal one. What depends on the scheduler (sizes) and on the pool (the
+preset mode) is filled in by `compile.resolve`, which returns a new one.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 from compile import validate
+from compile.environment import SAVE_FORMATS
 from compile.validate import Kind, Options
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """Among `compile_sizes`: stands for all sizes of that field."""
 
+DEFAULT_GRAPH_SIZES = (512,)
+
 DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::mla_attention")
 """Attention: its metadata changes with each step. A model need not have both."""
+
+PoolPolicy = Literal["shared", "per_bucket"]
+SealPolicy = Literal["warn", "strict"]
 
 
 class CompilationLevel(IntEnum):
@@ -58,15 +65,15 @@ class CUDAGraphMode(Enum):
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
     def separate_routine(self) -> bool:
-        """Tell whether decode and other steps differ."""
+        """Return whether decode and other steps differ."""
         return isinstance(self.value, tuple)
 
     def has_full_cudagraphs(self) -> bool:
-        """Tell whether some step replays a whole graph."""
+        """Return whether some step replays a whole graph."""
         return self.max_cudagraph_mode() is CUDAGraphMode.FULL
 
     def requires_piecewise_compilation(self) -> bool:
-        """Tell whether some step replays pieces."""
+        """Return whether some step replays pieces."""
         return CUDAGraphMode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
 
     def max_cudagraph_mode(self) -> CUDAGraphMode:
@@ -116,18 +123,19 @@ class CompilationConfig:
     """How forwards are compiled and captured.
 
     Invariant: every field is legal by itself and with the others. `resolve` fills in what is
-    None here and drops sizes that no step can have; `graph_bs` is set by it and by nobody else.
+    None here and drops sizes that no step can have; `graph_bs` is set by it alone.
 
     Raises:
         CompilationConfigError: with the field, what was found and what is wanted.
     """
 
     level: int = 0
+    """0: as written; 1: traced; 2: compiled whole; 3: split at attention and compiled in pieces."""
     use_cudagraph: bool = True
     """False: nothing is captured, whatever the mode; compilation is unaffected."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """Batch sizes to capture; wins over the next field."""
-    cuda_graph_sizes: tuple[int, ...] = (512,)
+    cuda_graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES
     """One value N: 1, 2, 4, 8 and every 16th up to N. Several: these. Empty: the default."""
     cudagraph_mode: CUDAGraphMode | None = None
     """None: the pool's preset; without one PIECEWISE at level 3, NONE below."""
@@ -144,7 +152,8 @@ class CompilationConfig:
     debug_dump_path: str = ""
     """Where traced graphs and decompiled code are written; empty: nowhere."""
     cache_dir: str = ""
-    """Root of the compile cache; empty: under the user's cache directory."""
+    """Root of the compile cache, from which a second start takes what the first compiled; empty:
+    `compile` below `LOCKSTEP_CACHE_ROOT`, by default `~/.cache/lockstep`."""
 
     compiler: str = "auto"
     """auto, inductor, inductor_standalone or eager."""
@@ -153,6 +162,7 @@ class CompilationConfig:
     compile_lazily: bool = False
     """Compile a listed size when it is met for the second time, not before ready."""
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
+    """How the number of tokens stays symbolic while a forward is traced."""
     evaluate_guards: bool = False
     """For debugging: keep guards on sizes and fail where one does not hold."""
     share_artifacts: bool = True
@@ -167,15 +177,15 @@ class CompilationConfig:
     """Eager runs before a whole forward is captured."""
     num_warmups_piecewise: int = 3
     """Eager runs before pieces are captured."""
-    graph_pool: str = "shared"
-    """shared: all graphs use one memory pool. per_bucket: one for each size."""
+    graph_pool: PoolPolicy = "shared"
+    """shared: all graphs use one memory pool; per_bucket: those of each size one of their own."""
     poison_graph_pool: bool = False
     """For debugging, on CPU: overwrite what graphs let go of, so that its use shows."""
     reserve_graph_memory: bool | None = None
     """Capture the largest graphs for trial and leave their memory out of the KV cache; None: on
     CUDA, where the KV cache takes what is left."""
-    sealed: str = "warn"
-    """What a compilation or capture after ready is: warn or strict (refused)."""
+    sealed: SealPolicy = "warn"
+    """Whether what compiles or captures after ready is named (warn) or refused (strict)."""
     passes: tuple[str, ...] | None = None
     """Graph passes by name, in order; None: those that the compiler does not do better itself."""
 
@@ -184,24 +194,13 @@ class CompilationConfig:
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
-            object.__setattr__(self, name, _accepted(name, kind, getattr(self, name)))
+            value = validate.accepted(name, kind, getattr(self, name), CompilationConfigError)
+            object.__setattr__(self, name, value)
         _check_mode(self)
         _check_combinations(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompilationConfig.from_dict, (self.to_dict(),)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CompilationConfig:
-        """Build one from plain values, as YAML, JSON and `to_dict` give them.
-
-        Raises:
-            CompilationConfigError: a field is unknown or holds what cannot be used.
-        """
-        for name, value in values.items():
-            if name not in _KINDS:
-                raise CompilationConfigError(name, f"one of {', '.join(FIELDS)}", value)
-        return cls(**values)
+        return partial(CompilationConfig, **self.to_dict()), ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON has them, in the order in which they are declared."""
@@ -216,7 +215,7 @@ class CompilationConfig:
 
     @property
     def can_split(self) -> bool:
-        """Tell whether graphs are split into pieces, which can then be captured."""
+        """Return whether graphs are split into pieces, which can then be captured."""
         return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
 
 
@@ -224,7 +223,7 @@ _KINDS: dict[str, Kind] = {
     "level": validate.whole_number(0, max(CompilationLevel), wanted="a level from 0 to 3"),
     "use_cudagraph": validate.flag(),
     "cudagraph_capture_sizes": validate.optional(validate.sizes()),
-    "cuda_graph_sizes": validate.sizes(default=(512,)),
+    "cuda_graph_sizes": validate.sizes(default=DEFAULT_GRAPH_SIZES),
     "cudagraph_mode": validate.optional(validate.member(CUDAGraphMode)),
     "splitting_ops": validate.optional(validate.op_names()),
     "cudagraph_copy_inputs": validate.flag(),
@@ -245,15 +244,15 @@ _KINDS: dict[str, Kind] = {
     "dynamic_shapes": validate.member(DynamicShapes),
     "evaluate_guards": validate.flag(),
     "share_artifacts": validate.flag(),
-    "compile_cache_save_format": validate.optional(validate.one_of("binary", "unpacked")),
+    "compile_cache_save_format": validate.optional(validate.one_of(*SAVE_FORMATS)),
     "capture_num_tokens": validate.optional(validate.sizes()),
     "enable_padding": validate.flag(),
     "num_warmups_full": validate.whole_number(0),
     "num_warmups_piecewise": validate.whole_number(0),
-    "graph_pool": validate.one_of("shared", "per_bucket"),
+    "graph_pool": validate.one_of(*get_args(PoolPolicy)),
     "poison_graph_pool": validate.flag(),
     "reserve_graph_memory": validate.optional(validate.flag()),
-    "sealed": validate.one_of("warn", "strict"),
+    "sealed": validate.one_of(*get_args(SealPolicy)),
     "passes": validate.optional(
         validate.list_of(
             validate.is_identifier,
@@ -278,20 +277,8 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CompilationConfigError: a field is unknown or holds what cannot be used.
     """
-    for name, value in given.items():
-        if name not in FIELDS:
-            raise CompilationConfigError(name, f"one of {', '.join(FIELDS)}", value)
-    return {
-        name: _accepted(name, _KINDS[name], _KINDS[name].from_text(value))
-        for name, value in given.items()
-    }
-
-
-def _accepted(name: str, kind: Kind, value: Any) -> Any:
-    try:
-        return kind.accept(value)
-    except ValueError:
-        raise CompilationConfigError(name, kind.wanted, value) from None
+    kinds = {name: _KINDS[name] for name in FIELDS}
+    return validate.read(given, kinds, CompilationConfigError)
 
 
 def _check_mode(config: CompilationConfig) -> None:

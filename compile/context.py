@@ -17,20 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from compile.config import CUDAGraphMode
+from compile.dispatch import BatchDescriptor as BatchDescriptor
 from compile.gaps import GapTimer
-
-
-@dataclass(frozen=True)
-class BatchDescriptor:
-    """The key of a captured graph. Invariant: all numbers are padded ones.
-
-    A graph of pieces holds for any number of sequences (`num_seqs` None); a whole graph of decode
-    steps has `num_tokens` == `num_seqs` x query length.
-    """
-
-    num_tokens: int
-    num_seqs: int | None = None
-    uniform_decode: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,7 @@ _kv_cache_data: dict[str, KVCacheTensor] | None = None
 def set_kv_cache_data(kv_cache_data: Mapping[str, KVCacheTensor]) -> None:
     """Register the process's KV caches by layer, once; contexts that name none see these.
 
-    Who has several models in a process hands each one's caches to its contexts instead.
+    With several models in a process, hand each one's caches to its contexts instead.
 
     Raises:
         RuntimeError: caches are registered already; `reset_kv_cache_data` forgets them.

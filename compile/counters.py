@@ -1,7 +1,7 @@
 """Counters of everything that must not happen behind anybody's back.
 
-The one thing to know: "compiles nothing" means that compilations *and* native builds stand still:
-an artifact may hold source that a C++ or Triton compiler turns into code when it is loaded.
+"compiles nothing" means that compilations *and* native builds stand still: an artifact may hold
+source that a C++ or Triton compiler turns into code when it is loaded.
 """
 
 from __future__ import annotations

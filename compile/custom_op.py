@@ -3,7 +3,7 @@
 An opaque op is a border that tracing does not cross: what is inside may loop over sequences or
 look a layer up by name, and the traced graph stays the same for every batch.
 
-The one thing to know: an integer argument becomes a SymInt, so that a graph serves all its values.
+An integer argument becomes a SymInt, so that a graph serves all its values.
 """
 
 from __future__ import annotations

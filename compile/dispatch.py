@@ -1,10 +1,11 @@
 """`decide`: whether a step replays a graph, which one, and the sizes it is padded to.
 
-The one thing to know: this is the only place that decides it, and it is a pure function of values
-that every rank holds alike (the agreement, the configuration, what was captured). Ranks that call
-it with equal arguments cannot part before a collective.
+This is the only place that decides it, and it is a pure function of values that every rank holds
+alike (what all want to run, and what all captured). Ranks that call it with equal arguments cannot
+part before a collective. It imports no torch: the agreement of ranks is computed with it
+(`cluster/engine/lockstep.py`).
 
-1. Somebody may not use a graph, or the mode of such a step is NONE: eager, for all.
+1. A rank may not use a graph, or the mode of such a step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
 3. The mode is FULL and all sequences decode: pad the sequences to the next captured batch size.
 4. The mode is FULL and they do not: the smallest captured whole graph that holds the step.
@@ -17,38 +18,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor
+from compile.config import CUDAGraphMode
 from compile.sizes import padded_size
 
 
 @dataclass(frozen=True)
+class BatchDescriptor:
+    """The key of a captured graph. Invariant: all numbers are padded ones.
+
+    A graph of pieces holds for any number of sequences (`num_seqs` None); a whole graph of decode
+    steps has `num_tokens` == `num_seqs` x query length.
+    """
+
+    num_tokens: int
+    num_seqs: int | None = None
+    uniform_decode: bool = False
+
+
+@dataclass(frozen=True)
 class CapturedGraphs:
-    """What all ranks of a group have captured.
+    """What all ranks of a group replay.
 
     Invariant: equal on every rank; a size that one rank had to skip is missing on all. Sizes
     ascend.
     """
 
+    mode: CUDAGraphMode = CUDAGraphMode.NONE
+    """Which steps replay graphs, and of which kind."""
     graph_bs: tuple[int, ...] = ()
     """Batch sizes of whole decode graphs."""
     num_tokens: tuple[int, ...] = ()
     """Token counts of piecewise graphs."""
     mixed: tuple[BatchDescriptor, ...] = ()
     """Whole graphs of steps in which not all decode; by tokens, then sequences."""
+    enable_padding: bool = True
+    """Steps replay the next larger whole graph; False: one of exactly their size."""
 
 
 @dataclass(frozen=True)
 class ForwardMode:
-    """How a step runs. Invariant: `descriptor` is None exactly where `mode` is NONE.
-
-    `num_tokens` and `num_seqs` are what the step's inputs are padded to.
-    """
+    """How all ranks run a step (after ATOM's ForwardMode)."""
 
     mode: CUDAGraphMode
-    descriptor: BatchDescriptor | None
+    """NONE, PIECEWISE or FULL."""
     num_tokens: int
-    num_seqs: int
+    """What the tokens of the longest rank are padded to."""
+    graph_bs: int
+    """What sequences are padded to; 0 where each rank has its own number."""
+    is_uniform_decode: bool
+
+    @property
+    def descriptor(self) -> BatchDescriptor | None:
+        """The key of the graph that is replayed; None in an eager step."""
+        match self.mode:
+            case CUDAGraphMode.PIECEWISE:
+                return BatchDescriptor(self.num_tokens)
+            case CUDAGraphMode.FULL:
+                return BatchDescriptor(self.num_tokens, self.graph_bs, self.is_uniform_decode)
+            case _:
+                return None
 
 
 def decide(
@@ -57,14 +85,14 @@ def decide(
     num_tokens: int,
     num_seqs: int,
     query_len: int = 1,
-    config: CompilationConfig,
     captured: CapturedGraphs,
     is_graph_allowed: bool = True,
 ) -> ForwardMode:
-    """Decide how all ranks run a step (after ATOM's ForwardMode and vLLM's dispatcher).
+    """Decide how all ranks run a step (after vLLM's dispatcher).
 
     Args:
-        is_uniform_decode: on every rank each sequence decodes `query_len` tokens.
+        is_uniform_decode: on every rank each sequence decodes `query_len` tokens: one, or several
+            where drafts are verified.
         num_tokens, num_seqs: the largest over the ranks.
         is_graph_allowed: no rank has a reason against a graph.
 
@@ -74,43 +102,28 @@ def decide(
     if is_uniform_decode and num_tokens != num_seqs * query_len:
         wanted = f"{num_seqs} x {query_len} in a uniform decode step"
         raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
-    eager = ForwardMode(CUDAGraphMode.NONE, None, num_tokens, num_seqs)
-    mode = config.graph_mode
-    mode = mode.decode_mode() if is_uniform_decode else mode.mixed_mode()
+    # Attention alone looks at sequences. Where all decode, ranks pad them too, graph or none.
+    graph_bs = num_seqs if is_uniform_decode else 0
+    eager = ForwardMode(CUDAGraphMode.NONE, num_tokens, graph_bs, is_uniform_decode)
+    mode = captured.mode.decode_mode() if is_uniform_decode else captured.mode.mixed_mode()
     if not is_graph_allowed or num_tokens == 0 or mode is CUDAGraphMode.NONE:
         return eager
     if mode is CUDAGraphMode.PIECEWISE:
-        return _pieces(num_tokens, num_seqs, captured) or eager
-    padding = config.enable_padding
-    if is_uniform_decode:
-        return _whole_decode(num_seqs, query_len, captured, enable_padding=padding) or eager
-    return _whole_mixed(num_tokens, num_seqs, captured, enable_padding=padding) or eager
+        # Padding is no choice here: prompts have any length.
+        padded = padded_size(captured.num_tokens, num_tokens)
+        return eager if padded is None else ForwardMode(mode, padded, graph_bs, is_uniform_decode)
+    if not is_uniform_decode:
+        return _whole_mixed(num_tokens, num_seqs, captured) or eager
+    padding = captured.enable_padding
+    padded = padded_size(captured.graph_bs, num_seqs, enable_padding=padding)
+    return eager if padded is None else ForwardMode(mode, padded * query_len, padded, True)
 
 
-def _pieces(num_tokens: int, num_seqs: int, captured: CapturedGraphs) -> ForwardMode | None:
-    """Padding is no choice here: prompts have any length."""
-    padded = padded_size(captured.num_tokens, num_tokens)
-    if padded is None:
-        return None
-    return ForwardMode(CUDAGraphMode.PIECEWISE, BatchDescriptor(padded), padded, num_seqs)
-
-
-def _whole_decode(
-    num_seqs: int, query_len: int, captured: CapturedGraphs, *, enable_padding: bool
-) -> ForwardMode | None:
-    graph_bs = padded_size(captured.graph_bs, num_seqs, enable_padding=enable_padding)
-    if graph_bs is None:
-        return None
-    descriptor = BatchDescriptor(graph_bs * query_len, graph_bs, uniform_decode=True)
-    return ForwardMode(CUDAGraphMode.FULL, descriptor, graph_bs * query_len, graph_bs)
-
-
-def _whole_mixed(
-    num_tokens: int, num_seqs: int, captured: CapturedGraphs, *, enable_padding: bool
-) -> ForwardMode | None:
+def _whole_mixed(num_tokens: int, num_seqs: int, captured: CapturedGraphs) -> ForwardMode | None:
     for graph in captured.mixed:
         seqs = graph.num_seqs or 0
         is_exact = (graph.num_tokens, seqs) == (num_tokens, num_seqs)
-        if is_exact or (enable_padding and graph.num_tokens >= num_tokens and seqs >= num_seqs):
-            return ForwardMode(CUDAGraphMode.FULL, graph, graph.num_tokens, seqs)
+        holds = graph.num_tokens >= num_tokens and seqs >= num_seqs
+        if is_exact or (captured.enable_padding and holds):
+            return ForwardMode(CUDAGraphMode.FULL, graph.num_tokens, seqs, False)
     return None

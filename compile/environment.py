@@ -1,8 +1,8 @@
 """The environment variables that Lockstep heeds: read here and nowhere else.
 
-The one thing to know: a variable is read when it is asked for, so a process that changes its own
-environment before it starts ranks is heard. A field that is given explicitly wins over all of
-these; who has such a field asks only where it is absent.
+A variable is read when it is asked for, so a process that changes its own environment before it
+starts ranks is heard. A field that is given explicitly wins over all of these; code that has such a
+field asks only where it is absent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cc() -> tuple[str, ...]:
 
 
 def is_compile_cache_disabled() -> bool:
-    """Tell whether compiled code is neither read nor written; it is by default.
+    """Return whether compiled code is neither read nor written; it is by default.
 
     Raises:
         EnvironmentVariableError: it is neither 0 nor 1.

@@ -4,8 +4,8 @@
     python -m compile.explain DIR                   another root, or one directory of it
     python -m compile.explain DIR --layer split     one layer in full: dynamo, split, pieces, stitch
 
-The one thing to know: it reads files that compiling left and runs none of them, so it also works
-beside a server, on another machine, and on a cache that cannot be used.
+It reads files that compiling left and runs none of them, so it also works beside a server, on
+another machine, and on a cache that cannot be used.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from compile.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
-from compile.cache import (
+from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
+from compile.cache.index import (
     ARTIFACTS,
     FACTORS,
     INDEX,
@@ -26,8 +26,8 @@ from compile.cache import (
     root_directory,
     shape_text,
 )
+from compile.cache.key import TRACED_FILES, describe, differing
 from compile.config import CompilationConfig
-from compile.key import TRACED_FILES, describe, differing
 from compile.report import (
     COMPUTATION_GRAPH,
     DYNAMO_GRAPH,

@@ -1,8 +1,8 @@
 """How much of a piecewise step is spent between its replayed pieces.
 
-The one thing to know: replaying pieces saves nothing of what runs between them. In prefill that is
-attention with its metadata on the host, and its share of the step says what a faster replay could
-still gain. Host seconds: on a GPU a replay takes as long as launching it.
+Replaying pieces saves nothing of what runs between them. In prefill that is attention with its
+metadata on the host, and its share of the step says what a faster replay could still gain. Host
+seconds: on a GPU a replay takes as long as launching it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What compiling a forward found out, as plain data for people and for `compile.explain`.
 
-The one thing to know: whoever compiles fills in one `CompileReport` and writes it beside the files
-named here. A later start reads none of them.
+Whoever compiles fills in one `CompileReport` and writes it beside the files named here. A later
+start reads none of them.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from compile.config import (
+    DEFAULT_GRAPH_SIZES,
     DEFAULT_SPLITTING_OPS,
     AttentionGraphSupport,
     CompilationConfig,
@@ -26,14 +27,10 @@ from compile.config import (
     CompilationLevel,
     CUDAGraphMode,
 )
-from compile.sizes import DEFAULT_NUM_TOKENS, StepLimits, ascending, capture_sizes, within
-
-__all__ = ["PRESETS", "StepLimits", "resolve"]
+from compile.sizes import DEFAULT_NUM_TOKENS, ascending, capture_sizes, within
 
 MAX_NAMED = 16
 """Sizes that a warning lists one by one."""
-
-DEFAULT_SIZES = CompilationConfig().cuda_graph_sizes
 
 log = logging.getLogger("lockstep.compile")
 
@@ -43,6 +40,24 @@ PRESETS = {
     "mixed": CUDAGraphMode.FULL_AND_PIECEWISE,
 }
 """The mode of a serving pool, by its name, where none is given."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the scheduler can put into one step.
+
+    Invariant: all at least 1. `query_len` is what each sequence computes in a decode step: 1, or 1
+    and its draft tokens.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    query_len: int = 1
+
+    @property
+    def max_decode_seqs(self) -> int:
+        """Sequences of the largest step in which all decode."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // self.query_len)
 
 
 @dataclass(frozen=True)
@@ -120,9 +135,9 @@ def _splitting_ops(config: CompilationConfig, around: _Surroundings) -> Compilat
 def _capture_sizes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
     sizes = capture_sizes(config.cudagraph_capture_sizes, config.cuda_graph_sizes)
     kept, dropped = within(sizes, around.limits.max_decode_seqs)
-    # Nobody asked for the sizes of the default rule, so nobody misses them.
+    # The sizes of the default rule were not asked for, so none is missed.
     is_asked = (
-        config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_SIZES
+        config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_GRAPH_SIZES
     )
     wanted = _wanted_mode(config, around.preset)
     is_of_tokens = around.are_sizes_tokens and wanted is CUDAGraphMode.PIECEWISE
@@ -258,7 +273,8 @@ def _check_sizes_left(config: CompilationConfig, limits: StepLimits) -> None:
         raise CompilationConfigError(field, wanted, list(getattr(config, field)))
     most = limits.max_num_batched_tokens
     sizes = config.capture_num_tokens or ()
-    if mode.requires_piecewise_compilation() and not within(sizes, most)[0]:
+    needs_tokens = mode.requires_piecewise_compilation() or mode is CUDAGraphMode.FULL
+    if needs_tokens and not within(sizes, most)[0]:
         wanted = f"a size of at most {most} (tokens of the largest step)"
         raise CompilationConfigError("capture_num_tokens", wanted, list(sizes))
 

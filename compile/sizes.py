@@ -1,35 +1,16 @@
 """Sizes that graphs are captured for, and the padding of a step to one of them.
 
-The one thing to know: sizes are only ever dropped, never added or moved. A size that no step can
-have would cost memory and time; one that was not asked for would surprise.
+Sizes are only ever dropped, never added or moved. A size that no step can have would cost memory
+and time; one that was not asked for would surprise.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 """Token counts of piecewise graphs: powers of 2 to 128, then every 256th to 3072 (TensorRT-LLM)."""
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What the scheduler can put into one step.
-
-    Invariant: all at least 1. `query_len` is what each sequence computes in a decode step: 1, or 1
-    and its draft tokens.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    query_len: int = 1
-
-    @property
-    def max_decode_seqs(self) -> int:
-        """Sequences of the largest step in which all decode."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens // self.query_len)
 
 
 def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) -> tuple[int, ...]:

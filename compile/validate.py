@@ -1,8 +1,8 @@
 """What a configuration field may hold: one `Kind` per shape of value, in words and as a check.
 
-The one thing to know: a kind makes a value canonical while it checks it. Lists become tuples and
-names become members, so two configurations that mean the same are equal and hash the same,
-whether they came from Python, YAML or JSON.
+A kind makes a value canonical while it checks it. Lists become tuples and names become members, so
+two configurations that mean the same are equal and hash the same, whether they came from Python,
+YAML or JSON.
 """
 
 from __future__ import annotations
@@ -73,6 +73,33 @@ class Kind:
         if isinstance(value, str) and not (self.is_text and value != "null"):
             value = read_json(value)
         return self.read(value)
+
+
+Refusal = Callable[[str, str, Any], Exception]
+"""Makes the error of a field from its name, what was wanted and what was found."""
+
+
+def read(given: Mapping[str, Any], kinds: Mapping[str, Kind], refusal: Refusal) -> dict[str, Any]:
+    """Return fields as they are kept, from text, JSON, YAML or Python.
+
+    Text is read as JSON where the field does not hold text. Raises a `refusal` of a field that is
+    unknown or holds what cannot be used.
+    """
+    for name, value in given.items():
+        if name not in kinds:
+            raise refusal(name, f"one of {', '.join(kinds)}", value)
+    return {
+        name: accepted(name, kinds[name], kinds[name].from_text(value), refusal)
+        for name, value in given.items()
+    }
+
+
+def accepted(name: str, kind: Kind, value: Any, refusal: Refusal) -> Any:
+    """Return a field's value as it is kept, or raise a `refusal` of it."""
+    try:
+        return kind.accept(value)
+    except ValueError:
+        raise refusal(name, kind.wanted, value) from None
 
 
 def read_json(text: str) -> Any:
@@ -241,17 +268,17 @@ def options() -> Kind:
 
 
 def is_size(value: Any) -> bool:
-    """Tell whether a value is a whole number of at least 1."""
+    """Return whether a value is a whole number of at least 1."""
     return _is_int(value) and value >= 1
 
 
 def is_op_name(value: Any) -> bool:
-    """Tell whether a value is spelled like an op, `lockstep::name`."""
+    """Return whether a value is spelled like an op, `lockstep::name`."""
     return isinstance(value, str) and OP_NAME.fullmatch(value) is not None
 
 
 def is_identifier(value: Any) -> bool:
-    """Tell whether a value is spelled like a name in Python."""
+    """Return whether a value is spelled like a name in Python."""
     return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
 
 

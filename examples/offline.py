@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from compile.cli import split_arguments
+from compile.aliases import split_arguments
 from serve.llm import LLM, SamplingParams
 
 

@@ -1,7 +1,7 @@
 """What a request does to its logits before a token is drawn from them: bias, masks, penalties.
 
-The one thing to know: a row that asks for nothing is computed along and comes out bit by bit as it
-went in: its bias is 0, its penalties are 0 and 1.
+A row that asks for nothing is computed along and comes out bit by bit as it went in: its bias is 0,
+its penalties are 0 and 1.
 
 Shapes: B sampled rows, R rows of the tables (at least B), V vocabulary.
 """

@@ -1,8 +1,7 @@
 """Collectives as opaque ops that find their group by a name.
 
-The one thing to know: a traced graph holds a group's name, never the group, and the name is the
-same in every rank's process. So the graphs of all ranks are equal, and so is what is compiled
-from them.
+A traced graph holds a group's name, never the group, and the name is the same in every rank's
+process. So the graphs of all ranks are equal, and so is what is compiled from them.
 
 An op that sums writes into its argument: copying it first would cost a tenth of the collective.
 """

@@ -1,7 +1,7 @@
 """`ModelConfig`: what a checkpoint's `config.json` says about its model, checked when it is read.
 
-The one thing to know: the Hugging Face transformers library is not imported here. The defaults of
-fields that a file leaves out are written down below, and a test compares them with the library's.
+The Hugging Face transformers library is not imported here. The defaults of fields that a file
+leaves out are written down below, and a test compares them with the library's.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ModelConfig:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Tell whether any layer has a dense MLP."""
+        """Return whether any layer has a dense MLP."""
         return self.experts is None or not all(self.experts.is_sparse)
 
     def tensor_parallel_sizes(self, data_parallel_size: int = 1) -> list[int]:

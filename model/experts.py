@@ -1,8 +1,8 @@
 """The experts of a sparse model as a configuration describes them.
 
-The one thing to know: these are numbers only, checked when they are read. How many experts there
-are is read in either spelling: `num_experts` is what published Qwen3-MoE files say, and
-`num_local_experts` what Mixtral's do and what transformers 5 writes for both.
+These are numbers only, checked when they are read. How many experts there are is read in either
+spelling: `num_experts` is what published Qwen3-MoE files say, and `num_local_experts` what
+Mixtral's do and what transformers 5 writes for both.
 """
 
 from __future__ import annotations

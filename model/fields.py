@@ -1,7 +1,7 @@
 """Typed fields of a checkpoint's JSON files, and the error for what cannot be used.
 
-The one thing to know: a file comes from outside. It may be damaged or not be a file at all, and
-a number in it may be large enough to build a model for hours. All of it ends in a `ModelError`.
+A file comes from outside. It may be damaged or not be a file at all, and a number in it may be
+large enough to build a model for hours. All of it ends in a `ModelError`.
 """
 
 from __future__ import annotations

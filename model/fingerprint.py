@@ -1,7 +1,7 @@
 """A digest of a checkpoint: equal for copies, another one for another model.
 
-The one thing to know: weights are sampled. Two that were trained on from the same model differ in
-nearly all of their numbers; a change of a few would not be noticed.
+Weights are sampled. Two that were trained on from the same model differ in nearly all of their
+numbers; a change of a few would not be noticed.
 """
 
 from __future__ import annotations

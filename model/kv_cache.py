@@ -1,7 +1,7 @@
 """`KVCacheSpec`: the size and layout of one rank's KV pool.
 
-The one thing to know: a block holds its tokens' keys and values of all layers in contiguous bytes,
-so that a transfer between processes is one copy per block. A layer's cache is a strided view.
+A block holds its tokens' keys and values of all layers in contiguous bytes, so that a transfer
+between processes is one copy per block. A layer's cache is a strided view.
 
 Shapes: N blocks with the scratch block, L layers, B tokens per block, H KV heads, D head dim.
 """

@@ -1,7 +1,7 @@
 """`Shard`: one rank's place in a group of ranks, and the collectives of that group.
 
-The one thing to know: with one rank every method is the identity, so that layers are written once
-and never ask whether they are alone.
+With one rank every method is the identity, so that layers are written once and never ask whether
+they are alone.
 
 `ExpertShard` is a rank's place in the grid of tensor-parallel and data-parallel ranks over which
 the experts of a model are spread.

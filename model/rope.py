@@ -1,8 +1,7 @@
 """Rotary position embedding as a configuration describes it, one class for each kind.
 
-The one thing to know: these are numbers only, checked when they are read, in either spelling
-(`rope_parameters`, or the older `rope_scaling` beside `rope_theta`). `model.layers.rotary`
-computes angles from them.
+These are numbers only, checked when they are read, in either spelling (`rope_parameters`, or the
+older `rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them.
 """
 
 from __future__ import annotations

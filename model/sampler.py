@@ -1,8 +1,8 @@
 """Draw tokens from logits, a whole batch at once and without waiting for the device.
 
-The one thing to know: a row's token depends on its own logits, parameters and uniform number
-alone. Filters that other rows ask for leave a row untouched bit by bit, so a seeded request gives
-the same tokens alone and in any batch.
+A row's token depends on its own logits, parameters and uniform number alone. Filters that other
+rows ask for leave a row untouched bit by bit, so a seeded request gives the same tokens alone and
+in any batch.
 
 Shapes: B rows, V vocabulary, K likeliest tokens reported.
 """
@@ -62,7 +62,7 @@ class SamplerOutput:
     """float32 [B, K]"""
 
 
-def hungriest_sampling(num_rows: int, vocab_size: int, device: torch.device) -> SamplingTensors:
+def costliest_sampling(num_rows: int, vocab_size: int, device: torch.device) -> SamplingTensors:
     """Return what takes the most memory: every rule and every filter for every row."""
     ones, shape = torch.ones(num_rows, device=device), (num_rows, vocab_size)
     return SamplingTensors(

@@ -1,8 +1,8 @@
 """Which logits of a speculating decode step judge which draft token.
 
-The one thing to know: a sequence with n drafts computes n + 1 tokens, its last one and the drafts.
-The logits behind each of them but the last judge the draft that follows; the last ones are the
-bonus, what is sampled where all drafts were right. Names are those of ATOM and vLLM.
+A sequence with n drafts computes n + 1 tokens, its last one and the drafts. The logits behind each
+of them but the last judge the draft that follows; the last ones are the bonus, what is sampled
+where all drafts were right. Names are those of ATOM and vLLM.
 
 Shapes: S sequences, D draft tokens in all. Logits have D + S rows, in the order of the batch.
 """

@@ -1,9 +1,9 @@
 """Read a checkpoint's safetensors files into a model, each rank only its slices.
 
-The one thing to know: the model says which tensors it wants and where they go (`WeightSlice`), and
-everything is compared before the first byte of weights is read. What is read is checked to be
-finite: a NaN would otherwise show as nonsense, in one request or in all. A parameter takes memory
-when its first part is read, and its layer is told when the last one is in.
+The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
+before the first byte of weights is read. What is read is checked to be finite: a NaN would
+otherwise show as nonsense, in one request or in all. A parameter takes memory when its first part
+is read, and its layer is told when the last one is in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loadable(Protocol):
         """Describe every tensor that a checkpoint must hold that has tensors of these names."""
 
     def is_ignored(self, tensor_name: str) -> bool:
-        """Tell whether a checkpoint may hold this tensor although no parameter wants it."""
+        """Return whether a checkpoint may hold this tensor although no parameter wants it."""
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def load_weights(
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
-    """Tell whether a checkpoint holds a head that is not its embeddings.
+    """Return whether a checkpoint holds a head that is not its embeddings.
 
     A model that was trained on with a head of its own may still be configured as tied; like
     transformers' the head then counts, and not the configuration. All of both is compared, so that
@@ -121,7 +121,7 @@ def _plan(
 
 
 def _check_name(name: str, is_wanted: bool, is_listed: bool, family: str, path: Path) -> None:
-    """Refuse a tensor of a file that nobody wants, or that another file has as well."""
+    """Refuse a tensor of a file that no module wants, or that another file has as well."""
     field = f"tensor {name}"
     if not is_wanted:
         raise ModelError.saying(field, f"only tensors of {family}", "it", path)

@@ -9,15 +9,23 @@ from typing import Any
 import ray
 from ray import serve as ray_serve
 from ray.serve import Application, Deployment
+from ray.serve.config import BackpressureConfig
 
 from cluster.actors.placement import rank_bundles
 from cluster.config import DEFAULT_NUM_CPUS, ConfigError
 from serve.config import DeployConfig, PoolConfig, deploy_config
-from serve.ingress import Ingress
+from serve.ingress import RETRY_AFTER_S, Ingress
 from serve.pools import Pool
 
 MAX_ONGOING = 100_000
-"""Queues are bounded by the ingress; a second bound in Serve would only hide requests from it."""
+"""Open calls of a pool. The ingress bounds queues; a second bound would hide requests from it."""
+MAX_REFUSALS = 128
+"""Requests that the ingress may be refusing, or answering about its health, beside those that it
+has admitted."""
+MAX_AT_PROXY = 256
+"""Requests that wait at Ray's proxy for an ingress that has as many as it takes; more get 429 from
+the proxy, and callers by handle `BackPressureError`. Each costs proxy and ingress some
+milliseconds, whatever becomes of it."""
 
 
 def deploy(args: dict[str, Any]) -> Application:
@@ -44,9 +52,11 @@ def build(config: DeployConfig) -> Application:
         name="Ingress",
         num_replicas=1,
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
-        max_ongoing_requests=MAX_ONGOING,
-        # A line for each request would stream to the terminal of `serve run`: hundreds of clients
-        # that leave at once would wait for it.
+        max_ongoing_requests=config.max_live + MAX_REFUSALS,
+        max_queued_requests=MAX_AT_PROXY,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
+        # Each line would be streamed to the terminal of `serve run`, and hundreds of clients that
+        # leave at once would wait for it.
         logging_config={"enable_access_log": False},
     )(Ingress)
     return ingress.bind(config, handles)

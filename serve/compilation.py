@@ -1,7 +1,7 @@
 """The compilation fields among the arguments of `deploy` and `LLM`.
 
-The one thing to know: one set of fields is asked of all pools, and each pool resolves it by
-itself, with the preset that fits its steps.
+One set of fields is asked of all pools, and each pool resolves it by itself, with the preset that
+fits its steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DEFAULT_LEVEL = int(CompilationLevel.PIECEWISE)
 """What is compiled where no level is given."""
 
 LOCAL_FIELDS = ("cache_dir", "debug_dump_path")
-"""Where a machine keeps files is its own affair."""
+"""Where a machine keeps files: processes need not agree on it."""
 
 
 def as_object(value: Any) -> Any:
-    """Return what stands for fields as an object of them: a level, a configuration."""
+    """Return a level or a configuration as an object of fields; other values as they are."""
     if isinstance(value, CompilationConfig):
         fields = value.to_dict()
         return {name: fields[name] for name in FIELDS}
@@ -65,7 +65,7 @@ def requested(fields: Mapping[str, Any]) -> CompilationConfig:
 def resolved(
     fields: Mapping[str, Any], scheduler: SchedulerConfig, pool: str, *, enforce_eager: bool
 ) -> CompilationConfig:
-    """Return what the engines of a pool run; a rank's attention backend may still lessen it.
+    """Return what the engines of a pool run; a rank's attention backend may still reduce it.
 
     Raises:
         ConfigError: fields contradict each other, or no size is left to capture.
@@ -90,13 +90,13 @@ def check_warmups(config: CompilationConfig) -> None:
 
 
 def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what processes that work together must have been asked for alike, as JSON has it."""
+    """Return the fields on which processes that work together must agree, as JSON has them."""
     facts = requested(fields).to_dict()
     return {name: value for name, value in facts.items() if name not in LOCAL_FIELDS}
 
 
 def refuse_speculation(config: Mapping[str, Any]) -> None:
-    """Refuse `speculative_config` by name: a draft model with an engine of its own for good.
+    """Refuse `speculative_config` by name; a draft model with its own engine will stay refused.
 
     Raises:
         ConfigError: anything is given.

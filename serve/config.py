@@ -1,8 +1,8 @@
 """The arguments of `deploy` and of `LLM`: strict, and resolved into engine configurations.
 
 Arguments come as text (`serve run serve.app:deploy max_num_seqs=8 prefill.replicas=2`) or typed
-and nested (YAML). The one thing to know: every error is one line, `FIELD: wanted ..., found ...`,
-and is raised before anything is started.
+and nested (YAML). Every error is one line, `FIELD: wanted ..., found ...`, and is raised before
+anything is started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from serve.compilation import (
     resolved,
     shared_facts,
 )
+from serve.keys import check_keys, read_keys
 from serve.routing import Routing
 
 BUNDLED_NAME = "lockstep-tiny"
@@ -55,58 +56,129 @@ class PoolArgs(_Strict, frozen=True):
     """`prefill.*`, `decode.*` and `mixed.*`."""
 
     replicas: int = 1
+    """Rank groups in the pool."""
     tensor_parallel_size: int = 1
+    """Ranks that hold the model together: a number that its heads allow, the same in both pools."""
     data_parallel_size: int = 1
+    """Engines in a rank group, each with its own KV, that run every step together."""
     routing: str = Routing.LEAST_REQUESTS.value
+    """Which engine of a group gets a request: `round_robin`, `least_requests` or `least_tokens`."""
     num_cpus: float = DEFAULT_NUM_CPUS
+    """CPUs that each rank reserves in Ray. The default is next to nothing, so that it starts on any
+    machine."""
 
 
 class KVArgs(_Strict, frozen=True):
     """`kv.*`."""
 
     transport: str = "auto"
+    """`shm` (shared memory, not on GPUs) or `tcp`; `auto`: shared memory within a node where it can
+    be opened, else TCP."""
     lease_s: float = 30.0
+    """How long a prefill rank holds KV without hearing from its reader; 0.01 to 86400."""
 
 
 class DeployArgs(_Strict, frozen=True):
-    """Every argument with its default; None means: found out from model or machine."""
+    """Every argument with its default; None means: taken from the model or the machine."""
 
     model: str | None = None
+    """A directory with `config.json`, safetensors and tokenizer (Llama, Mistral, Mixtral, Qwen2,
+    Qwen3, Qwen3-MoE); null: the bundled model."""
     served_model_name: str | None = None
+    """What requests call the model; null: the last part of its path."""
     device: str = "auto"
+    """`cpu` or `cuda`; `auto` is what the machine that deploys has, and is refused where that one
+    has no GPU and others do."""
     dtype: str = "auto"
+    """`float32`, `bfloat16` or `float16`, of weights, activations and KV; `auto`: the
+    checkpoint's."""
     max_model_len: int | None = None
+    """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
+    the model's."""
     max_num_seqs: int = 64
+    """Sequences that run at once in one engine."""
     max_num_batched_tokens: int = 2048
+    """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks."""
     block_size: int = 16
+    """Tokens in one KV block."""
     num_kv_blocks: int | None = None
+    """KV blocks of one rank; null: as many as its memory for KV holds."""
     gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, activations and KV; above 0, at most 1."""
     kv_memory: int | str = "1GiB"
+    """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`."""
     threads_per_rank: int | None = None
+    """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
     enable_prefix_caching: bool = True
+    """Whether prompts that begin alike share KV."""
     pools: str = "pd"
+    """`pd`: a prefill and a decode pool; `mixed`: one pool that does both."""
     prefill: PoolArgs = PoolArgs()
+    """The prefill pool."""
     decode: PoolArgs = PoolArgs()
+    """The decode pool."""
     mixed: PoolArgs = PoolArgs()
+    """The mixed pool."""
     lockstep: str = "on"
+    """`off`: data-parallel engines of a dense model step apart; those of a model with experts
+    cannot."""
     kv: KVArgs = KVArgs()
+    """How KV travels from prefill to decode ranks."""
     enforce_eager: bool = False
+    """Compile and capture nothing."""
     compilation: dict[str, Any] = {}
     """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given."""
     torch_compile_config: dict[str, Any] | UnsetType | None = UNSET
+    """Compilation fields as TensorRT-LLM spells them; null: compilation is off."""
     cuda_graph_config: dict[str, Any] | UnsetType | None = UNSET
+    """Graph fields as TensorRT-LLM spells them; null: decode steps replay no whole graphs."""
     speculative_config: dict[str, Any] | None = None
+    """Refused by name: speculation is not built yet."""
     max_queued_requests: int = 256
+    """Sequences that wait beyond those that run; more get 429."""
+    max_queue_wait_s: float = 60.0
+    """How long sequences may have to wait, at the rate at which others have ended in the last 30 s;
+    beyond that a request gets 429."""
     request_timeout_s: float = 600.0
+    """For receiving a request, and again for answering it to the last byte."""
     watchdog_s: float = 10.0
+    """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
+    what the step should take, if that is longer."""
     max_body_bytes: int = 8 << 20
+    """Bytes of one request's body; a larger one gets 413."""
+    max_answer_bytes: int = 64 << 20
+    """How large a streamed answer may become by what its request asks for, a whole one to a quarter
+    of that. More gets 400, or fewer tokens where `max_tokens` was left out. At least 64 KiB."""
+    api_keys: str | list[str] = ""
+    """Bearer keys of clients, separated by commas; empty: none are needed. Keys on a command line
+    are seen in `ps`."""
+    api_keys_file: str | None = None
+    """A file with one key a line, read again when it changes."""
+    open_paths: str | list[str] = "/health,/ready,/version"
+    """Paths that need no key."""
+    allowed_hosts: str | list[str] = ""
+    """Without keys: names that requests may call this server by, beside addresses and private
+    names; `*` allows all."""
+    allowed_origins: str | list[str] = ""
+    """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
     debug: bool = False
+    """Serve `GET /debug/ranks` (what each rank compiled, captured and replayed, and its last 1,000
+    agreements) and `GET /debug/ingress` (what it holds, and its event loop's longest pause)."""
 
 
-NOT_BUILT = {
-    "api_keys": "API keys",
-}
-"""Arguments that are named already and refused until what they configure is built."""
+@dataclass(frozen=True)
+class AccessConfig:
+    """Which requests an ingress accepts."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys_file: Path | None = None
+    """Read again when it changes."""
+    open_paths: tuple[str, ...] = ()
+    """What needs no key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may call this server by, where no key is needed."""
+    allowed_origins: tuple[str, ...] = ()
+    """Other servers whose pages may ask."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +191,7 @@ class PoolConfig:
     num_cpus: float
     engine: EngineConfig
     routing: Routing = Routing.LEAST_REQUESTS
-    """Of requests to the group's data-parallel ranks."""
+    """How requests are spread over the group's data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +210,15 @@ class DeployConfig:
     """The longest prompt whose KV the model can compute; None: any."""
     pools: tuple[PoolConfig, ...]
     config_hash: str
+    access: AccessConfig
     max_queued_requests: int
+    max_queue_wait_s: float
     request_timeout_s: float
     max_body_bytes: int
+    max_answer_bytes: int
     debug: bool = False
     is_device_guessed: bool = False
-    """`device` was auto: what was found is true of the machine that `deploy` ran on."""
+    """`device` was auto, and was resolved on the machine that `deploy` ran on."""
 
     @property
     def max_model_len(self) -> int:
@@ -156,6 +231,11 @@ class DeployConfig:
         pool = self.pools[-1]
         per_group = pool.engine.scheduler.max_num_seqs * pool.engine.parallel.data_parallel_size
         return pool.replicas * per_group
+
+    @property
+    def max_live(self) -> int:
+        """Sequences that run or wait at once."""
+        return self.max_running + self.max_queued_requests
 
 
 def bundled_model() -> Path:
@@ -194,9 +274,12 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         max_prompt_len=model.max_prompt_len,
         pools=pools,
         config_hash=_config_hash(pools[0].engine, args),
+        access=_access(args),
         max_queued_requests=_at_least("max_queued_requests", args.max_queued_requests, 0),
+        max_queue_wait_s=_at_least("max_queue_wait_s", args.max_queue_wait_s, 0.001),
         request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
         max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
+        max_answer_bytes=_at_least("max_answer_bytes", args.max_answer_bytes, 1 << 16),
         debug=args.debug,
         is_device_guessed=args.device == "auto",
     )
@@ -211,9 +294,9 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     args = parse_args({"pools": "mixed", **raw})
     if args.pools != "mixed":
         raise ConfigError("pools", "mixed for an engine in process", args.pools)
-    for field in ("tensor_parallel_size", "data_parallel_size"):
-        if (size := getattr(args.mixed, field)) != 1:
-            raise ConfigError(f"mixed.{field}", "1 for an engine in process", size)
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if (size := getattr(args.mixed, name)) != 1:
+            raise ConfigError(f"mixed.{name}", "1 for an engine in process", size)
     return _pool_config("mixed", args, Role.MIXED, num_ranks=1).engine
 
 
@@ -224,10 +307,6 @@ def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
     converted to the field's type.
     """
     nested = _nest(raw)
-    for key, what in NOT_BUILT.items():
-        found = _lookup(nested, key.split("."))
-        if found is not _MISSING:
-            raise ConfigError(key, f"nothing ({what} is not built yet)", found)
     try:
         args = msgspec.convert(nested, DeployArgs, strict=False)
     except msgspec.ValidationError as error:
@@ -252,18 +331,20 @@ def parse_bytes(field: str, value: int | str) -> int:
     unit = match[2].upper().rstrip("B")
     base = 1024 if unit.endswith("I") else 1000
     found = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
-    if found >= MAX_BYTES:
-        raise ConfigError(field, f"less than {MAX_BYTES >> 60} EiB", value)
+    if found >= _MAX_BYTES:
+        raise ConfigError(field, f"less than {_MAX_BYTES >> 60} EiB", value)
     return int(found)
 
 
-MAX_BYTES = 1 << 63
+_MAX_BYTES = 1 << 63
 _MISSING = object()
-_ALIASES = {
+_SECRET = "api_keys"
+ALIASES = {
     "O": ("compilation", "level"),
     "cc": ("compilation",),
     "compilation_config": ("compilation",),
 }
+"""The paths that other spellings of an argument stand for."""
 
 
 def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +352,7 @@ def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
     given: set[tuple[str, ...]] = set()
     for key, value in raw.items():
         head, *rest = str(key).split(".")
-        path = (*_ALIASES.get(head, (head,)), *rest)
+        path = (*ALIASES.get(head, (head,)), *rest)
         value = _text_value(value)
         _insert(nested, path, as_object(value) if path == ("compilation",) else value, given)
     return nested
@@ -307,6 +388,8 @@ def _text_value(value: Any) -> Any:
 
 
 def _lookup(nested: Any, path: list[str]) -> Any:
+    if path[0].startswith(_SECRET):
+        return "what is not repeated here"
     for key in path:
         if not isinstance(nested, dict) or key not in nested:
             return _MISSING
@@ -315,7 +398,7 @@ def _lookup(nested: Any, path: list[str]) -> Any:
 
 
 def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
-    """Turn msgspec's sentence into ours."""
+    """Turn msgspec's message into the project's form."""
     at = re.search(r" - at `\$\.?([^`]*)`", message)
     field = at[1] if at else ""
     unknown = re.search(r"unknown field `([^`]+)`", message)
@@ -378,7 +461,7 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
 
 
 def _lockstep(lockstep: str, model: ModelConfig) -> bool:
-    """Data-parallel ranks that share experts meet in every layer: they cannot step apart."""
+    """Return whether engines step together, as those must that share experts in each layer."""
     if lockstep == "on":
         return True
     if model.experts is not None:
@@ -396,7 +479,7 @@ def _routing(name: str, routing: str) -> Routing:
 
 def _num_ranks(name: str, pool: PoolArgs) -> int:
     replicas = int(_at_least(f"{name}.replicas", pool.replicas, 1))
-    # A size that cannot be is refused where the pool is built.
+    # An impossible size is refused where the pool is built.
     return replicas * max(pool.tensor_parallel_size, 1) * max(pool.data_parallel_size, 1)
 
 
@@ -470,15 +553,36 @@ def _at_least(field: str, value: Any, least: float) -> Any:
     return value
 
 
+def _access(args: DeployArgs) -> AccessConfig:
+    keys = _texts(args.api_keys)
+    check_keys("api_keys", keys)
+    file = Path(args.api_keys_file).expanduser().absolute() if args.api_keys_file else None
+    if file is not None:
+        read_keys(file)
+    return AccessConfig(
+        api_keys=keys,
+        api_keys_file=file,
+        open_paths=_texts(args.open_paths),
+        allowed_hosts=_texts(args.allowed_hosts),
+        allowed_origins=_texts(args.allowed_origins),
+    )
+
+
+def _texts(value: str | list[str]) -> tuple[str, ...]:
+    """Return the texts of a list, which may also be one text with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(stripped for part in parts if (stripped := part.strip()))
+
+
 def _served_name(model: str | None) -> str:
-    """Return the last component of the path as it was given, also where it is a link."""
+    """Return the last component of the path as it was given, even if it is a link."""
     return BUNDLED_NAME if model is None else Path(model).expanduser().absolute().name
 
 
 def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
     """Identify what two processes must agree on before they exchange tokens or KV.
 
-    Of compilation it is what was asked of all pools: each resolves that by itself.
+    Of compilation, what was asked of all pools counts: each pool resolves that by itself.
     """
     content = fingerprint(Path(engine.model_path))
     facts = (

@@ -1,14 +1,17 @@
 """`Ingress`: the deployment that takes requests, over HTTP and from handles of other Ray apps.
 
 It is up within seconds, long before the pools are: the tokenizer loads beside it, and a request
-before everything is ready gets 503 with Retry-After. Its event loop only moves frames; long
-prompts are tokenised in threads.
+before everything is ready gets 503 with Retry-After. Its event loop only moves frames; what grows
+with a request is done in threads (`threads.py`), and only once it is admitted (`admission.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import mmap
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -21,13 +24,16 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from cluster.actors.placement import PLACEMENT_TIMEOUT_S, free_resources, rank_bundles
+from cluster.actors.secret import application_secret
 from cluster.actors.status_board import OUTDATED, create_board
 from cluster.config import ConfigError
-from cluster.messages import EngineOutput, GenerateRequest, header_bytes
+from cluster.credentials import Credentials
+from cluster.garbage import keep_what_is_loaded
+from cluster.messages import EngineOutput, GenerateRequest
+from serve.admission import Admission
 from serve.config import DeployConfig
 from serve.openai import direct
 from serve.openai.app import ApiSettings, build_app
-from serve.openai.backend import Overloaded
 from serve.openai.chat import parse_chat_shape
 from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving
@@ -38,13 +44,26 @@ from serve.tokens import TokenSocket
 log = logging.getLogger("lockstep.ingress")
 
 MAX_SEQUENCES = 1024
-"""Of one request, where the deployment takes as many."""
+"""Sequences of one request (prompts times `n`), or as many as may be alive if those are fewer;
+more get 400."""
 POLL_PERIOD_S = 0.1
+"""How often the ingress reads the status board."""
 POLL_TIMEOUT_S = 3.0
+"""How long one reading of it may take."""
 STALE_S = 5.0
-"""What the board said so long ago may not be so any more."""
+"""A report that is older no longer counts."""
 RETRY_AFTER_S = 2
+"""What a client is told to wait by Ray's proxy or while the pools load, and at least where no place
+is free."""
 DEBUG_TIMEOUT_S = 3.0
+"""How long ranks have to answer `/debug/ranks`."""
+LOOP_TICK_S = 0.005
+"""How often the event loop's pauses are measured."""
+M_MMAP_THRESHOLD = -3
+"""glibc's name for it, in `malloc.h`."""
+LARGE_BYTES = 1 << 20
+SWITCH_INTERVAL_S = 1e-3
+"""How soon a thread that parses or templates lets the event loop in; Python's default is 5 ms."""
 
 
 class _Pools:
@@ -66,30 +85,42 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, config: DeployConfig, handles: dict[str, DeploymentHandle]
     ) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        _map_large_buffers()
         self._config = config
         _check_device(config)
         self._late_at = self._complain_at = time.monotonic() + PLACEMENT_TIMEOUT_S
         self._board = self._new_board()
-        self._tokens = TokenSocket(ray.util.get_node_ip_address(), header_bytes(config.config_hash))
+        app_name = ray_serve.get_replica_context().app_name
+        secret = await asyncio.to_thread(application_secret, app_name)
+        credentials = Credentials(config.config_hash, secret)
+        self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials)
         self._router = Router(
             {name: _Pools(handle, config.config_hash) for name, handle in handles.items()},
             self._tokens,
         )
-        self._max_live = config.max_running + config.max_queued_requests
-        self._num_live = 0
+        self._admission = Admission(
+            max_running=config.max_running,
+            max_queued=config.max_queued_requests,
+            max_queue_wait_s=config.max_queue_wait_s,
+            max_body_bytes=config.max_body_bytes,
+            retry_after_s=RETRY_AFTER_S,
+        )
         self._tokenizer: Tokenizer | None = None
         settings = ApiSettings(
             served_model_name=config.served_model_name,
             max_model_len=config.max_model_len,
             max_body_bytes=config.max_body_bytes,
             request_timeout_s=config.request_timeout_s,
-            max_sequences=min(MAX_SEQUENCES, self._max_live),
+            max_answer_bytes=config.max_answer_bytes,
+            max_sequences=min(MAX_SEQUENCES, self._admission.max_live),
             vocab_size=config.vocab_size,
             max_prompt_len=config.max_prompt_len,
             retry_after_s=RETRY_AFTER_S,
             debug=config.debug,
         )
-        self._serving = Serving(settings, self, lambda: self._tokenizer)
+        self._serving = Serving(settings, self, lambda: self._tokenizer, self._admission)
+        self._loop_gap_s = 0.0
         self._status: dict[str, Any] = {"status": "loading", "pools": {}, "loading": []}
         loop = asyncio.get_running_loop()
         self._tasks = [
@@ -97,10 +128,12 @@ class Ingress:
             loop.create_task(self._poll_status()),
             self._tokens.task,
         ]
+        if config.debug:
+            self._tasks.append(loop.create_task(self._measure_loop()))
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
-        app: Starlette = build_app(self._serving)
+        app: Starlette = build_app(self._serving, self._config.access)
         return app
 
     # What other Ray apps call through `serve.get_app_handle(...)`.
@@ -132,13 +165,13 @@ class Ingress:
         return self._tokenizer is not None and self._status["status"] in ("ready", "degraded")
 
     def healthy(self) -> bool:
-        """Whether this ingress works; pools tell of themselves in `/ready`."""
+        """Whether this ingress works; `/ready` tells of the pools."""
         return not any(task.done() and task.exception() for task in self._tasks)
 
     async def status(self) -> tuple[int, dict[str, Any]]:
         """Return code and body of `/ready`, from the last poll.
 
-        Not from a call of its own: a client that gives up would cancel it on its way to the board.
+        A call to the board made here would be cancelled by a client that leaves.
         """
         return (200 if self._status["status"] == "ready" else 503), self._status
 
@@ -154,6 +187,25 @@ class Ingress:
             pools[pool] = {"replicas": [{"id": name, "ranks": ranks} for name, ranks in asked]}
         return {"pools": pools}
 
+    def debug_ingress(self) -> dict[str, Any]:
+        """Return what this process holds, and its loop's longest pause since the last call."""
+        gap_s, self._loop_gap_s = self._loop_gap_s, 0.0
+        rss_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {
+            "loop_gap_s": gap_s,
+            "num_live": self._admission.num_live,
+            "num_bytes": self._admission.num_bytes,
+            "rss_bytes": rss_pages * mmap.PAGESIZE,
+        }
+
+    async def _measure_loop(self) -> None:
+        """Note how late the loop comes back to a task that sleeps."""
+        while True:
+            asleep_at = time.monotonic()
+            await asyncio.sleep(LOOP_TICK_S)
+            gap_s = time.monotonic() - asleep_at - LOOP_TICK_S
+            self._loop_gap_s = max(self._loop_gap_s, gap_s)
+
     async def _refresh(self) -> None:
         body = dict(await self._snapshot())
         missing = await self._missing_replicas(body["pools"])
@@ -164,23 +216,6 @@ class Ingress:
             body["status"] = "loading"
             body["loading"].append({"what": "tokenizer", "done": 0, "total": 1})
         self._status = body
-
-    def admit(self, num_sequences: int) -> None:
-        """Reserve room for a request's sequences.
-
-        Raises:
-            Overloaded: with them, more would be alive than run at once plus
-                `max_queued_requests`.
-        """
-        limit = self._max_live
-        if self._num_live + num_sequences > limit:
-            message = f"no room for {num_sequences} more beside {self._num_live} of {limit}"
-            raise Overloaded(RETRY_AFTER_S, message)
-        self._num_live += num_sequences
-
-    def leave(self, num_sequences: int) -> None:
-        """Give the room back."""
-        self._num_live -= num_sequences
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         """Yield a request's outputs; closing the iterator aborts it."""
@@ -193,7 +228,7 @@ class Ingress:
                 raise RuntimeError("ingress: a background task ended") from task.exception()
 
     async def _snapshot(self) -> dict[str, Any]:
-        """Return the board's; a board of an ingress that was replaced dies with it."""
+        """Return the board's figures; the board of an ingress that was replaced dies with it."""
         config_hash = self._config.config_hash
         try:
             return dict(await self._board.snapshot.remote(config_hash))
@@ -227,7 +262,9 @@ class Ingress:
         return missing
 
     async def _load_tokenizer(self) -> None:
-        self._tokenizer = await asyncio.to_thread(Tokenizer.from_dir, Path(self._config.model_path))
+        tokenizer = await asyncio.to_thread(Tokenizer.from_dir, Path(self._config.model_path))
+        keep_what_is_loaded()
+        self._tokenizer = tokenizer
 
     async def _poll_status(self) -> None:
         asked_well_at = time.monotonic()
@@ -242,6 +279,17 @@ class Ingress:
                 loading = [{"what": what, "done": 0, "total": 1}]
                 self._status = {**self._status, "status": "degraded", "loading": loading}
             await asyncio.sleep(POLL_PERIOD_S)
+
+
+def _map_large_buffers() -> None:
+    """Let the memory of large bodies go back to the system when they are freed.
+
+    Once a large buffer was freed, glibc takes the next ones from its heap, where anything that was
+    allocated behind them keeps their memory.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def _check_device(config: DeployConfig) -> None:

@@ -27,8 +27,8 @@ from cluster.rank.assembly import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from serve.config import engine_config
-from serve.sampling import SamplingParams, resolve
-from serve.text import TextStream
+from serve.sampling import Resolver, SamplingParams
+from serve.text import StopStrings, TextStream
 from serve.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
@@ -63,7 +63,7 @@ class RequestOutput:
     """One per choice."""
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Empty, or one per prompt token: None for the first, nothing stands before it."""
+    """Empty, or one per prompt token; None for the first, which follows nothing."""
 
 
 class LLM:
@@ -103,8 +103,8 @@ class LLM:
         """Generate for one prompt or many, as text or token ids; outputs are in their order.
 
         Raises:
-            GenerationError: a prompt cannot be served, too long a one for example.
-            ValueError: as many sampling parameters as prompts are wanted, another number found.
+            GenerationError: a prompt cannot be served, because it is too long for example.
+            ValueError: there are several sampling parameters, but not one for each prompt.
         """
         many = _prompts(prompts)
         if sampling_params is None:
@@ -114,7 +114,7 @@ class LLM:
         if len(sampling_params) != len(many):
             wanted, found = len(many), len(sampling_params)
             raise ValueError(f"sampling_params: wanted {wanted}, one per prompt, found {found}")
-        # All are checked before the first is submitted: an error leaves nothing behind.
+        # All are checked before the first is submitted, so that an error leaves nothing behind.
         unfinished: dict[str, _Running] = {}
         requests: list[GenerateRequest] = []
         outputs = [
@@ -150,20 +150,20 @@ class LLM:
             text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
         else:
             text, ids = None, list(prompt)
-        samplings = resolve(
+        resolver = Resolver(
             params,
-            prompt_len=len(ids),
             max_model_len=self.config.max_model_len,
             vocab_size=self.runner.model_config.vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
+        samplings, stop = resolver.choices(len(ids)), StopStrings(params.stop_strings)
         output = RequestOutput(f"offline-{next(self._ids)}", text, ids, [])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs.append(None)
         for index, sampling in enumerate(samplings):
             output.outputs.append(CompletionOutput(index))
             request_id = f"{output.request_id}-{index}"
-            stream = TextStream.of(self.tokenizer, params, ids)
+            stream = TextStream.of(self.tokenizer, params, stop, ids)
             running[request_id] = _Running(output, index, stream, params.stop_token_ids)
             requests.append(GenerateRequest(request_id, ids, [], sampling, ""))
         return output
@@ -212,9 +212,8 @@ class _Running:
         return False
 
     def _take_prompt(self, output: EngineOutput) -> None:
-        """Book what concerns the prompt: its first choice is the one to ask."""
-        num_cached = max(self.output.num_cached_tokens, output.num_cached_tokens)
-        self.output.num_cached_tokens = num_cached
+        """Book what concerns the prompt, from its first choice."""
+        self.output.num_cached_tokens = output.num_cached_tokens
         self.output.prompt_logprobs += output.prompt_logprobs
 
 

@@ -1,8 +1,8 @@
 """`Pool`: the Serve deployment class of prefill, decode and mixed pools.
 
 A replica owns one rank group: it sits in bundle 0 of its placement group, the ranks in the
-bundles after it. It loads in its constructor, so that Serve's state is true. Tokens never pass
-through here; a request's call only stays open until its engine is done with it.
+bundles after it. It loads in its constructor, so that Serve reports its true state. Tokens never
+pass through here: a request's call only stays open until its engine is done with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import zmq.asyncio
 from ray import serve as ray_serve
 
 from cluster.actors.rank_group import GroupReport, RankDied, RankGroup
+from cluster.actors.secret import application_secret
 from cluster.actors.status_board import BoardClient, ReplicaReport
+from cluster.credentials import Credentials
 from cluster.messages import (
     Abort,
     EndedFrame,
@@ -26,32 +28,39 @@ from cluster.messages import (
     FrameError,
     Submit,
     Watch,
-    check_header,
     decode,
     encode,
-    header_bytes,
 )
-from cluster.rank.sockets import keep_alive
+from cluster.wire.message_parts import pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
 from serve.config import PoolConfig
+from serve.receiving import frames, loop_budget
 from serve.router import PoolUnavailable
 from serve.routing import LeaderRouter, Routing
 
 log = logging.getLogger("lockstep.pool")
 
 MAX_FAILED_STARTS = 3
-"""In a row; then what is wrong is not that a rank died."""
+"""Failed starts of a rank group in a row after which its replica fails: the cause is more than the
+death of a rank."""
 HOLD_S = 5.0
-"""A request that cannot run here waits so long, for ranks that are being rebuilt mostly. Refused at
-once, it would leave this replica the one with the fewest open calls, to which Serve sends the next,
-beside one that is healthy."""
+"""How long a request waits in a replica that cannot run it, mostly while ranks are being rebuilt.
+If it were refused at once, this replica would have the fewest open calls, and Serve would send it
+the next request although another one is healthy."""
 STUCK_AFTER_S = 3.0
-"""A group whose ranks have not all answered for so long is called stuck."""
+"""A group whose ranks have not all answered for so long is reported as stuck."""
 REPORT_PERIOD_S = 0.1
-"""Figures of `/ready` are at most half a second old: a push and a poll fit into that."""
+"""How often a replica reports to the status board; figures of `/ready` are at most half a second
+old."""
+MAX_WAITING = 10_000
+"""Frames in the queue to one leader, and in the one from it. The ingress bounds submissions; what
+ends beyond that waits in the leader."""
+MAX_ENDED_BYTES = 4 << 20
+"""Size of a frame with ends: a few hundred of them, with an error each."""
 
 
 class Pool:
-    """One replica of a pool: a rank group, and the accounts of its requests."""
+    """One replica of a pool: a rank group and its open requests."""
 
     # Ray Serve awaits constructors: this one returns when the ranks are ready.
     async def __init__(  # type: ignore[misc]
@@ -62,9 +71,11 @@ class Pool:
         self._replica_id = context.replica_id.unique_id
         self._board = BoardClient(context.app_name)
         self._state, self._error, self._is_ready = "loading", "", asyncio.Event()
-        # A ticket that comes with a request is to be alive when it leaves.
+        # A ticket that comes with a request must still be alive when the request goes on.
         self._hold_s = hold_s(pool.engine.transfer.lease_s)
-        self._header = header_bytes(config_hash)
+        secret = await asyncio.to_thread(application_secret, context.app_name)
+        self._credentials = Credentials(config_hash, secret)
+        self._handshake = CurveHandshake(secret)
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
         num_leaders = pool.engine.parallel.data_parallel_size
         self._router = LeaderRouter(pool.routing, num_leaders)
@@ -83,9 +94,7 @@ class Pool:
             await asyncio.sleep(2 * REPORT_PERIOD_S)  # the reason reaches `/ready`
             raise
         host = ray.util.get_node_ip_address()
-        self._ends = self._zmq.socket(zmq.PULL)
-        self._ends.rcvhwm = 0
-        keep_alive(self._ends)
+        self._ends = listening_socket(self._zmq, zmq.PULL, self._handshake, max_waiting=MAX_WAITING)
         self._ends_address = f"tcp://{host}:{self._ends.bind_to_random_port(f'tcp://{host}')}"
         await self._connect()
         self._spawn(self._receive_ends())
@@ -122,19 +131,19 @@ class Pool:
         leader = self._leaders[dp_rank]
         ended = self._open[request_id] = asyncio.get_running_loop().create_future()
         try:
-            await leader.send_multipart([self._header, frame])
+            await leader.send_multipart(pack(frame, self._credentials))
             output: EngineOutput = await ended
             return output.finish_reason
         except asyncio.CancelledError:
             if not leader.closed:
-                leader.send_multipart([self._header, encode(Abort([request_id]))])
+                leader.send_multipart(pack(encode(Abort([request_id])), self._credentials))
             raise
         finally:
             router.give_back(dp_rank, num_tokens)
             self._open.pop(request_id, None)
 
     async def check_health(self) -> None:
-        """Fail when the rank group is gone, or nobody watches it, so that Serve replaces this."""
+        """Fail when the rank group is gone or unwatched, so that Serve replaces this replica."""
         if self._state == "failed":
             raise RankDied(self._error)
         for task in self._tasks:
@@ -154,21 +163,20 @@ class Pool:
             leader.close(linger=0)
         self._leaders = []
         for inbox in self._group.inboxes:
-            leader = self._zmq.socket(zmq.PUSH)
-            leader.sndhwm = 0
-            keep_alive(leader)
+            leader = connecting_socket(
+                self._zmq, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING
+            )
             leader.connect(inbox)
-            await leader.send_multipart([self._header, encode(Watch(self._ends_address))])
+            watch = encode(Watch(self._ends_address))
+            await leader.send_multipart(pack(watch, self._credentials))
             self._leaders.append(leader)
 
     async def _receive_ends(self) -> None:
-        while True:
-            parts = await self._ends.recv_multipart()
+        bodies = frames(self._ends, self._credentials, loop_budget(), max_bytes=MAX_ENDED_BYTES)
+        async for body in bodies:
             try:
-                header, body = parts
-                check_header(header, self._header)
                 frame: EndedFrame = decode(body, EndedFrame)
-            except (FrameError, ValueError) as error:
+            except FrameError as error:
                 log.error("pool: dropped a frame: %s", error)
                 continue
             for output in frame.ended:
@@ -182,7 +190,7 @@ class Pool:
             self._placement_group,
             first_bundle=1,
             engine_id=f"{self._pool.name}/{self._replica_id}",
-            config_hash=self._config_hash,
+            credentials=self._credentials,
             epoch=epoch,
         )
 
@@ -216,7 +224,7 @@ class Pool:
         return self._state == "stopping"
 
     def _enter(self, state: str, error: str = "") -> None:
-        """Be in this state, and let in who waits for ranks if it is a ready one."""
+        """Enter a state; if it is ready, let in the requests that wait for ranks."""
         self._state, self._error = state, error
         if state == "ready":
             self._is_ready.set()
@@ -224,11 +232,11 @@ class Pool:
             self._is_ready.clear()
 
     def _fail(self, reason: str) -> None:
-        """Give up: Serve replaces this replica."""
+        """Enter the failed state, in which Serve replaces this replica."""
         self._lose("failed", reason)
 
     def _lose(self, state: str, reason: str) -> None:
-        """Say so, and end the calls of all open requests: the router submits them again."""
+        """Report the restart and end all open calls, whose requests the router submits again."""
         log.error("%s pool: %s", self._pool.name, reason)
         self._enter(state, reason)
         for future in self._open.values():

@@ -5,15 +5,20 @@
 2. Its tokens arrive on the token socket, straight from the engine.
 3. A prefill engine ends with a handoff; the request goes to a decode replica with the ticket and
    with the tokens so far.
-4. If the KV or an output is lost or a replica dies on the way, the request is prefilled again
-   elsewhere; its tokens so far count as output, so that the client sees a pause, no gap and
+4. If the KV or an output is lost, a replica dies or its engine drops the request, it is prefilled
+   again elsewhere. Its tokens so far count as output, so the client sees a pause, but no gap and
    nothing twice.
 5. A client that leaves ends the generator: every engine that may have the request is told at
-   once; calls that do not return then are cancelled.
+   once, and calls that do not return then are cancelled.
 
-The end of a stage is told twice: by the last output on the token socket, which counts, and by the
-return of the handle call. A call that fails, or that returns although no last output came, means
-that the stage was lost.
+The end of a stage is reported twice: by the last output on the token socket, which counts, and by
+the return of the handle call. A call that fails, or returns without a last output, means that the
+stage was lost.
+
+A request may kill its ranks, and with them the requests beside it. After `SHARED_DEATHS` each of
+these is a suspect and goes on trial: one at a time, until it has its next tokens. A request that
+survives its trial is free again, however often other requests kill its ranks; one whose ranks die
+in `MAX_FAILED_TRIALS` trials of its own is the cause.
 
 A mixed pool is the same with one stage.
 """
@@ -29,25 +34,38 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cluster.messages import EngineOutput, GenerateRequest, KVHandoff, Submit, encode
+from cluster.messages import EngineOutput, FinishReason, GenerateRequest, KVHandoff, Submit, encode
 from serve.tokens import Mailbox, TokenSocket
 
 log = logging.getLogger("lockstep.router")
 
-MAX_ATTEMPTS = 3
-"""Losses of one request; after so many the trouble may be the request. A pool that refuses it,
-because it is being restarted, does not count: the request waits."""
+MAX_LOSSES = 3
+"""Losses of KV or outputs, while ranks are alive, after which a request fails. A refusal by a pool
+that is being restarted does not count: the request waits."""
+SHARED_DEATHS = 2
+"""Deaths of a request's ranks that any request beside it may have caused."""
+MAX_FAILED_TRIALS = 2
+"""Deaths of ranks in a request's own trial after which it fails; the first may be a coincidence."""
+TRIAL_TOKENS = 2
+"""A trial covers both kinds of step: the first token comes from prefill, the second from decode."""
 MAX_PAUSE_S = 2.0
-"""Between attempts; the first come faster."""
+"""The longest pause between attempts; the first ones are shorter."""
 LAST_OUTPUT_GRACE_S = 2.0
-"""A last output may be on its way when the call returns, but not for so long."""
+"""How long a last output may still be on its way after the call has returned, unless it waits
+behind others."""
 LEAVING_GRACE_S = 0.2
-"""From the cancelling of a call to that of its request, where a client leaves."""
+"""Between the cancelling of a call and that of its request, where a client leaves."""
 CANCEL_AFTER_S = 1.0
-"""A call whose engine got the abort has returned long before."""
+"""A call that has not returned so long after its abort is cancelled."""
 
-KV_LOST = "kv_lost"
-REFUSED = "refused"
+LOST = (
+    FinishReason.KV_LOST,
+    FinishReason.REFUSED,
+    FinishReason.DIED,
+    # By the engine, which took the ingress for dead; every other abort ends the generator first.
+    FinishReason.ABORT,
+)
+"""How an attempt ends that is made again."""
 
 
 class PoolUnavailable(RuntimeError):
@@ -68,6 +86,8 @@ class Router:
         self._pools = pools
         self._first = "mixed" if "mixed" in pools else "prefill"
         self._tokens = tokens
+        self._dock = asyncio.Lock()
+        """Held by the request that is on trial."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         """Yield the request's outputs; the last one has a finish reason.
@@ -75,7 +95,7 @@ class Router:
         Closing the iterator aborts the request everywhere.
         """
         outputs = list(request.output_token_ids)
-        num_losses = 0
+        losses = _Losses()
         for number in count():
             attempt = msgspec.structs.replace(
                 request,
@@ -83,19 +103,29 @@ class Router:
                 output_token_ids=list(outputs),
                 reply_to=self._tokens.address,
             )
-            async with aclosing(self._attempt(attempt)) as attempt_outputs:
-                async for output in attempt_outputs:
-                    output = _in_place(output, len(outputs))
-                    if output.finish_reason in (KV_LOST, REFUSED):
-                        break
-                    outputs.extend(output.token_ids)
-                    yield msgspec.structs.replace(output, request_id=request.request_id)
-                    if output.finish_reason:
-                        return
-            num_losses += output.finish_reason == KV_LOST
-            if num_losses >= MAX_ATTEMPTS:
-                error = f"lost {num_losses} times on its way, at last: {output.error}"
-                yield _ended(request.request_id, "error", error)
+            trial = _Trial(self._dock) if losses.is_suspect else None
+            if trial is not None:
+                await trial.begin()
+            try:
+                async with aclosing(self._attempt(attempt)) as attempt_outputs:
+                    async for output in attempt_outputs:
+                        output = _in_place(output, len(outputs))
+                        if output.finish_reason in LOST:
+                            break
+                        outputs.extend(output.token_ids)
+                        if trial is not None:
+                            trial.count(len(output.token_ids))
+                        yield msgspec.structs.replace(output, request_id=request.request_id)
+                        if output.finish_reason:
+                            return
+                losses.add(output.finish_reason, trial)
+            finally:
+                if trial is not None:
+                    trial.end()
+            if losses.are_too_many:
+                yield _ended(
+                    request.request_id, FinishReason.ERROR, f"{losses}, at last: {output.error}"
+                )
                 return
             log.warning("%s: %s; it is prefilled again", attempt.request_id, output.error)
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
@@ -109,16 +139,18 @@ class Router:
             calls.append(self._submit(self._first, request, None, mailbox))
             while not has_ended:
                 output = await mailbox.get()
-                if output.finish_reason == "handoff":
+                if output.finish_reason == FinishReason.HANDOFF:
                     request = _with_outputs(request, output)
                     calls.append(self._submit("decode", request, output.handoff, mailbox))
-                    output = msgspec.structs.replace(output, finish_reason="", handoff=None)
-                has_ended = output.finish_reason not in ("", KV_LOST, REFUSED)
+                    output = msgspec.structs.replace(
+                        output, finish_reason=FinishReason.NONE, handoff=None
+                    )
+                has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
                 yield output
         finally:
             self._tokens.close(mailbox)
             if not has_ended:
-                # Lost or left: engines that hold something of it must let go.
+                # Lost, or its client left: engines that hold some of it must let go.
                 self._tokens.abort(mailbox)
                 for call in calls:
                     call.let_go()
@@ -128,13 +160,76 @@ class Router:
     ) -> _Call:
         frame = encode(Submit(request, handoff))
         response = self._pools[pool].generate(request.request_id, frame)
-        return _Call(response, pool, mailbox, stage=1 if handoff is None else 2)
+        stage = 1 if handoff is None else 2
+        return _Call(response, pool, mailbox, self._tokens, stage=stage)
+
+
+class _Losses:
+    """How often one request was lost, and of what."""
+
+    def __init__(self) -> None:
+        self._num_lost = 0
+        self._num_deaths = 0
+        self._num_failed_trials = 0
+
+    def __str__(self) -> str:
+        if self._num_failed_trials >= MAX_FAILED_TRIALS:
+            return f"its ranks died {self._num_deaths} times"
+        return f"lost {self._num_lost} times on its way"
+
+    def add(self, reason: FinishReason, trial: _Trial | None) -> None:
+        """Count the loss of one attempt."""
+        if reason == FinishReason.DIED:
+            self._num_deaths += 1
+            self._num_failed_trials += trial is not None and trial.is_open
+        elif reason != FinishReason.REFUSED:
+            self._num_lost += 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its ranks died so often that it may be the cause."""
+        return self._num_deaths >= SHARED_DEATHS
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the request fails instead of being submitted again."""
+        return self._num_lost >= MAX_LOSSES or self._num_failed_trials >= MAX_FAILED_TRIALS
+
+
+class _Trial:
+    """A suspect's attempt, while no other suspect runs. Invariant: `is_open` while it holds the
+    dock."""
+
+    def __init__(self, dock: asyncio.Lock) -> None:
+        self._dock = dock
+        self._num_tokens = 0
+        self.is_open = False
+
+    async def begin(self) -> None:
+        """Wait for the trials before this one."""
+        await self._dock.acquire()
+        self.is_open = True
+
+    def count(self, num_tokens: int) -> None:
+        """Note new tokens; with `TRIAL_TOKENS` of them the suspect is cleared."""
+        self._num_tokens += num_tokens
+        if self._num_tokens >= TRIAL_TOKENS:
+            self.end()
+
+    def end(self) -> None:
+        """Let the next suspect in."""
+        if self.is_open:
+            self.is_open = False
+            self._dock.release()
 
 
 class _Call:
-    """An open handle call. Where it tells that its stage was lost, it becomes an output."""
+    """An open handle call. If it ends with its stage lost, it puts an output that says so."""
 
-    def __init__(self, response: Any, pool: str, mailbox: Mailbox, *, stage: int) -> None:
+    def __init__(
+        self, response: Any, pool: str, mailbox: Mailbox, tokens: TokenSocket, *, stage: int
+    ) -> None:
+        self._tokens = tokens
         self._response = response
         self._pool = pool
         self._mailbox = mailbox
@@ -143,7 +238,7 @@ class _Call:
         self._task = asyncio.ensure_future(self._watch())
 
     def let_go(self) -> None:
-        """Expect nothing more of the call, and cancel it if it does not return soon.
+        """Stop waiting for the call, and cancel it if it does not return soon.
 
         Engines were told to drop the request, which ends the call; cancelling costs
         milliseconds of this process for each, and hundreds of clients may leave at once.
@@ -163,36 +258,43 @@ class _Call:
         try:
             finish_reason = await self._response
         except asyncio.CancelledError:
-            # Our own, or of the call alone: Serve tells some ends of a replica in this way.
+            # Our own, or that of the call alone: Serve reports some ends of a replica in this way.
             if not self._is_let_go and not _is_cancelled():
                 await self._lose_unless_left()
             return
         except PoolUnavailable as error:
-            self._mailbox.put(_ended(request_id, REFUSED, f"{self._pool} pool: {_line(error)}"))
+            self._mailbox.put(
+                _ended(request_id, FinishReason.REFUSED, f"{self._pool} pool: {_line(error)}")
+            )
             return
         except Exception as error:  # whatever Ray raises, the request must not hang
-            self._mailbox.put(_ended(request_id, KV_LOST, f"{self._pool} replica: {_line(error)}"))
+            # A prefill replica may die when it has handed over: its reader tells if KV is lost.
+            if self._mailbox.num_ends < self._stage:
+                self._mailbox.put(
+                    _ended(request_id, FinishReason.DIED, f"{self._pool} replica: {_line(error)}")
+                )
             return
         if self._is_let_go:
             return
         await asyncio.sleep(LAST_OUTPUT_GRACE_S)
+        await self._tokens.caught_up()
         if self._mailbox.num_ends < self._stage:
             missing = f"{self._pool} ended it with {finish_reason}, but no last output came"
-            self._mailbox.put(_ended(request_id, KV_LOST, missing))
+            self._mailbox.put(_ended(request_id, FinishReason.KV_LOST, missing))
 
     async def _lose_unless_left(self) -> None:
-        """Take a call that Serve cancelled for lost, unless its client has left.
+        """Count a call that Serve cancelled as lost, unless its client has left.
 
-        Serve cancels the calls of a client that leaves before it cancels who waits for them.
+        If a client leaves, Serve cancels its calls before the task that waits for them.
         """
         await asyncio.sleep(LEAVING_GRACE_S)
         if not self._is_let_go:
             error = f"{self._pool} replica: the call was cancelled"
-            self._mailbox.put(_ended(self._mailbox.request_id, KV_LOST, error))
+            self._mailbox.put(_ended(self._mailbox.request_id, FinishReason.KV_LOST, error))
 
 
 def _is_cancelled() -> bool:
-    """Tell whether the running task was told to end."""
+    """Return whether the running task was told to end."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
@@ -206,11 +308,11 @@ def _line(error: Exception) -> str:
 def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
     """Return an output that continues those before it, or how the request ends instead.
 
-    What a broken connection had on its way is lost; nothing brings an output twice but a mistake.
+    A broken connection loses what was on its way; only a bug delivers an output twice.
     """
-    if output.position == num_outputs or output.finish_reason in (KV_LOST, REFUSED):
+    if output.position == num_outputs or output.finish_reason in LOST:
         return output
-    reason = KV_LOST if output.position > num_outputs else "error"
+    reason = FinishReason.KV_LOST if output.position > num_outputs else FinishReason.ERROR
     found = f"wanted those from {num_outputs} on, found from {output.position} on"
     return _ended(output.request_id, reason, f"output tokens: {found}")
 
@@ -221,7 +323,7 @@ def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateReq
     )
 
 
-def _ended(request_id: str, reason: str, error: str) -> EngineOutput:
+def _ended(request_id: str, reason: FinishReason, error: str) -> EngineOutput:
     return EngineOutput(
         request_id=request_id,
         position=0,

@@ -1,7 +1,7 @@
 """Which data-parallel rank of a group gets a request.
 
-The one thing to know: equal ranks take turns, so that a burst of short requests, each of which
-has ended before the next one comes, does not always meet the same rank.
+Equal ranks take turns, so that a burst of short requests, each of which has ended before the next
+one comes, does not always meet the same rank.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from enum import Enum
 
 
 class Routing(Enum):
-    """What makes a rank the next one."""
+    """How the next rank is chosen."""
 
     ROUND_ROBIN = "round_robin"
-    """Its turn, whatever it has to do."""
+    """Ranks take turns, whatever they have to do."""
     LEAST_REQUESTS = "least_requests"
     """The fewest requests that have not ended."""
     LEAST_TOKENS = "least_tokens"
@@ -42,7 +42,7 @@ class LeaderRouter:
         return leader
 
     def give_back(self, leader: int, num_tokens: int) -> None:
-        """Tell that a request which `take` sent to the leader has ended."""
+        """Note that a request which `take` gave to the leader has ended."""
         self.loads[leader] -= self._cost(num_tokens)
 
     def _cost(self, num_tokens: int) -> int:

@@ -1,8 +1,8 @@
-"""What a user may ask of sampling, and its resolution to what the engine takes.
+"""Sampling parameters: what a request may ask for, and its resolution to what the engine takes.
 
-The one thing to know: names and defaults are those of vLLM's `SamplingParams`, but every value is
-checked when the object is built, and a value that cannot be met is refused, never clamped. Only
-the default of `max_tokens`, which nobody asked for, gives way to a long prompt.
+Names and defaults are those of vLLM's `SamplingParams`, but every value is checked when the object
+is built, and a value that cannot be met is refused, never clamped. Only a `max_tokens` that was not
+given shrinks: to what a long prompt leaves, and to what one answer may hold.
 """
 
 from __future__ import annotations
@@ -10,30 +10,38 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from cluster.messages import LogitRules, Sampling
 
-# The matcher looks at each stop string, and the engine's step at each stop token, for every token.
 MAX_STOP_STRINGS = 64
+"""Texts in `stop`; each is looked for after every token."""
+MAX_STOP_CHARS = 256
+"""Characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
-# More candidates per token than OpenAI and vLLM return by default are more bytes than text.
+"""Tokens in `stop_token_ids`; each is compared with every token."""
+MAX_BIASES = 1024
+"""Tokens in `logit_bias`, about three times what OpenAI takes; each is sent to every rank."""
 MAX_LOGPROBS = 20
+"""Candidates for each token: OpenAI's and vLLM's default. More are more bytes than the text."""
 MAX_CHOICES = 128
 """OpenAI's bound on `n`; each choice is a sequence of its own."""
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's and vLLM's; less where the prompt leaves less room."""
+"""Output tokens of a completion without `max_tokens`, as OpenAI and vLLM have it; fewer where the
+prompt leaves less room."""
 MAX_BIAS = 100
-"""OpenAI's bound; it decides against or for a token."""
+"""OpenAI's bound on one bias; it decides for or against a token."""
 MAX_TEMPERATURE = 1e6
-"""Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
+"""Far above what draws uniformly, and far below what float32 takes for infinity."""
 MAX_REPETITION = 1e3
-"""Logits times or divided by so much are still finite."""
+"""Bound on `repetition_penalty`, and the inverse of its lower one: logits times or divided by it
+are still finite."""
 MAX_PENALTY = 2
-"""OpenAI's bound on presence and frequency penalty."""
+"""OpenAI's bound on presence and frequency penalty, either way."""
 _SEED_MASK = 2**64 - 1
 
 
@@ -120,46 +128,92 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings as a list, also where there is one."""
+        """The stop strings, always as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-def resolve(
-    params: SamplingParams,
-    *,
-    prompt_len: int,
-    max_model_len: int,
-    vocab_size: int,
-    eos_token_ids: Iterable[int],
-) -> list[Sampling]:
-    """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
+class Resolver:
+    """Turns one request's parameters into what the engine takes, for each of its prompts.
 
-    Choices differ in their seeds; the first one alone asks for the prompt's log-probabilities.
+    What does not depend on the prompt is checked and computed once, when it is built.
 
-    Raises:
-        ParameterError: the prompt is empty or too long, max_tokens or min_tokens do not fit behind
-            it, or a token id lies outside of the vocabulary.
+    Raises ParameterError where a token id lies outside of the vocabulary.
     """
-    _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
-    _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    eos = () if params.ignore_eos else tuple(eos_token_ids)
-    if params.min_tokens and params.allowed_token_ids:
-        is_left = not set(params.allowed_token_ids) <= {*params.stop_token_ids, *eos}
-        wanted = "a token that may come before min_tokens, which no stop token may"
-        _require(is_left, "allowed_token_ids", wanted, params.allowed_token_ids[:8])
-    first = Sampling(
-        temperature=float(params.temperature),
-        top_k=max(params.top_k, 0),
-        top_p=float(params.top_p),
-        min_p=float(params.min_p),
-        seed=secrets.randbits(64) if params.seed is None else params.seed & _SEED_MASK,
-        max_tokens=_resolve_max_tokens(params, prompt_len, max_model_len),
-        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        rules=_rules(params),
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
+        _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+        eos = () if params.ignore_eos else tuple(eos_token_ids)
+        if params.min_tokens and params.allowed_token_ids:
+            is_left = not set(params.allowed_token_ids) <= {*params.stop_token_ids, *eos}
+            wanted = "a token that may come before min_tokens, which no stop token may"
+            _require(is_left, "allowed_token_ids", wanted, params.allowed_token_ids[:8])
+        self._params = params
+        self._max_model_len = max_model_len
+        self._stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
+        self._rules = _rules(params)
+
+    def choices(self, prompt_len: int, max_tokens_left: int | None = None) -> list[Sampling]:
+        """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
+
+        Choices differ in their seeds; the first one alone asks for the prompt's log-probabilities.
+
+        Args:
+            max_tokens_left: bounds a `max_tokens` that was not given, as the model's length does.
+
+        Raises:
+            ParameterError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
+                behind it.
+        """
+        params = self._params
+        first = Sampling(
+            temperature=float(params.temperature),
+            top_k=max(params.top_k, 0),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            seed=secrets.randbits(64) if params.seed is None else params.seed & _SEED_MASK,
+            max_tokens=self._max_tokens(prompt_len, max_tokens_left),
+            stop_token_ids=self._stop_token_ids,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            rules=self._rules,
+        )
+        return [first, *(_another_choice(first, index) for index in range(1, params.n))]
+
+    def _max_tokens(self, prompt_len: int, max_tokens_left: int | None) -> int:
+        params, length = self._params, self._max_model_len
+        _require(prompt_len > 0, "prompt", "at least one token", "none")
+        room = length - prompt_len
+        if room < 1:
+            raise too_long_a_prompt(length, f"{prompt_len} tokens")
+        wanted = (
+            f"at most {room} (the model's length is {length} and the prompt has "
+            f"{prompt_len} tokens)"
+        )
+        _require(params.min_tokens <= room, "min_tokens", wanted, params.min_tokens)
+        if params.max_tokens is None:
+            left = room if max_tokens_left is None else min(room, max_tokens_left)
+            return max(left, params.min_tokens)
+        if params.max_tokens is UNSET:
+            return min(DEFAULT_MAX_TOKENS, room)
+        _require(params.max_tokens <= room, "max_tokens", wanted, params.max_tokens)
+        return params.max_tokens
+
+
+def too_long_a_prompt(max_model_len: int, found: str) -> ParameterError:
+    """Return the error of a prompt that leaves no room for a token."""
+    wanted = (
+        f"at most {max_model_len - 1} tokens (the model's length is {max_model_len} and one is "
+        "for output)"
     )
-    return [first, *(_another_choice(first, index) for index in range(1, params.n))]
+    return ParameterError("prompt", wanted, found)
 
 
 def _another_choice(first: Sampling, index: int) -> Sampling:
@@ -177,36 +231,20 @@ def _rules(params: SamplingParams) -> LogitRules | None:
         repetition_penalty=float(params.repetition_penalty),
         bias_token_ids=tuple(params.logit_bias),
         biases=tuple(float(bias) for bias in params.logit_bias.values()),
-        allowed_token_ids=tuple(dict.fromkeys(params.allowed_token_ids or ())),
+        allowed_tokens=_bitmap(params.allowed_token_ids or ()),
         min_tokens=params.min_tokens,
     )
     return None if rules == _NO_RULES else rules
 
 
-_NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), (), 0)
+def _bitmap(token_ids: Sequence[int]) -> bytes:
+    """Return one bit per token up to the highest of these, lowest bit first; set for these."""
+    bits = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _resolve_max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:
-    _require(prompt_len > 0, "prompt", "at least one token", "none")
-    room = max_model_len - prompt_len
-    if room < 1:
-        raise ParameterError(
-            "prompt",
-            f"at most {max_model_len - 1} tokens (the model's length is {max_model_len} and one "
-            "is for output)",
-            f"{prompt_len} tokens",
-        )
-    wanted = (
-        f"at most {room} (the model's length is {max_model_len} and the prompt has "
-        f"{prompt_len} tokens)"
-    )
-    _require(params.min_tokens <= room, "min_tokens", wanted, params.min_tokens)
-    if params.max_tokens is None:
-        return room
-    if params.max_tokens is UNSET:
-        return min(DEFAULT_MAX_TOKENS, room)
-    _require(params.max_tokens <= room, "max_tokens", wanted, params.max_tokens)
-    return params.max_tokens
+_NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 
 
 def _require(is_met: bool, param: str, wanted: str, found: object) -> None:
@@ -244,6 +282,7 @@ def _check_logit_bias(logit_bias: object) -> None:
     if not isinstance(logit_bias, dict):
         raise ParameterError("logit_bias", "token ids with a bias each", repr(logit_bias))
     wanted = f"biases from -{MAX_BIAS} to {MAX_BIAS}"
+    _require(len(logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES}", len(logit_bias))
     for token_id, bias in logit_bias.items():
         _check_int("logit_bias", token_id, "token ids from 0 up", 0, 2**31 - 1)
         _check_number("logit_bias", bias, wanted, -MAX_BIAS, MAX_BIAS)
@@ -252,14 +291,17 @@ def _check_logit_bias(logit_bias: object) -> None:
 def _check_allowed_token_ids(token_ids: object) -> None:
     if not isinstance(token_ids, list) or not token_ids:
         raise ParameterError("allowed_token_ids", "a list of token ids", repr(token_ids))
+    # A client's list may be as long as the vocabulary: no call for each entry.
+    if set(map(type, token_ids)) == {int}:
+        token_ids = [min(token_ids), max(token_ids)]
     for token_id in token_ids:
         _check_int("allowed_token_ids", token_id, "token ids from 0 up", 0, 2**31 - 1)
 
 
-def _check_vocabulary(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        wanted = f"token ids from 0 to {vocab_size - 1}"
-        _require(token_id < vocab_size, param, wanted, token_id)
+def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    wanted = f"token ids from 0 to {vocab_size - 1}"
+    largest = max(token_ids, default=0)
+    _require(largest < vocab_size, param, wanted, largest)
 
 
 def _check_stop(stop: object) -> None:
@@ -271,6 +313,8 @@ def _check_stop(stop: object) -> None:
     for string in strings:
         _require(isinstance(string, str), "stop", wanted, repr(string))
         _require(string != "", "stop", "texts of at least one character", "an empty one")
+        wanted_chars = f"texts of at most {MAX_STOP_CHARS} characters"
+        _require(len(string) <= MAX_STOP_CHARS, "stop", wanted_chars, f"{len(string)} characters")
 
 
 def _check_stop_token_ids(token_ids: object) -> None:

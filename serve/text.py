@@ -1,13 +1,14 @@
 """Token ids to text while they arrive, up to a stop string.
 
-The one thing to know: whatever the sizes of the pieces in which tokens arrive, the deltas joined
-are what all tokens decoded at once add to the text of the prompt, cut at the first stop string to
-be complete. Text that may still change, or may be the start of a stop string, is held back.
+However tokens are grouped as they arrive, the joined deltas equal what all tokens decoded at once
+add to the text of the prompt, cut at the first stop string that is complete. Text that may still
+change, or may be the start of a stop string, is held back.
 """
 
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -15,8 +16,9 @@ from serve.sampling import SamplingParams
 from serve.tokenizer import Tokenizer
 
 NUM_PROMPT_TOKENS = 5
-"""Of a prompt with text, what tells how the first output token is written."""
+"""The last tokens of a prompt, which decide how the first output token is written."""
 MAX_UTF8_BYTES = 4
+"""Bytes of one character."""
 
 
 class TextDelta(NamedTuple):
@@ -28,6 +30,8 @@ class TextDelta(NamedTuple):
     stop_string: str | None
     num_tokens_used: int
     """Tokens up to the one that completed the stop string; all where none did."""
+    offsets: list[int]
+    """Of each token used: the characters of the sequence that were decoded before it."""
 
 
 class TextStream:
@@ -42,7 +46,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stop: list[str],
+        stop: StopStrings,
         include_stop: bool,
         skip_special_tokens: bool,
         min_tokens: int = 0,
@@ -53,17 +57,26 @@ class TextStream:
         self._matcher = StopMatcher(stop, include_stop)
         self._include_stop = include_stop
         self._is_finished = False
+        self._num_chars = 0
         self.stop_string: str | None = None
         """The stop string that ended the text, once one is complete."""
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
+        cls,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        stop: StopStrings,
+        prompt_token_ids: Sequence[int],
     ) -> TextStream:
-        """Return the text of one choice behind its prompt as its request wants it."""
+        """Return the text of one choice behind its prompt as its request wants it.
+
+        Args:
+            stop: made of the request's stop strings, once for all its choices.
+        """
         return cls(
             tokenizer,
-            stop=params.stop_strings,
+            stop=stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
@@ -76,20 +89,24 @@ class TextStream:
         `stop_token_id` is the token that ended the sequence, if one did; it comes last.
         """
         parts: list[str] = []
+        offsets: list[int] = []
         if self._is_finished:
-            return TextDelta("", False, None, 0)
+            return TextDelta("", False, None, 0, offsets)
         for used, token_id in enumerate(token_ids, start=1):
+            offsets.append(self._num_chars)
             is_end = token_id == stop_token_id and used == len(token_ids)
             if is_end and not self._include_stop:
                 continue
             may_stop = self._num_unstoppable == 0
             self._num_unstoppable -= not may_stop
-            text, stop_string = self._matcher.push(self._detokenizer.step(token_id), may_stop)
+            decoded = self._detokenizer.step(token_id)
+            self._num_chars += len(decoded)
+            text, stop_string = self._matcher.push(decoded, may_stop)
             parts.append(text)
             if stop_string is not None:
                 self._is_finished, self.stop_string = True, stop_string
-                return TextDelta("".join(parts), True, stop_string, used)
-        return TextDelta("".join(parts), False, None, len(token_ids))
+                return TextDelta("".join(parts), True, stop_string, used, offsets)
+        return TextDelta("".join(parts), False, None, len(token_ids), offsets)
 
     def finish(self) -> str:
         """Return the text held back so far: no token follows. Empty after a stop string.
@@ -103,6 +120,73 @@ class TextStream:
         return text + self._matcher.held
 
 
+class StopStrings:
+    """The stop strings of a request, as an automaton that reads a text once, whatever they are.
+
+    A node is a prefix of a stop string, the root the empty one; `step` leads from the longest
+    prefix that the text so far ends with to that of the text with one more character. Source: Aho
+    and Corasick, 1975. Immutable once built: the choices of a request share one.
+    """
+
+    ROOT = 0
+
+    def __init__(self, stop: list[str]) -> None:
+        self.longest_end: list[str | None] = [None]
+        """Per node: the longest stop string that it ends with."""
+        self.depth = [0]
+        """Per node: its length."""
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [self.ROOT]
+        """Per node: the longest of its proper ends that is a node too."""
+        for string in stop:
+            self._insert(string)
+        self._link()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no stop string."""
+        return len(self._next) == 1
+
+    def step(self, node: int, char: str) -> int:
+        """Return the node behind one more character."""
+        following = self._next
+        while char not in following[node]:
+            if node == self.ROOT:
+                return node
+            node = self._fallback[node]
+        return following[node][char]
+
+    def unfinished(self, node: int) -> int:
+        """Return the longest end of a node that a stop string goes on from."""
+        while node != self.ROOT and not self._next[node]:
+            node = self._fallback[node]
+        return node
+
+    def _insert(self, string: str) -> None:
+        node = self.ROOT
+        for char in string:
+            child = self._next[node].get(char)
+            if child is None:
+                child = self._next[node][char] = len(self._next)
+                self._next.append({})
+                self._fallback.append(self.ROOT)
+                self.longest_end.append(None)
+                self.depth.append(self.depth[node] + 1)
+            node = child
+        self.longest_end[node] = string
+
+    def _link(self) -> None:
+        # By length: the ends of a node are shorter, and linked before it.
+        waiting = deque(self._next[self.ROOT].values())
+        while waiting:
+            node = waiting.popleft()
+            if self.longest_end[node] is None:
+                self.longest_end[node] = self.longest_end[self._fallback[node]]
+            for char, child in self._next[node].items():
+                self._fallback[child] = self.step(self._fallback[node], char)
+                waiting.append(child)
+
+
 class StopMatcher:
     """Finds the stop string that is complete first; of those ending together, the longest.
 
@@ -110,44 +194,32 @@ class StopMatcher:
     outcome does not depend on how the text is cut into pieces.
     """
 
-    def __init__(self, stop: list[str], include_stop: bool) -> None:
+    def __init__(self, stop: StopStrings, include_stop: bool) -> None:
         self.held = ""
         self._stop = stop
         self._include_stop = include_stop
-        self._max_held = max((len(string) for string in stop), default=1) - 1
+        self._node = stop.ROOT
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
         """Add text; return what is certain of it, and the stop string if this completes one.
 
         Where it may not stop, a stop string that is complete now is not seen later either.
         """
-        if not self._stop:
+        stop, node = self._stop, self._node
+        if stop.is_empty:
             return text, None
-        num_old = len(self.held)
+        num_held = len(self.held)
         text = self.held + text
-        if may_stop and (found := self._find(text, num_old)) is not None:
-            end, stop_string = found
-            self.held = ""
-            return text[: end if self._include_stop else end - len(stop_string)], stop_string
-        certain = len(text) - self._num_held(text)
+        for end in range(num_held + 1, len(text) + 1):
+            node = stop.step(node, text[end - 1])
+            stop_string = stop.longest_end[node]
+            if may_stop and stop_string is not None:
+                self.held = ""
+                return text[: end if self._include_stop else end - len(stop_string)], stop_string
+        self._node = node = stop.unfinished(node)
+        certain = len(text) - stop.depth[node]
         self.held = text[certain:]
         return text[:certain], None
-
-    def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """Return where the first stop string that ends in the new text ends, and the string."""
-        starts = [(text.find(s, max(0, num_old + 1 - len(s))), s) for s in self._stop]
-        ends = [(start + len(s), -len(s), s) for start, s in starts if start >= 0]
-        if not ends:
-            return None
-        end, _, stop_string = min(ends)
-        return end, stop_string
-
-    def _num_held(self, text: str) -> int:
-        for size in range(min(self._max_held, len(text)), 0, -1):
-            tail = text[-size:]
-            if any(string.startswith(tail) for string in self._stop):
-                return size
-        return 0
 
 
 class Detokenizer(Protocol):
@@ -246,7 +318,7 @@ class WindowDetokenizer:
         return token_id in self._skipped or self._tokenizer.token(token_id) is None
 
     def _is_character(self) -> bool:
-        """Tell whether the bytes that wait make a character."""
+        """Return whether the bytes that wait make a character."""
         if len(self._bytes) > MAX_UTF8_BYTES:
             return False
         try:

@@ -1,9 +1,9 @@
 """A checkpoint's tokenizer: text to token ids and back.
 
-The one thing to know: encoding and decoding go straight to the Rust tokenizer that transformers
-loaded. transformers' own `__call__` sets truncation and padding on that shared object at every
-call, which two threads must not do at once; the Rust object's own methods change nothing, so any
-number of threads may call the methods of one `Tokenizer`.
+Encoding and decoding go straight to the Rust tokenizer that transformers loaded. transformers' own
+`__call__` sets truncation and padding on that shared object at every call, which two threads must
+not do at once; the Rust object's own methods change nothing, so any number of threads may call the
+methods of one `Tokenizer`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,27 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+PIECE_CHARS = 1 << 16
+"""Characters of a long text that are tokenized at once to count its tokens: tens of milliseconds,
+and 30 MB at most."""
+CUT_TOKENS = 16
+"""Tokens that a cut between two pieces may add."""
+
+
+class TooManyTokens(ValueError):
+    """A text has at least `num_tokens` tokens, and more than were asked for."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
 
 class TokenizerError(ValueError):
-    """The checkpoint's tokenizer cannot be used; says what was looked for and where."""
+    """The checkpoint's tokenizer cannot be used; the message says what was looked for and where."""
 
 
 class ChatTemplateError(ValueError):
@@ -39,6 +53,8 @@ class Tokenizer:
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         added = self._rust.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.longest_token: int = max(map(len, self._rust.get_vocab(with_added_tokens=True)))
+        """Characters of a text that one token may stand for."""
         self.is_byte_level = _is_byte_level(self._rust.decoder)
         self._token_bytes: dict[int, bytes] = {}
         self._takes_parts: dict[str | None, bool] = {}
@@ -70,7 +86,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint has one."""
+        """Whether the checkpoint has a chat template."""
         return bool(self._hf.chat_template)
 
     @property
@@ -87,7 +103,7 @@ class Tokenizer:
         return frozenset((*theirs, *ours, "conversations", "self"))
 
     def takes_parts(self, chat_template: str | None = None) -> bool:
-        """Tell whether a template reads a message's content as parts, and not as text alone.
+        """Return whether a template reads a message's content as parts, and not as text alone.
 
         Tried on a message: templates differ too much to be told apart by reading them.
         """
@@ -102,10 +118,43 @@ class Tokenizer:
             self._takes_parts[chat_template] = "probe" in text and not is_verbatim
         return self._takes_parts[chat_template]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`."""
-        # `encode` of the Rust object keeps the GIL, `encode_batch` does not.
-        [encoding] = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_tokens: int | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> list[int]:
+        """Return the token ids of `text`.
+
+        A long text is counted in pieces first where there is a limit, since the memory that the
+        tokenizer takes grows with the tokens: some 400 bytes for each.
+
+        Args:
+            max_tokens: beyond about so many nothing is returned.
+            check: called between pieces; may raise.
+
+        Raises:
+            TooManyTokens: the text has more than `max_tokens`, by its pieces.
+        """
+        if max_tokens is not None and len(text) > PIECE_CHARS:
+            self._count(text, max_tokens, check)
+        return self._encode(text, add_special_tokens)
+
+    def _count(self, text: str, max_tokens: int, check: Callable[[], None] | None) -> None:
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            if check is not None:
+                check()
+            num_tokens += len(self._encode(text[start : start + PIECE_CHARS], False)) - CUT_TOKENS
+            if num_tokens > max_tokens:
+                raise TooManyTokens(num_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode` of the Rust object keeps the GIL, the batch forms do not; the fast one leaves
+        # out the tokens' places in the text.
+        [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -120,6 +169,8 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        max_tokens: int | None = None,
+        check: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Return the token ids of the conversation, by default ready for the assistant's turn.
@@ -127,8 +178,12 @@ class Tokenizer:
         `kwargs` are those of transformers; others reach the template as variables. Templates run
         in transformers' sandbox, which keeps them from the process but not from its time.
 
+        Args:
+            max_tokens, check: as of `encode`.
+
         Raises:
             ChatTemplateError: no template, or it refuses these messages.
+            TooManyTokens: as of `encode`.
         """
         if not self.has_chat_template:
             raise ChatTemplateError(
@@ -142,7 +197,7 @@ class Tokenizer:
             raise ChatTemplateError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
-        return self.encode(text, add_special_tokens)
+        return self.encode(text, add_special_tokens, max_tokens=max_tokens, check=check)
 
     def _render(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
         text: str = self._hf.apply_chat_template(list(messages), tokenize=False, **kwargs)
@@ -165,7 +220,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Tell whether the token is a single byte, spelt <0x0A>, of a SentencePiece vocabulary."""
+        """Return whether the token is a byte, spelt <0x0A>, of a SentencePiece vocabulary."""
         return not self.is_byte_level and fallback_byte(self.token(token_id) or "") is not None
 
     def _find_token_bytes(self, token_id: int) -> bytes:
@@ -215,7 +270,7 @@ def _bytes_of_byte_level(token: str) -> bytes:
 
 
 def _is_byte_level(decoder: Any) -> bool:
-    """Tell whether decoding joins the tokens' bytes and does nothing else."""
+    """Return whether decoding joins the tokens' bytes and does nothing else."""
     if decoder is None:
         return False
     state = json.loads(decoder.__getstate__())

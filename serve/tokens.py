@@ -1,8 +1,8 @@
 """The ingress's token socket: where engines send what they produced.
 
 Engines connect and push one frame per step; the socket sorts the outputs into one mailbox per
-request. A mailbox also knows which engines have spoken for its request, so that an abort reaches
-them directly, in one frame for all requests that are aborted together.
+request. A mailbox also knows which engines have sent outputs of its request, so that an abort
+reaches them directly, in one frame for all requests that are aborted together.
 """
 
 from __future__ import annotations
@@ -11,45 +11,71 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 
+import msgspec
 import zmq
 import zmq.asyncio
 
+from cluster.credentials import Credentials
 from cluster.messages import (
+    MAX_ABORTS,
     Abort,
     EngineOutput,
+    FinishReason,
     FrameError,
     OutputFrame,
-    check_header,
+    TokenLogprobs,
     decode,
     encode,
 )
-from cluster.rank.contexts import end_context
-from cluster.rank.sockets import keep_alive
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from serve.receiving import breathe, frames, has_waiting, loop_budget
 
 log = logging.getLogger("lockstep.tokens")
 
 
 HEARD_LATELY_S = 5.0
-"""An engine that has been silent for longer runs nothing of this ingress."""
+"""An engine that has been silent for longer runs no request of this ingress."""
 FORGET_AFTER_S = 600.0
-"""One that has been silent for longer is gone, or is connected to again when it speaks."""
+"""An engine that has been silent for longer is forgotten; if it sends again, it is connected to
+again."""
+MAX_ENGINES = 512
+"""Engines that are kept when there are more than twice as many: those that sent last. A context has
+1,023 sockets."""
+MAX_WAITING = 256
+"""Frames of one engine, and aborts for one, that wait here; more wait in the engine."""
+MAX_FRAME_BYTES = 1 << 30
+"""Size of a frame: one request's outputs may hold log-probabilities of a million prompt tokens."""
 
 
 class Mailbox:
-    """One request's outputs that nobody has taken yet, in order."""
+    """One request's outputs that were not taken yet, in order."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.inboxes: list[str] = []
+        """Of the engines that have sent outputs of the request in its present stage."""
         self.num_ends = 0
         """Stages whose last output has come."""
         self._waiting: deque[EngineOutput] = deque()
         self._event = asyncio.Event()
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        """Ends of stages that came ahead of their output."""
 
     def put(self, output: EngineOutput, inbox: str = "") -> None:
         """Add an output; `inbox` is the engine's address."""
         if inbox and inbox not in self.inboxes:
             self.inboxes.append(inbox)
+        if output.finish_reason == FinishReason.HANDOFF:
+            self.inboxes.clear()
+        if output.prompt_logprobs and not output.token_ids and not output.finish_reason:
+            self._prompt_logprobs += output.prompt_logprobs
+            return
+        if self._prompt_logprobs:
+            ahead, self._prompt_logprobs = self._prompt_logprobs, []
+            together = ahead + output.prompt_logprobs
+            output = msgspec.structs.replace(output, prompt_logprobs=together)
         self.num_ends += bool(output.finish_reason)
         self._waiting.append(output)
         self._event.set()
@@ -69,12 +95,13 @@ class TokenSocket:
     no output arrives.
     """
 
-    def __init__(self, host: str, header: bytes) -> None:
+    def __init__(self, host: str, credentials: Credentials) -> None:
         self._context = zmq.asyncio.Context()
-        self._header = header
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.rcvhwm = 0
-        keep_alive(self._socket)
+        self._credentials = credentials
+        self._handshake = CurveHandshake(credentials.secret)
+        self._socket = listening_socket(
+            self._context, zmq.PULL, self._handshake, max_waiting=MAX_WAITING
+        )
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._mailboxes: dict[str, Mailbox] = {}
         self._aborts: defaultdict[str, list[str]] = defaultdict(list)
@@ -83,6 +110,7 @@ class TokenSocket:
         """By inbox of an engine's newest epoch."""
         self._newest: dict[str, tuple[int, str]] = {}
         """By engine: its newest epoch and that one's inbox."""
+        self._is_empty = asyncio.Event()
         self.task = asyncio.get_running_loop().create_task(self._receive())
 
     def open(self, request_id: str) -> Mailbox:
@@ -94,16 +122,27 @@ class TokenSocket:
         """Drop the mailbox; what still arrives for it is dropped too, and its engine told so."""
         self._mailboxes.pop(mailbox.request_id, None)
 
+    async def caught_up(self) -> None:
+        """Return when all that has come by now is in its mailbox.
+
+        Frames wait where the loop has much else to do, in this process and in those that sent them.
+        """
+        await asyncio.sleep(0)  # for one that was received and not dealt with
+        if has_waiting(self._socket):
+            self._is_empty.clear()
+        await self._is_empty.wait()
+
     def abort(self, mailbox: Mailbox) -> None:
         """Tell every engine that may have the request to drop it.
 
-        Those that have spoken for it, and those that have spoken lately for any: it may be on its
-        way to one of them, which then remembers the abort.
+        Those are the engines that have sent outputs of it in its present stage. Before there are
+        any, it may be on its way to any engine: all that have sent lately remember the abort.
         """
-        now = asyncio.get_running_loop().time()
-        spoken = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
-        lately = [inbox for inbox, at in self._heard_at.items() if now - at < HEARD_LATELY_S]
-        for inbox in dict.fromkeys([*spoken, *lately]):
+        inboxes = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
+        if not inboxes:
+            now = asyncio.get_running_loop().time()
+            inboxes = [i for i, at in self._heard_at.items() if now - at < HEARD_LATELY_S]
+        for inbox in inboxes:
             self._abort_at(inbox, mailbox.request_id)
 
     def _abort_at(self, inbox: str, request_id: str) -> None:
@@ -123,23 +162,28 @@ class TokenSocket:
         for inbox, request_ids in aborts.items():
             try:
                 socket = self._engines.get(inbox) or self._connect(inbox)
-                socket.send_multipart([self._header, encode(Abort(request_ids))])
+                for i in range(0, len(request_ids), MAX_ABORTS):
+                    body = encode(Abort(request_ids[i : i + MAX_ABORTS]))
+                    socket.send_multipart(pack(body, self._credentials))
             except zmq.ZMQError as error:  # the other engines hear of theirs
                 log.error("tokens: %s cannot be told of aborts: %s", inbox, error)
 
     def _connect(self, inbox: str) -> zmq.asyncio.Socket:
         self._forget_the_silent()
-        socket = self._context.socket(zmq.PUSH)
-        keep_alive(socket)
+        socket = connecting_socket(
+            self._context, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING
+        )
         socket.connect(inbox)
         self._engines[inbox] = socket
         return socket
 
     def _forget_the_silent(self) -> None:
-        """Let go of engines that have not spoken for long: those of replaced replicas never do."""
+        """Let go of engines that have long been silent; those of replaced replicas stay so."""
         now = asyncio.get_running_loop().time()
-        for inbox in [i for i, at in self._heard_at.items() if now - at > FORGET_AFTER_S]:
-            self._forget(inbox)
+        latest_first = sorted(self._heard_at.items(), key=lambda heard: -heard[1])
+        for place, (inbox, at) in enumerate(latest_first):
+            if place >= MAX_ENGINES or now - at > FORGET_AFTER_S:
+                self._forget(inbox)
         self._newest = {
             engine: newest for engine, newest in self._newest.items() if newest[1] in self._heard_at
         }
@@ -151,15 +195,22 @@ class TokenSocket:
             socket.close(linger=0)
 
     async def _receive(self) -> None:
-        while True:
-            parts = await self._socket.recv_multipart()
+        budget = loop_budget()
+        bodies = frames(
+            self._socket,
+            self._credentials,
+            budget,
+            max_bytes=MAX_FRAME_BYTES,
+            is_empty=self._is_empty,
+        )
+        async for body in bodies:
             try:
-                header, body = parts
-                check_header(header, self._header)
                 frame: OutputFrame = decode(body, OutputFrame)
                 self._check_epoch(frame)
-                self._deliver(frame)
-            except (FrameError, ValueError) as error:
+                for output in frame.outputs:
+                    self._deliver(frame.inbox, decode(output, EngineOutput))
+                    await breathe(budget)
+            except FrameError as error:
                 log.error("tokens: dropped a frame: %s", error)
 
     def _check_epoch(self, frame: OutputFrame) -> None:
@@ -171,12 +222,13 @@ class TokenSocket:
         if frame.epoch > newest:
             self._forget(inbox)
 
-    def _deliver(self, frame: OutputFrame) -> None:
-        self._heard_at[frame.inbox] = asyncio.get_running_loop().time()
-        for output in frame.outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None:
-                mailbox.put(output, frame.inbox)
-            elif output.finish_reason in ("", "handoff"):
-                # Aborted before this engine was heard of. It goes on, or holds KV, for nobody.
-                self._abort_at(frame.inbox, output.request_id)
+    def _deliver(self, inbox: str, output: EngineOutput) -> None:
+        self._heard_at[inbox] = asyncio.get_running_loop().time()
+        if len(self._heard_at) > 2 * MAX_ENGINES:
+            self._forget_the_silent()
+        mailbox = self._mailboxes.get(output.request_id)
+        if mailbox is not None:
+            mailbox.put(output, inbox)
+        elif output.finish_reason in (FinishReason.NONE, FinishReason.HANDOFF):
+            # Aborted before this engine was known, which still runs it or holds its KV.
+            self._abort_at(inbox, output.request_id)

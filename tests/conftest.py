@@ -1,7 +1,7 @@
 """What all tests share: the environment, the Ray cluster, the tiny model and the feature report.
 
-The one thing to know: the environment is set before anything imports ray or torch, which read it
-once. Ranks and replicas inherit it from the raylet that a test starts.
+The environment is set before anything imports ray or torch, which read it once. Ranks and replicas
+inherit it from the raylet that a test starts.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def ray_cluster() -> Iterator[Any]:
 def _unsealed() -> Iterator[None]:
     """An engine of this process seals it when it is ready; the next test starts afresh."""
     yield
-    if capture := sys.modules.get("compile.capture"):
+    if capture := sys.modules.get("compile.graphs.capture"):
         capture.unseal()
 
 

@@ -2,10 +2,9 @@
 
 A test names the rows it shows with `@pytest.mark.feature("A01", "A02")`. After the run each row
 prints one line, `ID<TAB>working|failing|missing<TAB>tests`. Cases of one parametrized test that
-passed share one entry. The one thing to know: a row works when at least one of its tests ran and
-every one that ran passed its setup, call and teardown.
-A skipped test did not run; one that is expected to fail, or unexpectedly passed, did not pass.
-The exit code stays pytest's.
+passed share one entry. A row works when at least one of its tests ran and every one that ran passed
+its setup, call and teardown. A skipped test did not run; one that is expected to fail, or
+unexpectedly passed, did not pass. The exit code stays pytest's.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 2. It puts the artifact into Ray's object store and publishes the reference.
 3. The others wait in their claims, and fetch the bytes from the object store of its node.
 
-The one thing to know: nothing depends on it. A claim that waits for too long, a compiler that
-died and an object that is lost all end with the asking rank compiling for itself.
+Nothing depends on it. A claim that waits for too long, a compiler that died and an object that is
+lost all end with the asking rank compiling for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FETCH_TIMEOUT_S = 60.0
 
 
 class ArtifactBoard:
-    """Who compiles what, and where it is. Invariant: a key has one claim at a time."""
+    """Which rank compiles what, and where it is. Invariant: a key has one claim at a time."""
 
     def __init__(self) -> None:
         self._claims: dict[str, asyncio.Future[list[Any]]] = {}

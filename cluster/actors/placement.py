@@ -6,12 +6,15 @@ that owner and ranks are placed together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from cluster.config import DEFAULT_NUM_CPUS, EngineConfig
 
 PLACEMENT_TIMEOUT_S = 30.0
+"""How long a placement group may take to become ready before the start fails."""
 
 
 class PlacementError(RuntimeError):
@@ -49,7 +52,7 @@ def create_placement_group(
 
 
 def free_resources() -> dict[str, float]:
-    """Return the CPUs and GPUs of the cluster that nobody has reserved."""
+    """Return the CPUs and GPUs of the cluster that are not reserved."""
     return {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
 
 
@@ -65,3 +68,10 @@ def bundles_by_node(group: PlacementGroup, first: int, num: int) -> list[int]:
     for bundle in bundles:
         first_on.setdefault(nodes.get(bundle, ""), bundle)
     return sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
+
+
+def is_on_one_node(group: PlacementGroup, bundles: Sequence[int]) -> bool:
+    """Return whether all of these bundles are known to lie on one node."""
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    found = {nodes.get(bundle, "") for bundle in bundles}
+    return len(found) == 1 and "" not in found

@@ -1,8 +1,8 @@
 """`RankActor`: the Ray actor that owns one (data-parallel, tensor-parallel) rank.
 
-The one thing to know: `run()` is the step loop and occupies a concurrency group of its own; its
-object reference is the rank's sentinel, where death, exception and normal end all arrive. Every
-other method is control plane, in the `ctl` group. No Ray call happens inside a step.
+`run()` is the step loop and occupies a concurrency group of its own; its object reference is the
+rank's sentinel, where death, exception and normal end all arrive. Every other method is control
+plane, in the `ctl` group. No Ray call happens inside a step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import ray
 
 from cluster.actors.artifact_board import RayExchange
 from cluster.config import EngineConfig
+from cluster.credentials import Credentials
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.rank.meeting import Meeting, Rendezvous
+from cluster.garbage import keep_what_is_loaded
+from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.stats import RankStats
 from compile.environment import apply_log_level
 
 if TYPE_CHECKING:
-    from cluster.rank.faults import Fault
     from cluster.rank.follower import Follower
     from cluster.rank.leader import Leader
 
@@ -54,9 +55,11 @@ class RankActor:
         config: EngineConfig,
         place: RankPlace,
         engine_id: str,
-        config_hash: str,
+        credentials: Credentials,
         artifact_board: Any,
+        is_on_one_node: bool,
     ) -> None:
+        """Wait to be told what to load; `is_on_one_node`: the whole group is."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         apply_log_level()
         # Read when torch is loaded, which happens in `load` and not before.
@@ -64,23 +67,24 @@ class RankActor:
         self._config = config
         self._place = place
         self._engine_id = engine_id
-        self._config_hash = config_hash
+        self._credentials = credentials
+        self._is_on_one_node = is_on_one_node
         self._exchange = None if artifact_board is None else RayExchange(artifact_board)
         self._state = "starting"
         self._progress = LoadProgress("starting", 0, 1)
-        self._meeting: Meeting | None = None
+        self._endpoints: LeaderEndpoints | None = None
         self._rank: Leader | Follower | None = None
 
     def meet(self) -> Rendezvous | None:
         """Open where followers and other leaders will find this one; None where it has none."""
-        self._meeting = Meeting(
+        self._endpoints = LeaderEndpoints(
             self._config,
             host=ray.util.get_node_ip_address(),
-            config_hash=self._config_hash,
-            epoch=self._place.epoch,
+            credentials=self._credentials,
             dp_rank=self._place.dp_rank,
+            is_on_one_node=self._is_on_one_node,
         )
-        return self._meeting.rendezvous
+        return self._endpoints.rendezvous
 
     def load(self, rendezvous: Rendezvous | None = None) -> str:
         """Load the model and join the group.
@@ -105,10 +109,10 @@ class RankActor:
             engine_id=self._engine_id,
             epoch=self._place.epoch,
             host=ray.util.get_node_ip_address(),
-            config_hash=self._config_hash,
+            credentials=self._credentials,
             dp_rank=self._place.dp_rank,
             progress=self._on_progress,
-            meeting=self._meeting,
+            endpoints=self._endpoints,
             rendezvous=rendezvous,
             exchange=self._exchange,
         )
@@ -123,7 +127,7 @@ class RankActor:
             tp_rank=self._place.tp_rank,
             epoch=self._place.epoch,
             host=ray.util.get_node_ip_address(),
-            config_hash=self._config_hash,
+            credentials=self._credentials,
             rendezvous=rendezvous,
             progress=self._on_progress,
             exchange=self._exchange,
@@ -135,6 +139,7 @@ class RankActor:
         # Other threads of this process only answer the control plane; a short switch interval
         # keeps a step from waiting 5 ms for one of them.
         sys.setswitchinterval(2e-4)
+        keep_what_is_loaded()
         try:
             self._rank.run()
         finally:
@@ -175,13 +180,6 @@ class RankActor:
         place = {"dp_rank": self._place.dp_rank, "tp_rank": self._place.tp_rank}
         rank = {**place, "epoch": self._place.epoch, "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
-
-    def arm(self, fault: Fault) -> None:
-        """Let this rank fail on purpose, to see what its group makes of it."""
-        from cluster.rank.faults import arm
-
-        assert self._rank is not None, "rank: wanted one that is ready, found none"
-        arm(self._rank, fault)
 
     def stop(self) -> None:
         """End the step loop at its next border."""

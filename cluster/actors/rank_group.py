@@ -6,8 +6,8 @@
 4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
    So it is when a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
 
-The one thing to know: a rank that dies pulls its peers along, out of their collectives with an
-error within milliseconds. Who is named is the one whose process died, if there is one.
+A rank that dies pulls its peers along, out of their collectives with an error within milliseconds.
+Named is the rank whose process died, if there is one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
-from cluster.actors.placement import bundles_by_node
+from cluster.actors.placement import bundles_by_node, is_on_one_node
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
+from cluster.credentials import Credentials
 from cluster.engine.step_digest import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
-from cluster.rank.meeting import Rendezvous, introduce
+from cluster.rank.rendezvous import Rendezvous, introduce
 from cluster.rank.stats import RankStats
 
 log = logging.getLogger("lockstep.group")
 
 STATS_TIMEOUT_S = 1.0
+"""How long ranks have to answer for a report of their figures."""
 HEARTBEAT_PERIOD_S = 1.0
+"""How often every rank is asked what it does."""
 BLAME_S = 0.5
-"""Between a rank's error and the news of a process that died and may have caused it."""
+"""How long after a rank's error a process that died may still be found to have caused it."""
 LOADING_TIMES = 3
-"""So much longer may a rank be silent while it loads: reading a large weight keeps Python busy."""
+"""A rank may be silent so many times longer while it loads: reading a large weight keeps Python
+busy."""
 FIRST_WORD_S = 120.0
-"""Until a rank that loads is first heard: its process starts, and imports torch."""
+"""How long a rank that loads may take to answer first: its process starts, and imports torch."""
 
 
 class RankDied(RuntimeError):
@@ -69,7 +73,7 @@ class RankGroup:
         *,
         first_bundle: int,
         engine_id: str,
-        config_hash: str,
+        credentials: Credentials,
         epoch: int = 0,
     ) -> None:
         """Create the actors.
@@ -89,6 +93,7 @@ class RankGroup:
         ]
         self._board = create_artifact_board() if len(self.places) > 1 else None
         bundles = bundles_by_node(placement_group, first_bundle, len(self.places))
+        is_near = is_on_one_node(placement_group, bundles)
         self._actors: list[Any] = [
             RemoteRank.options(
                 num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
@@ -96,7 +101,14 @@ class RankGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group, placement_group_bundle_index=bundle
                 ),
-            ).remote(config, place, f"{engine_id}/{place.dp_rank}", config_hash, self._board)
+            ).remote(
+                config,
+                place,
+                f"{engine_id}/{place.dp_rank}",
+                credentials,
+                self._board,
+                is_near,
+            )
             for bundle, place in zip(bundles, self.places, strict=True)
         ]
         self._sentinels: list[Any] = []
@@ -194,10 +206,10 @@ class RankGroup:
     async def _listen(self, silent_s: float, *, since: float) -> str:
         """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
-        An owner that was held up itself judges nobody before it has listened again.
+        An owner that was held up itself judges no rank before it has listened again.
         """
         clock = asyncio.get_running_loop().time
-        # Without lockstep the engines of a group wait for nobody but their own followers.
+        # Without lockstep the engines of a group wait for their own followers only.
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
         # A process whose memory the node has to bring back answers late, and is not dead.
         watchdogs = [
@@ -285,7 +297,7 @@ class _End:
 
     @property
     def accused(self) -> str:
-        """The rank whose step is another one, as the rank that ended sees it; mostly nobody."""
+        """The rank whose step is another one, as the rank that ended sees it; mostly none."""
         cause = getattr(self.error, "cause", None)
         return cause.parts[0] if isinstance(cause, StepDivergence) else ""
 
@@ -317,7 +329,7 @@ async def _first_to_blame(
     """Wait for the first task that `is_end`; return its index, or None if there is none.
 
     After an error of a rank, a process that dies within `BLAME_S` is to blame instead. Leaders that
-    diverge all raise, each naming another: returned is one that names whom most of them name.
+    diverge all raise, each naming another: returned is an error that names the rank that most name.
     """
     pending, ended = set(tasks), list[int]()
     while pending and not ended:

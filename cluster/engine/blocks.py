@@ -1,8 +1,8 @@
 """Blocks of the paged KV pool, and the prefix cache over them.
 
-The one thing to know: a block that nobody holds but whose content is known stays in the free
-list as a cache entry. It counts as free; whoever needs it either finds it by hash (`match`,
-`acquire`) or takes it for new content (`allocate`), which evicts it.
+A block that no sequence holds but whose content is known stays in the free list as a cache entry.
+It counts as free; whoever needs it either finds it by hash (`match`, `acquire`) or takes it for new
+content (`allocate`), which evicts it.
 
 With a sliding window in every layer, a sequence holds only blocks that its next token's window
 reaches. A block table keeps its length: the entry of a block that is not held any more, or never
@@ -90,7 +90,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no sequence holds, cached ones included."""
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -114,18 +114,36 @@ class BlockManager:
         where their log-probabilities are wanted. Blocks that the first token behind the head does
         not read are scratch.
         """
-        if not self.enable_prefix_caching or seq.wants_prompt_logprobs:
+        if not self._is_looked_up(seq):
             return []
-        digests = self._hash(seq, (seq.num_tokens - 1) // self.block_size)
+        num_blocks = (seq.num_tokens - 1) // self.block_size
         if self.sliding_window is not None:
-            return self._match_window(digests)
+            return self._match_window(self._hash(seq, num_blocks))
         found: list[int] = []
-        for digest in digests:
-            block = self._cached.get(digest)
+        # Hashed one by one: a long prompt mostly begins with what was never computed.
+        for i in range(num_blocks):
+            block = self._cached.get(self._digest(seq, i))
             if block is None:
                 break
             found.append(block)
         return found
+
+    def first_missing(self, seq: Sequence, num_cached: int) -> bytes | None:
+        """Return the digest of the block that ended a match of `num_cached` blocks.
+
+        None where nothing ended it, nothing is looked up, or a hit need not start at the head.
+        """
+        is_whole = num_cached >= (seq.num_tokens - 1) // self.block_size
+        if self.sliding_window is not None or is_whole or not self._is_looked_up(seq):
+            return None
+        return self._digest(seq, num_cached)
+
+    def is_cached(self, digest: bytes) -> bool:
+        """Return whether a block of this content can be had."""
+        return digest in self._cached
+
+    def _is_looked_up(self, seq: Sequence) -> bool:
+        return self.enable_prefix_caching and not seq.wants_prompt_logprobs
 
     def _match_window(self, digests: list[bytes]) -> list[int]:
         """Return the longest head whose last blocks are cached, as far as a window reaches."""
@@ -141,17 +159,14 @@ class BlockManager:
                 return [SCRATCH] * needed + found[needed:end]
         return []
 
-    def can_allocate(
-        self, num_tokens: int, cached: list[int], spare: int = 0, first: int = 0
-    ) -> bool:
-        """Tell whether a new sequence's first `num_tokens` fit, leaving `spare` blocks free.
+    def num_saved(self, cached: list[int], first: int = 0) -> int:
+        """Return how many free blocks fewer a new sequence takes than its tokens fill.
 
-        `cached` are the blocks that `match` found among them; none is needed before `first`.
+        `cached` are the blocks that `match` found of it; none is needed before `first`.
         """
-        # A hit that nobody holds comes out of the free list too.
-        from_free = sum(block != SCRATCH and self._ref_counts[block] == 0 for block in cached)
-        from_free += self.num_blocks_for(num_tokens) - max(len(cached), first)
-        return from_free + spare <= len(self._free)
+        # A hit that no sequence holds comes out of the free list too.
+        num_free = sum(block != SCRATCH and self._ref_counts[block] == 0 for block in cached)
+        return max(len(cached), first) - num_free
 
     def room_beside(self, cached: list[int]) -> int:
         """Return how many more tokens a sequence with these blocks fits into the whole pool."""
@@ -281,3 +296,8 @@ class BlockManager:
             tokens = array("q", seq.token_ids[i * size : (i + 1) * size])
             hashes.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
+
+    def _digest(self, seq: Sequence, i: int) -> bytes:
+        """Return the digest of full block `i`."""
+        hashes = seq.block_hashes
+        return hashes[i] if i < len(hashes) else self._hash(seq, i + 1)[i]

@@ -10,7 +10,7 @@ books the result:
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank holds the
    step for the same; hardly ever in fact, because inputs take longer to build.
-5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and tells who gets what.
+5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from cluster.engine.scheduler import Scheduler
-from cluster.engine.scheduler_stats import SchedulerStats
+from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 
 
@@ -84,6 +83,10 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Queue a request; a bad one ends with an error output of the next step."""
         self.scheduler.add(submit)
+
+    def refuse(self, request_id: str, error: str) -> None:
+        """End a request that could not be read, with an error output of the next step."""
+        self.scheduler.refuse(request_id, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests in whatever state they are."""

@@ -1,7 +1,7 @@
 """Sequences that were prefilled here, whose blocks stay under a ticket until a reader has them.
 
-The one thing to know: their requests have had their last output. A ticket ends by itself, at the
-latest with its lease, and only then its blocks are free.
+Their requests have had their last output. A ticket ends by itself, at the latest with its lease,
+and only then its blocks are free.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.handoff import HandoffTerms, Holder
 from cluster.engine.sequence import Sequence, SequenceStatus
+from cluster.kv.handoff import HandoffMetadata, Holder
 from cluster.messages import KVHandoff
 
 
 class HeldSequences:
     """The sequences of one engine that are held, by ticket.
 
-    Invariant: without `holder` and `terms` there are none. Request ids may occur twice.
+    Invariant: without `holder` and `metadata` there are none. Request ids may occur twice.
     """
 
     def __init__(
-        self, blocks: BlockManager, holder: Holder | None, terms: HandoffTerms | None
+        self, blocks: BlockManager, holder: Holder | None, metadata: HandoffMetadata | None
     ) -> None:
         self._blocks = blocks
         self._holder = holder
-        self._terms = terms
+        self._metadata = metadata
         self._by_ticket: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -41,15 +41,15 @@ class HeldSequences:
 
     def hold(self, seq: Sequence) -> KVHandoff:
         """Put a computed sequence's blocks under a ticket and return it."""
-        assert self._holder is not None and self._terms is not None
+        assert self._holder is not None and self._metadata is not None
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
         generations = [self._blocks.generations[block] for block in block_ids]
-        # Nobody may read what a sliding window has passed, and no generation vouches for it.
+        # What a sliding window has passed may not be read, and no generation vouches for it.
         first = block_ids.count(SCRATCH)
         ticket = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
         self._by_ticket[ticket] = seq
-        return self._terms.write(
+        return self._metadata.write(
             ticket, seq.request_id, block_ids, generations, seq.num_computed_tokens
         )
 

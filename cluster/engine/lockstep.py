@@ -1,88 +1,90 @@
 """The lockstep of data-parallel leaders: they agree on each step, and know that they did.
 
 1. Each leader votes what it would do in the step, and sends the vote to all others.
-2. Who has all votes computes the agreement, a pure function of them (`agree`), and what dispatch
-   makes of it. It sends both to all others, as its confirm.
-3. Nobody enters a collective of the step before all confirms are there and equal to its own. They
-   arrive while inputs are built, so that hardly anyone waits for them.
+2. Once it has all votes it computes the agreement, a pure function of them and of what all ranks
+   captured (`agree`): which graph is replayed, `graph_bs`, and the tokens of every rank. It sends
+   the agreement to all others, as its confirm.
+3. No rank enters a collective of the step before all confirms are there and equal to its own. They
+   arrive while inputs are built, so that there is hardly ever a wait for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
-The one thing to know: there is no I/O here. `LockstepMachine` is told what arrived, in the order
-of each connection, and says what to send and whom it waits for. A rank never hears a vote of two
-steps ahead, because nobody can vote again before it has heard of everybody.
+There is no I/O here. `LockstepMachine` is told what arrived, in the order of each connection, and
+says what to send and which frames are missing. A rank never hears a vote of two steps ahead,
+because no rank can vote again before it has heard from all.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-import msgspec
-
 from cluster.engine.step_digest import StepDivergence
-from cluster.lockstep_messages import PeerHello, StepConfirm, StepShape
-from cluster.messages import StepAgreement, Vote
-
-ShapeOf = Callable[[StepAgreement], StepShape]
-"""Dispatch: pure, and the same function on every rank."""
-AgreementOf = Callable[[Sequence[Vote]], StepAgreement]
-"""What votes in rank order amount to: pure as well."""
-
-PURE_DECODE = 1
-"""`kind` of a step in which every sequence decodes as many tokens."""
-
-
-NO_SHAPE = StepShape(graph_mode=0, num_tokens=0, num_seqs=0, is_padded=False)
-"""Of an agreement that dispatch refuses."""
+from cluster.lockstep_messages import PeerHello, StepConfirm
+from cluster.messages import StepAgreement, StepKind, Vote
+from compile.config import CUDAGraphMode
+from compile.dispatch import CapturedGraphs, decide
 
 
 class PeersSilent(RuntimeError):
     """Leaders that a step waits for have not spoken in time; the message names them."""
 
 
-def agree(votes: Sequence[Vote]) -> StepAgreement:
-    """Return what the votes of all data-parallel ranks, in rank order, amount to.
+def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
+    """Return how all data-parallel ranks run a step, from their votes in rank order.
 
-    Invariant: epoch and step of all votes are equal.
+    Every rank that runs, runs at least one token: a dummy where it has none, because it takes part
+    in as many collectives as the others.
+
+    Invariant: epoch and step of all votes are equal, and so is `captured` on all ranks.
     """
-    columns = zip(*map(msgspec.structs.astuple, votes), strict=True)
-    # In the order of Vote's fields.
-    epochs, steps, kinds, num_tokens, num_seqs, query_lens, graphs, work, draining = columns
-    is_end = all(draining)
+    is_end = all(vote.draining for vote in votes)
+    has_work = not is_end and any(vote.has_work for vote in votes)
+    kind = _kind(votes)
+    scheduled = tuple([vote.num_tokens for vote in votes])
+    forward = decide(
+        is_uniform_decode=kind is StepKind.DECODE,
+        num_tokens=max(scheduled),
+        num_seqs=max(vote.num_seqs for vote in votes),
+        query_len=max(vote.max_query_len for vote in votes),
+        captured=captured,
+        is_graph_allowed=all(vote.graph_allowed for vote in votes),
+    )
+    # Graphs need equal sizes, and so do steps in which all decode; else each rank runs its own.
+    if kind is StepKind.DECODE or forward.mode is not CUDAGraphMode.NONE:
+        across: tuple[int, ...] = (forward.num_tokens,) * len(votes)
+    else:
+        across = tuple([max(num_tokens, int(has_work)) for num_tokens in scheduled])
     return StepAgreement(
-        epoch=epochs[0],
-        step=steps[0],
-        kind=max(kinds),
-        max_tokens=max(num_tokens),
-        max_seqs=max(num_seqs),
-        max_query_len=max(query_lens),
-        graph_allowed=all(graphs),
-        has_work=any(work) and not is_end,
+        epoch=votes[0].epoch,
+        step=votes[0].step,
+        kind=kind,
+        mode=forward.mode.value,
+        graph_bs=forward.graph_bs,
+        num_tokens=forward.num_tokens,
+        num_tokens_across_dp=across,
+        num_scheduled_tokens=scheduled,
+        has_work=has_work,
         draining=is_end,
-        num_tokens_across_dp=num_tokens,
     )
 
 
+def _kind(votes: Sequence[Vote]) -> StepKind:
+    """Ranks decode together only where all sequences of all ranks decode as many tokens."""
+    kind = max(vote.kind for vote in votes)
+    query_lens = {vote.max_query_len for vote in votes if vote.kind is StepKind.DECODE}
+    return StepKind.MIXED if len(query_lens) > 1 else kind
+
+
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
-    """Return by how many tokens a rank is short of the longest, and all ranks' tokens.
+    """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
 
-    (0, None) for one rank (after ATOM's function of this name, without its all-reduce).
+    The latter is None where there is one rank (after ATOM's function of this name, which asks all
+    ranks by an all-reduce).
     """
-    tokens = agreed.num_tokens_across_dp
-    if len(tokens) == 1:
-        return 0, None
-    return agreed.max_tokens - tokens[dp_rank], tokens
-
-
-def num_tokens_to_run(agreed: StepAgreement, shape: StepShape) -> tuple[int, ...]:
-    """Return how many tokens each data-parallel rank runs, padding included.
-
-    Where each runs its own, a rank without work runs one: it has as many collectives as the others.
-    """
-    if shape.is_padded:
-        return (shape.num_tokens,) * len(agreed.num_tokens_across_dp)
-    return tuple(max(num_tokens, 1) for num_tokens in agreed.num_tokens_across_dp)
+    across = agreed.num_tokens_across_dp
+    num_padding = across[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
+    return num_padding, across if len(across) > 1 else None
 
 
 class _Peer:
@@ -102,8 +104,8 @@ class _Peer:
     def on_vote(self, vote: Vote) -> None:
         if self.has_to_confirm or vote.step != self.step + 1 or vote.epoch != self.epoch:
             self._refuse_vote(vote)
-        if vote.kind == PURE_DECODE:
-            # What dispatch relies on: an agreement on anything else has no shape.
+        if vote.kind is StepKind.DECODE:
+            # What `decide` relies on.
             wanted = vote.num_seqs * vote.max_query_len
             self._check("num_tokens", wanted, vote.num_tokens, vote.step)
         self.step += 1
@@ -145,14 +147,12 @@ class LockstepMachine:
         dp_rank: int,
         dp_size: int,
         epoch: int,
-        shape_of: ShapeOf,
-        agreement_of: AgreementOf = agree,
+        captured: CapturedGraphs,
         first_step: int = 1,
     ) -> None:
         self._dp_rank = dp_rank
         self._epoch = epoch
-        self._shape_of = shape_of
-        self._agreement_of = agreement_of
+        self._captured = captured
         self._step = first_step - 1
         others = (rank for rank in range(dp_size) if rank != dp_rank)
         self._peers = {rank: _Peer(rank, epoch, first_step) for rank in others}
@@ -204,11 +204,11 @@ class LockstepMachine:
         return self._peers
 
     def lacks_vote(self, dp_rank: int) -> bool:
-        """Tell whether a rank's vote for this step has not arrived."""
+        """Return whether a rank's vote for this step has not arrived."""
         return self._peers[dp_rank].step < self._step
 
     def lacks_confirm(self, dp_rank: int) -> bool:
-        """Tell whether a rank has not confirmed this step."""
+        """Return whether a rank has not confirmed this step."""
         peer = self._peers[dp_rank]
         return peer.step < self._step or (peer.has_to_confirm and peer.step == self._step)
 
@@ -223,21 +223,20 @@ class LockstepMachine:
         return [rank for rank in self._peers if self.lacks_confirm(rank)]
 
     def conclude(self) -> StepConfirm:
-        """Compute the agreement and what dispatch makes of it, to be sent to all others.
+        """Compute the agreement, to be sent to all others.
 
         Call it once, when no vote is missing.
         """
         assert self._mine is not None and not self.missing_votes
         votes = {rank: peer.votes.popleft() for rank, peer in self._peers.items()}
         votes[self._dp_rank] = self._mine
-        agreed = self._agreement_of([votes[rank] for rank in sorted(votes)])
-        self._confirm = StepConfirm(agreed, self._shape(agreed))
+        self._confirm = StepConfirm(self._agree([votes[rank] for rank in sorted(votes)]))
         for peer in self._peers.values():
             self._check_confirm(peer)
         return self._confirm
 
     def on_silence(self, missing: Iterable[int]) -> None:
-        """Tell that those whom this rank waits for have not spoken for too long.
+        """Give up a step that lacks frames for too long.
 
         Raises:
             PeersSilent: always; names them.
@@ -245,13 +244,8 @@ class LockstepMachine:
         names = ", ".join(self._peers[rank].name for rank in missing)
         raise PeersSilent(f"{names} step {self._step}: wanted a frame in time, found none")
 
-    def _shape(self, agreed: StepAgreement) -> StepShape:
-        try:
-            return self._shape_of(agreed)
-        except ValueError:
-            # It fails again when the step is run. Peers are told first what this rank agreed on:
-            # they find the field that differs, if it is not a step that nobody can run.
-            return NO_SHAPE
+    def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
+        return agree(votes, self._captured)
 
     def _check_confirm(self, peer: _Peer) -> None:
         mine = self._confirm
@@ -260,9 +254,7 @@ class LockstepMachine:
         theirs = peer.confirms.popleft()
         if theirs == mine:
             return
-        for part in ("agreed", "shape"):
-            wanted, found = getattr(mine, part), getattr(theirs, part)
-            for field in wanted.__struct_fields__:
-                ours, other = getattr(wanted, field), getattr(found, field)
-                if ours != other:
-                    raise StepDivergence(peer.name, self._step, field, ours, other)
+        for field in StepAgreement.__struct_fields__:
+            ours, other = getattr(mine.agreed, field), getattr(theirs.agreed, field)
+            if ours != other:
+                raise StepDivergence(peer.name, self._step, field, ours, other)

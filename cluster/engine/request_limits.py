@@ -1,31 +1,36 @@
 """What an engine can serve: a request that it could never finish is refused by name.
 
-The one thing to know: only what cannot change while the engine lives is asked here. Blocks and rows
-that are taken now are no reason to refuse; who does not fit yet waits.
+Only what cannot change while the engine lives is asked here. Blocks and rows that are taken now are
+no reason to refuse; a request that does not fit yet waits. Bounds that hold for every engine stand
+in the wire structs' types, and were checked where the request was decoded.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+
+import numpy as np
 
 from cluster.config import Role
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.handoff import HandoffTerms
 from cluster.engine.sequence import Sequence
-from cluster.messages import KVHandoff
+from cluster.kv.handoff import HandoffMetadata
+from cluster.messages import KVHandoff, LogitRules, Sampling
 
 
 @dataclass(frozen=True)
 class RequestLimits:
     """The bounds of one engine.
 
-    Invariant: a sequence without error fits into the pool to its end, were it alone there.
+    Invariant: a sequence without error fits into the pool to its end, were it alone there, and
+    every step of it has a token to draw.
     """
 
     blocks: BlockManager
     max_model_len: int
     role: Role
-    reads: HandoffTerms | None
+    reads: HandoffMetadata | None
     """What a ticket must say; None where the engine takes no sequences over."""
     vocab_size: int | None
     """Token ids from here on are refused; None takes all (a model would not)."""
@@ -34,7 +39,11 @@ class RequestLimits:
 
     def find_error(self, seq: Sequence) -> str:
         """Return what keeps a new sequence from being served, or nothing."""
-        error = self._find_prompt_error(seq) or self._find_length_error(seq)
+        error = (
+            self._find_prompt_error(seq)
+            or self._find_length_error(seq)
+            or self._find_sampling_error(seq.request.sampling)
+        )
         if error or seq.handoff is None:
             return error
         return self._find_handoff_error(seq, seq.handoff)
@@ -46,10 +55,8 @@ class RequestLimits:
         if num_prompt >= self.max_model_len:
             wanted = f"at most {self.max_model_len - 1} tokens (max_model_len less one to generate)"
             return f"prompt_token_ids: wanted {wanted}, found {num_prompt}"
-        least, largest = min(seq.token_ids), max(seq.token_ids)
-        if least < 0 or (self.vocab_size and largest >= self.vocab_size):
-            wanted = f"ids from 0 to {self.vocab_size - 1}" if self.vocab_size else "ids from 0 up"
-            return f"prompt_token_ids: wanted {wanted}, found {least if least < 0 else largest}"
+        if error := self._find_token_error(seq.token_ids):
+            return f"prompt_token_ids: {error}"
         if self.max_prompt_len is not None and num_prompt > self.max_prompt_len:
             wanted = (
                 f"at most {self.max_prompt_len} tokens (rope_type dynamic: each longer prompt "
@@ -57,6 +64,19 @@ class RequestLimits:
             )
             return f"prompt_token_ids: wanted {wanted}, found {num_prompt}"
         return ""
+
+    def _find_token_error(self, token_ids: list[int]) -> str:
+        try:
+            packed = array("I", token_ids)
+        except OverflowError:  # negative, or beyond any vocabulary
+            least, largest = min(token_ids), max(token_ids)
+        else:
+            # Of a long prompt Python's own would take milliseconds.
+            least, largest = 0, int(np.frombuffer(packed, dtype=np.uintc).max())
+        if least >= 0 and (self.vocab_size is None or largest < self.vocab_size):
+            return ""
+        wanted = f"ids from 0 to {self.vocab_size - 1}" if self.vocab_size else "ids from 0 up"
+        return f"wanted {wanted}, found {least if least < 0 else largest}"
 
     def _find_length_error(self, seq: Sequence) -> str:
         # The last token of a sequence is never computed.
@@ -68,6 +88,22 @@ class RequestLimits:
         wanted = f"at least {needed} for {longest} tokens"
         return f"num_kv_blocks: wanted {wanted}, found {self.blocks.num_blocks}"
 
+    def _find_sampling_error(self, sampling: Sampling) -> str:
+        rules, vocab_size = sampling.rules, self.vocab_size
+        if rules is not None and len(rules.bias_token_ids) != len(rules.biases):
+            wanted = f"{len(rules.bias_token_ids)}, one per token"
+            return f"rules.biases: wanted {wanted}, found {len(rules.biases)}"
+        if vocab_size is None:
+            return ""
+        for field in ("num_logprobs", "num_prompt_logprobs"):
+            if (found := getattr(sampling, field)) > vocab_size:
+                return f"{field}: wanted at most {vocab_size} (the vocabulary), found {found}"
+        if rules is None:
+            return ""
+        if (largest := max(rules.bias_token_ids, default=0)) >= vocab_size:
+            return f"rules.bias_token_ids: wanted ids below {vocab_size}, found {largest}"
+        return _find_mask_error(rules, sampling.stop_token_ids, vocab_size)
+
     def _find_handoff_error(self, seq: Sequence, handoff: KVHandoff) -> str:
         if self.reads is None:
             return "handoff: wanted none on an engine without KV reader, found one"
@@ -77,3 +113,28 @@ class RequestLimits:
         if not error and SCRATCH in handoff.block_ids[self.blocks.first_needed(num_tokens) :]:
             error = "handoff.block_ids: wanted all blocks of the sliding window, found scratch"
         return error
+
+
+def _find_mask_error(rules: LogitRules, stop_token_ids: tuple[int, ...], vocab_size: int) -> str:
+    """Return what is wrong with a request that masks tokens, or nothing.
+
+    A row whose tokens are all masked has no distribution to draw from.
+    """
+    mask = rules.allowed_tokens
+    allowed = int.from_bytes(mask, "little")
+    if allowed.bit_length() > vocab_size:
+        wanted, found = f"tokens below {vocab_size}", allowed.bit_length() - 1
+        return f"rules.allowed_tokens: wanted {wanted}, found {found}"
+    if mask and not allowed:
+        return "rules.allowed_tokens: wanted at least one token, found none"
+    num_allowed = allowed.bit_count() if mask else vocab_size
+    num_stops = sum(_is_allowed(mask, stop, vocab_size) for stop in set(stop_token_ids))
+    if rules.min_tokens and num_stops == num_allowed:
+        return "rules.min_tokens: wanted a token that may come before it, found stop tokens alone"
+    return ""
+
+
+def _is_allowed(mask: bytes, token_id: int, vocab_size: int) -> bool:
+    if not mask:
+        return token_id < vocab_size
+    return token_id < 8 * len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)

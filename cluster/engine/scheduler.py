@@ -15,29 +15,29 @@ The life of a request:
    until a reader has them (`_hold`).
 6. `abort` ends it anywhere on this way.
 
-The one thing to know: nobody starves. What waits is served strictly in order of arrival and
-never takes blocks in a step in which a running sequence lacked them; the first running sequence
-can take the blocks of all others; and what else holds blocks (reads and tickets) ends by itself.
+Nobody starves. What waits is served strictly in order of arrival and never takes blocks in a step
+in which a running sequence lacked them; the first running sequence can take the blocks of all
+others; and what else holds blocks (reads and tickets) ends by itself.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.batch import Batch
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.early_aborts import EarlyAborts
-from cluster.engine.handoff import HandoffTerms, Holder, KVReader
 from cluster.engine.held_sequences import HeldSequences
 from cluster.engine.request_limits import RequestLimits
-from cluster.engine.scheduler_stats import SchedulerStats
-from cluster.engine.sequence import Sequence, SequenceStatus
+from cluster.engine.sequence import Sequence, SequenceStatus, last_output
+from cluster.kv.handoff import HandoffMetadata, Holder, KVReader
 from cluster.messages import (
     EngineOutput,
+    FinishReason,
     KVHandoff,
     NewBlocks,
     SampledTokens,
@@ -50,6 +50,32 @@ WAITING = SequenceStatus.WAITING
 WAITING_FOR_KV = SequenceStatus.WAITING_FOR_KV
 RUNNING = SequenceStatus.RUNNING
 FINISHED = SequenceStatus.FINISHED
+
+MAX_UNFINISHED_TIMES = 1024
+"""Requests that wait for each that may run. The ingress admits far fewer; this bounds what another
+one could fill the memory with."""
+MAX_EARLY_ABORTS = 4096
+"""Ids of requests that were aborted here before they came. Most never come: theirs has just
+ended."""
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Gauges and counters of one scheduler."""
+
+    num_running: int
+    num_waiting: int
+    """Waiting for a row or for KV."""
+    held_tickets: int
+    num_blocks: int
+    num_free_blocks: int
+    prompt_tokens_computed: int
+    """Prompt positions computed here, again after a pre-emption included."""
+    num_preemptions: int
+    prefix_queries: int
+    """Tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Tokens found there."""
 
 
 class Scheduler:
@@ -68,7 +94,7 @@ class Scheduler:
         blocks: BlockManager,
         epoch: int,
         holder: Holder | None,
-        terms: HandoffTerms | None,
+        metadata: HandoffMetadata | None,
         reader: KVReader | None,
         vocab_size: int | None = None,
         max_prompt_len: int | None = None,
@@ -82,10 +108,10 @@ class Scheduler:
         Raises:
             ValueError: a role lacks what it hands KV over with.
         """
-        if role is Role.PREFILL and (holder is None or terms is None):
-            raise ValueError("holder and terms: wanted both for role prefill, found None")
-        if reader is not None and terms is None:
-            raise ValueError("terms: wanted some for a KV reader, found None")
+        if role is Role.PREFILL and (holder is None or metadata is None):
+            raise ValueError("holder and metadata: wanted both for role prefill, found None")
+        if reader is not None and metadata is None:
+            raise ValueError("metadata: wanted some for a KV reader, found None")
         self.blocks = blocks
         self._config = config
         self._role = role
@@ -95,7 +121,7 @@ class Scheduler:
             blocks=blocks,
             max_model_len=max_model_len,
             role=role,
-            reads=terms if reader is not None else None,
+            reads=metadata if reader is not None else None,
             vocab_size=vocab_size,
             max_prompt_len=max_prompt_len,
         )
@@ -104,17 +130,19 @@ class Scheduler:
         self._unfinished: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         """In order of arrival: to be admitted, or to start a read."""
+        self._blocked: _HeadNeed | None = None
+        """Of the head of the queue, where it did not fit."""
         self._reading: dict[str, Sequence] = {}
         """Reads that were started, aborted ones included until they write no more."""
         self._ready: list[Sequence] = []
         """In order of arrival: their KV was read and they need a row."""
         self.running: list[Sequence] = []
         """In order of admission; for others to read only."""
-        self._held = HeldSequences(blocks, holder, terms)
+        self._held = HeldSequences(blocks, holder, metadata)
         self._batch: list[Sequence] = []
         """The sequences of the last plan, in its order."""
         self._free_rows = list(range(config.max_num_seqs))
-        self._early_aborts = EarlyAborts()
+        self._early_aborts = _EarlyAborts()
         self._outputs: list[EngineOutput] = []
         self._prompt_tokens_computed = 0
         self._num_preemptions = 0
@@ -131,27 +159,34 @@ class Scheduler:
             handoff=submit.handoff,
         )
         if self._early_aborts.take(request.request_id):
-            self._refuse(seq, "abort")
+            self._refuse(seq, FinishReason.ABORT)
         elif error := self._find_error(seq):
-            self._refuse(seq, "error", error)
+            self._refuse(seq, FinishReason.ERROR, error)
         elif seq.is_at_limit:
             # Resumed from an engine that died with the last token on its way.
-            self._refuse(seq, "length")
+            self._refuse(seq, FinishReason.LENGTH)
         else:
             self._enqueue(seq)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests wherever they are; unknown ids are remembered for a while."""
         unknown: dict[str, None] = {}
+        num_waiting = 0
         for request_id in request_ids:
             seq = self._unfinished.get(request_id)
             if seq is None:
                 unknown[request_id] = None
             else:
-                self._abort(seq)
+                num_waiting += self._abort(seq)
+        if num_waiting:  # all of them in one pass: the queue may be long
+            self._waiting = deque(seq for seq in self._waiting if seq.status is not FINISHED)
         if unknown:
             self._held.drop(unknown)
             self._early_aborts.remember(unknown)
+
+    def refuse(self, request_id: str, error: str) -> None:
+        """End a request that could not be read with an error among the outputs."""
+        self._outputs.append(last_output(request_id, FinishReason.ERROR, error))
 
     def take_outputs(self) -> list[EngineOutput]:
         """Return what ended outside of a step since the last call."""
@@ -237,9 +272,12 @@ class Scheduler:
             return f"request_id: wanted a new one, found {seq.request_id!r} unfinished"
         if seq.handoff is not None and seq.request_id in self._reading:
             return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
+        most = MAX_UNFINISHED_TIMES * self._config.max_num_seqs
+        if len(self._unfinished) >= most:
+            return f"requests: wanted at most {most} unfinished ones, found one more"
         return self._limits.find_error(seq)
 
-    def _refuse(self, seq: Sequence, reason: str, error: str = "") -> None:
+    def _refuse(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
         """End a request that was never queued. A ticket of a bad one runs out by itself."""
         is_reading = seq.request_id in self._reading
         if seq.handoff and self._reader and not error and not is_reading:
@@ -256,22 +294,25 @@ class Scheduler:
 
     # --- aborting ---------------------------------------------------------------------------
 
-    def _abort(self, seq: Sequence) -> None:
+    def _abort(self, seq: Sequence) -> bool:
+        """End a request; return whether it is left in the queue, for the caller to take out."""
         # An older request of the same id may still be read.
         is_reading = self._reading.get(seq.request_id) is seq
         if seq.status is WAITING_FOR_KV and self._reader is not None:
             self._reader.cancel(seq.request_id)
+        is_waiting = False
         if seq.status is RUNNING:
             self.running.remove(seq)
         elif seq.block_table and not is_reading:
             self._ready.remove(seq)
-        elif not is_reading:
-            self._waiting.remove(seq)
+        else:
+            is_waiting = not is_reading
         if not is_reading:
             # The reader may still write to a read's blocks: they stay until it says that it ended.
             self._release(seq)
-        self._finish(seq, "abort")
-        self._emit(seq, "abort")
+        self._finish(seq, FinishReason.ABORT)
+        self._emit(seq, FinishReason.ABORT)
+        return is_waiting
 
     # --- what happened since the last step --------------------------------------------------
 
@@ -286,8 +327,8 @@ class Scheduler:
                 self._make_ready(seq)
             else:
                 self._release(seq)
-                self._finish(seq, "kv_lost")
-                self._emit(seq, "kv_lost", result.error)
+                self._finish(seq, FinishReason.KV_LOST)
+                self._emit(seq, FinishReason.KV_LOST, result.error)
 
     def _make_ready(self, seq: Sequence) -> None:
         # The last token has no KV yet: it is what the first step here computes.
@@ -305,7 +346,7 @@ class Scheduler:
             self._seat(self._ready.pop(0))
 
     def _schedule_running(self, batch: Batch) -> bool:
-        """Give each running sequence its next tokens; tell whether none lacked a block."""
+        """Give each running sequence its next tokens; return whether none lacked a block."""
         blocks, running = self.blocks, self.running
         num_preemptions = self._num_preemptions
         i = 0
@@ -316,7 +357,7 @@ class Scheduler:
             if num_new > room:
                 num_new = self._grow(seq, num_new, batch)
                 if not num_new:
-                    # Nobody came later, so reads or tickets hold the rest. They end by
+                    # None came later, so reads or tickets hold the rest. They end by
                     # themselves; giving up what is computed would gain nothing.
                     return False
             batch.add(seq, num_new)
@@ -344,7 +385,7 @@ class Scheduler:
         return num_blocks * self.blocks.block_size - seq.num_computed_tokens
 
     def _preempt_last(self, seq: Sequence) -> bool:
-        """Pre-empt who came last, before `seq` loses anything; tell whether there was one."""
+        """Pre-empt the last to come, before `seq` loses anything; return whether there was one."""
         if self._ready:
             self._preempt(self._ready.pop())
         elif self.running[-1] is not seq:
@@ -363,13 +404,36 @@ class Scheduler:
         """Serve what waits in order of arrival, until one does not fit."""
         while self._waiting:
             seq = self._waiting[0]
+            if not self._may_fit(seq, batch):
+                return
             if seq.handoff is not None:
-                fits = self._start_read(seq, seq.handoff)
+                fits = self._start_read(seq, seq.handoff, batch)
             else:
                 fits = self._admit(seq, batch)
             if not fits:
                 return
             self._waiting.popleft()
+
+    def _may_fit(self, seq: Sequence, batch: Batch) -> bool:
+        """Return whether the head of the queue may fit where it did not before."""
+        blocked, spare = self._blocked, self._spare_for(seq)
+        return blocked is None or blocked.may_fit(seq, self.blocks, batch.budget, spare)
+
+    def _spare_for(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence must leave free.
+
+        A read leaves one for each that has some: without that room the next running sequence to
+        grow would pre-empt what was just read.
+        """
+        if seq.handoff is None:
+            return 0
+        return len(self.running) + len(self._ready) + len(self._reading)
+
+    def _fits(self, need: _HeadNeed, batch: Batch) -> bool:
+        """Return whether the head of the queue fits; if not, remember what it needs."""
+        fits = need.fits(self.blocks, batch.budget, self._spare_for(need.seq))
+        self._blocked = None if fits else need
+        return fits
 
     def _admit(self, seq: Sequence, batch: Batch) -> bool:
         """Admit a sequence to be computed here, if its first chunk fits."""
@@ -378,28 +442,29 @@ class Scheduler:
         cached = self.blocks.match(seq)
         num_cached = len(cached) * self.blocks.block_size
         # With a sliding window a prompt may be longer than the pool; without, it never is.
-        room = self.blocks.room_beside(cached)
-        num_new = min(seq.num_tokens - num_cached, batch.budget, room)
-        if not self.blocks.can_allocate(num_cached + num_new, cached):
+        max_new = min(seq.num_tokens - num_cached, self.blocks.room_beside(cached))
+        missing = self.blocks.first_missing(seq, len(cached))
+        saved = self.blocks.num_saved(cached)
+        if not self._fits(_HeadNeed(seq, num_cached, max_new, saved, missing), batch):
             return False
+        num_new = min(max_new, batch.budget)
         self._open_table(seq, cached, num_cached + num_new)
         seq.num_computed_tokens = num_cached
         self._seat(seq)
         batch.add(seq, num_new)
         return True
 
-    def _start_read(self, seq: Sequence, handoff: KVHandoff) -> bool:
-        """Start reading a sequence's KV, if it fits beside one more block for who has some.
-
-        Without that room the next running sequence to grow would pre-empt what was just read.
-        """
-        first = self.blocks.first_needed(handoff.num_tokens)
+    def _start_read(self, seq: Sequence, handoff: KVHandoff, batch: Batch) -> bool:
+        """Start reading a sequence's KV, if it fits."""
+        num_tokens = handoff.num_tokens
+        first = self.blocks.first_needed(num_tokens)
         cached = self.blocks.match(seq)
         cached[:first] = [SCRATCH] * min(first, len(cached))
-        spare = len(self.running) + len(self._ready) + len(self._reading)
-        if not self.blocks.can_allocate(handoff.num_tokens, cached, spare, first):
+        missing = self.blocks.first_missing(seq, len(cached))
+        saved = self.blocks.num_saved(cached, first)
+        if not self._fits(_HeadNeed(seq, num_tokens, 0, saved, missing), batch):
             return False
-        self._open_table(seq, cached, handoff.num_tokens, first)
+        self._open_table(seq, cached, num_tokens, first)
         self._reading[seq.request_id] = seq
         assert self._reader is not None
         start = max(len(cached), first)
@@ -445,9 +510,9 @@ class Scheduler:
             seq.prompt_logprobs = []
         if token in seq.stop_token_ids:
             stop_token_id = token
-            self._end(seq, "stop")
+            self._end(seq, FinishReason.STOP)
         elif len(token_ids) >= seq.max_total_len:
-            self._end(seq, "length")
+            self._end(seq, FinishReason.LENGTH)
         elif self._role is Role.PREFILL:
             handoff = self._hold(seq)
         return EngineOutput(
@@ -463,24 +528,24 @@ class Scheduler:
             prompt_logprobs,
         )
 
-    def _end(self, seq: Sequence, reason: str) -> None:
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
         self._release(seq)
         self._finish(seq, reason)
 
     def _hold(self, seq: Sequence) -> KVHandoff:
         """Take a prefilled sequence out of its row; its blocks stay under a ticket."""
         self._free_row(seq)
-        self._finish(seq, "handoff")
+        self._finish(seq, FinishReason.HANDOFF)
         return self._held.hold(seq)
 
     # --- ending -----------------------------------------------------------------------------
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.status = FINISHED
         seq.finish_reason = reason
         del self._unfinished[seq.request_id]
 
-    def _emit(self, seq: Sequence, reason: str, error: str = "") -> None:
+    def _emit(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
         """Queue the last output of a request that ended outside of a step."""
         self._outputs.append(seq.ended(reason, error))
 
@@ -493,6 +558,62 @@ class Scheduler:
     def _free_row(self, seq: Sequence) -> None:
         heapq.heappush(self._free_rows, seq.row)
         seq.row = -1
+
+
+@dataclass(frozen=True)
+class _HeadNeed:
+    """What the head of the queue needs, by what was cached of it when it was looked up.
+
+    To look up a long prompt's blocks takes a millisecond, and the head of the queue may wait for
+    seconds, so it is not done again in every step. What it lacked tells when another attempt can
+    end differently: when as many blocks are free as it needs, or when the first of its blocks that
+    was not cached is. If others come to hold blocks of its cached head meanwhile, as many fewer are
+    free, and it waits for no more than their end.
+    """
+
+    seq: Sequence
+    num_known: int
+    """Tokens whose KV is cached, or will be read."""
+    max_new: int
+    """Tokens behind them that it may compute in its first step, were there no budget."""
+    num_saved: int
+    """Blocks that it takes less than its tokens fill, see `BlockManager.num_saved`."""
+    missing: bytes | None
+    """Digest of its first block that was not cached; None where none is looked for."""
+
+    def fits(self, blocks: BlockManager, budget: int, spare: int) -> bool:
+        """Return whether its first `budget` new tokens fit, leaving `spare` blocks free."""
+        num_tokens = self.num_known + min(self.max_new, budget)
+        needed = blocks.num_blocks_for(num_tokens) - self.num_saved
+        return needed + spare <= blocks.num_free_blocks
+
+    def may_fit(self, seq: Sequence, blocks: BlockManager, budget: int, spare: int) -> bool:
+        """Return whether `seq` may fit; another one than this was not looked up."""
+        if seq is not self.seq or self.fits(blocks, budget, spare):
+            return True
+        return self.missing is not None and blocks.is_cached(self.missing)
+
+
+class _EarlyAborts:
+    """The last `MAX_EARLY_ABORTS` aborts without a request: each may have overtaken its own."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, None] = OrderedDict()
+
+    def remember(self, request_ids: Iterable[str]) -> None:
+        """Keep these, as the latest; the oldest give way."""
+        for request_id in request_ids:
+            self._ids[request_id] = None
+            self._ids.move_to_end(request_id)
+        while len(self._ids) > MAX_EARLY_ABORTS:
+            self._ids.popitem(last=False)
+
+    def take(self, request_id: str) -> bool:
+        """Return whether the request was aborted before it came, and forget that."""
+        if request_id not in self._ids:
+            return False
+        del self._ids[request_id]
+        return True
 
 
 def _arrival(seq: Sequence) -> int:

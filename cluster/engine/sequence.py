@@ -1,14 +1,14 @@
 """A sequence: one request's tokens and how far an engine has got with them.
 
-The one thing to know: `token_ids` only ever grows, so whatever was derived from its head (block
-hashes, computed KV) stays right, also after a pre-emption.
+`token_ids` only ever grows, so whatever was derived from its head (block hashes, computed KV)
+stays right, also after a pre-emption.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from cluster.messages import EngineOutput, GenerateRequest, KVHandoff, TokenLogprobs
+from cluster.messages import EngineOutput, FinishReason, GenerateRequest, KVHandoff, TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -87,7 +87,7 @@ class Sequence:
         self.handoff = handoff
         """The ticket to read from; None once it was read, or where there is none."""
         self.status = SequenceStatus.WAITING if handoff is None else SequenceStatus.WAITING_FOR_KV
-        self.finish_reason = ""
+        self.finish_reason = FinishReason.NONE
         self.prompt_logprobs: list[TokenLogprobs] = []
         """As far as they are computed and not delivered."""
 
@@ -128,17 +128,26 @@ class Sequence:
         self.handoff = None
         self.status = SequenceStatus.WAITING
 
-    def ended(self, reason: str, error: str) -> EngineOutput:
-        """Return the last output of a request that ends without a token."""
-        return EngineOutput(
-            request_id=self.request_id,
-            position=self.num_output_tokens,
-            token_ids=[],
-            logprobs=[],
-            finish_reason=reason,
-            stop_token_id=-1,
-            num_cached_tokens=max(self.num_cached_tokens, 0),
-            handoff=None,
-            error=error,
-            prompt_logprobs=[],
-        )
+    def ended(self, reason: FinishReason, error: str) -> EngineOutput:
+        """Return the last output of the request, if it ends without a token."""
+        num_cached = max(self.num_cached_tokens, 0)
+        position = self.num_output_tokens
+        return last_output(self.request_id, reason, error, position, num_cached)
+
+
+def last_output(
+    request_id: str, reason: FinishReason, error: str, position: int = 0, num_cached_tokens: int = 0
+) -> EngineOutput:
+    """Return the last output of a request that ends without a token."""
+    return EngineOutput(
+        request_id=request_id,
+        position=position,
+        token_ids=[],
+        logprobs=[],
+        finish_reason=reason,
+        stop_token_id=-1,
+        num_cached_tokens=num_cached_tokens,
+        handoff=None,
+        error=error,
+        prompt_logprobs=[],
+    )

@@ -2,16 +2,13 @@
 
 The leader sends its digest along with the plan. A follower makes its own from what it received
 and from its own past, and compares: a frame that was lost, repeated or altered on the way shows as
-the first field that differs. The one thing to know: it costs a follower no answer and the leader
-no wait, and a follower that disagrees does not enter the step's collectives.
+the first field that differs. A follower sends no answer and the leader waits for none; a follower
+that disagrees does not enter the step's collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from cluster.channel_messages import StepDigest
-from cluster.lockstep_messages import StepShape
 from cluster.messages import StepAgreement, StepPlan, checksum
 
 
@@ -50,9 +47,8 @@ class StepDigester:
     equal digests hold equal rows.
     """
 
-    def __init__(self, shape_of: Callable[[StepAgreement], StepShape]) -> None:
-        """Start before the first step; `shape_of` is the rank's own dispatch."""
-        self._shape_of = shape_of
+    def __init__(self) -> None:
+        """Start before the first step."""
         self._previous_step = 0
         self._row_state = 0
 
@@ -61,7 +57,6 @@ class StepDigester:
         previous, self._previous_step = self._previous_step, plan.step
         if plan.admitted or plan.new_blocks:
             self._row_state = checksum((plan.admitted, plan.new_blocks), self._row_state)
-        shape = self._shape_of(agreed)
         return StepDigest(
             previous_step=previous,
             epoch=plan.epoch,
@@ -70,9 +65,6 @@ class StepDigester:
             num_tokens=plan.num_tokens,
             num_decodes=plan.num_decodes,
             agreement=checksum(agreed),
-            graph_mode=shape.graph_mode,
-            padded_tokens=shape.num_tokens,
-            padded_seqs=shape.num_seqs,
             rows=checksum(plan.rows),
             num_computed=checksum(plan.num_computed),
             num_new=checksum(plan.num_new),

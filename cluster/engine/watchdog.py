@@ -6,10 +6,10 @@
 2. Step. Ranks wait for one another, so most of a stuck group only waits: judged is the one that is
    furthest behind. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
    steps was expected to take if that is more: who runs few tokens waits for those with many. While
-   a rank is silent nobody is judged by this clock: it answers, or the first one names it.
+   a rank is silent no rank is judged by this clock: it answers, or the first one names it.
 
-The one thing to know: there is no I/O and no clock here. Whoever owns a group tells it when
-heartbeats arrive and what time it is.
+There is no I/O and no clock here. Whoever owns a group tells it when heartbeats arrive and what
+time it is.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SILENT_AFTER_S = 3.0
-"""A process answers on a thread of its own, in milliseconds. What keeps Python from running for so
-long is a stop signal, a dead machine, or memory that is being swapped."""
+"""A rank that has not answered for so long is named. It answers on a thread of its own, in
+milliseconds; what keeps Python from running for so long is a stop signal, a dead machine, or memory
+that is being swapped."""
 STALE_AFTER_S = 1.5
-"""An answer that is so old says nothing of now: another was asked for since, and did not come."""
+"""An answer that is older says nothing of now: another was asked for since, and did not come."""
 EXPECTED_TIMES = 5.0
+"""A step may take so many times what it was expected to take."""
 
 
 class Phase(IntEnum):
@@ -34,7 +36,7 @@ class Phase(IntEnum):
     AGREEING = 1
     """A leader has voted and waits for other leaders' votes."""
     WAITING = 2
-    """A follower waits for its leader's plan, or a group sleeps: nobody waits for this rank."""
+    """A follower waits for its leader's plan, or a group sleeps: no rank waits for this one."""
     BUILDING = 3
     """All votes are there and inputs are built; no collective of the step has begun."""
     RUNNING = 4
@@ -87,12 +89,12 @@ class Watchdog:
         self._answered_at[rank] = now
 
     def on_tick(self, now: float) -> str | None:
-        """Return who keeps the group from stepping and why, in a line; None while nobody does."""
+        """Return which rank holds the group up and why, in a line; None while none does."""
         silent_s = [now - at for at in self._answered_at]
         longest = max(range(len(silent_s)), key=silent_s.__getitem__)
         if silent_s[longest] > self._silent_s:
             return f"{self._names[longest]}: no heartbeat for {silent_s[longest]:.1f} s"
-        # What a silent rank does nobody knows: it may be whom the others wait for.
+        # What a silent rank does is unknown: it may be the one that the others wait for.
         return None if silent_s[longest] > STALE_AFTER_S else self._stuck(now)
 
     @property

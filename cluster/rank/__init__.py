@@ -1,1 +1,1 @@
-"""One rank: its inputs, its runner, its agreement with others and its KV transfer."""
+"""One rank: its inputs, its runner, its agreement with others and the KV that it hands over."""

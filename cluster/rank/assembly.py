@@ -6,8 +6,8 @@ from cluster.config import EngineConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.engine import Channel, Engine
 from cluster.engine.engine import Lockstep as LockstepProtocol
-from cluster.engine.handoff import HandoffTerms, Holder, KVReader
 from cluster.engine.scheduler import Scheduler
+from cluster.kv.handoff import HandoffMetadata, Holder, KVReader
 from cluster.rank.channel import NoFollowers
 from cluster.rank.lockstep import Lockstep
 from cluster.rank.runner import ModelRunner
@@ -21,7 +21,7 @@ def assemble_engine(
     channel: Channel | None = None,
     lockstep: LockstepProtocol | None = None,
     holder: Holder | None = None,
-    terms: HandoffTerms | None = None,
+    metadata: HandoffMetadata | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
     """Return the engine of a leader.
@@ -29,7 +29,7 @@ def assemble_engine(
     Args:
         channel: leads to the tensor-parallel followers; None where there are none.
         lockstep: with the other data-parallel leaders; None where there are none.
-        holder, terms: where a prefill engine keeps its tickets, and what it writes into them.
+        holder, metadata: where a prefill engine keeps its tickets, and what it writes into them.
         reader: what reads KV for a decode engine.
     """
     cache, model = config.cache, runner.model_config
@@ -45,9 +45,10 @@ def assemble_engine(
         ),
         epoch=epoch,
         holder=holder,
-        terms=terms,
+        metadata=metadata,
         reader=reader,
         vocab_size=runner.model_config.vocab_size,
         max_prompt_len=model.max_prompt_len,
     )
-    return Engine(scheduler, lockstep or Lockstep.alone(), channel or NoFollowers(), runner)
+    lockstep = lockstep or Lockstep.alone(runner.forward.captured)
+    return Engine(scheduler, lockstep, channel or NoFollowers(), runner)

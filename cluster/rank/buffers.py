@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 
@@ -34,4 +36,12 @@ def upload_once(values: Iterable[float], dtype: torch.dtype, device: torch.devic
     """Return a new tensor on the device, for what is too rare to keep a buffer for."""
     # PyTorch reuses pinned memory only when the copy from it is done.
     staging = torch.tensor(list(values), dtype=dtype, pin_memory=device.type == "cuda")
+    return staging.to(device, non_blocking=True)
+
+
+def upload_array(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array that nothing else writes to on the device; see `upload_once`."""
+    staging = torch.from_numpy(values)
+    if device.type == "cuda":
+        staging = staging.pin_memory()
     return staging.to(device, non_blocking=True)

@@ -1,26 +1,23 @@
 """The channel that carries step plans from a leader to its tensor-parallel followers.
 
-One ZeroMQ pair per follower: PUB/SUB would drop in silence what a slow follower has not read, a
-pair keeps everything in order. Down go plans and KV orders, up go reports of ended tickets and
-reads. A follower of the same node connects through a Unix socket, others over TCP. Both sides
-open with protocol version, configuration hash and epoch.
+A link to each follower (`links.py`): PUB/SUB would drop in silence what a slow follower has not
+read. Down go plans and KV orders, up go reports of ended tickets and reads.
 
-The one thing to know: nothing here is acknowledged. A step's collectives are what keeps the ranks
-together, so a leader is never more than a step or two ahead of who reads; and a connection that
-breaks ends the group, because nobody knows what was lost with it.
+Nothing here is acknowledged. A step's collectives are what keeps the ranks together, so a leader
+is never more than a step or two ahead of its followers; and a connection that breaks ends the
+group, because what was lost with it is unknown.
 
 Sockets, and not a ring in shared memory: `examples/bench/step_channel.py` measures a round trip of
-20 us against 6 us for a ring with a doorbell (3 us spinning), so a ring would save a step some 7 us
-of a millisecond or more. That does not pay for a second way beside TCP, nor for its memory order.
+five times a ring's with a doorbell, which is 6 us on an idle machine. So a ring would save a step
+some 12 us of a millisecond or more. That does not pay for a second way beside TCP, nor for its
+memory order.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-from uuid import uuid4
 
 import zmq
 
@@ -28,61 +25,43 @@ from cluster.channel_messages import (
     EndOfSteps,
     FollowerHello,
     FollowerReport,
-    FromFollower,
     KVOrder,
     LeaderHello,
     StepFrame,
+    StillThere,
     ToFollower,
 )
-from cluster.engine.lockstep import ShapeOf
+from cluster.credentials import Credentials
 from cluster.engine.step_digest import StepDigester
-from cluster.lockstep_messages import PeerHello
-from cluster.messages import PROTOCOL_VERSION, FrameError, StepAgreement, StepPlan, decode, encode
-from cluster.rank.doorbell import Doorbell
-from cluster.rank.memory import node_id
-from cluster.rank.sockets import keep_alive
+from cluster.messages import FrameError, StepAgreement, StepPlan, decode, encode
+from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
+from cluster.wire.budget import Budget
+from cluster.wire.doorbell import Doorbell
 
 log = logging.getLogger("lockstep.channel")
 
-Context = zmq.Context[zmq.Socket[bytes]]
+Waiting = Callable[[str], None]
+"""Is told what a rank waits for, before it does."""
 
-HELLO_TIMEOUT_S = 1800.0
-"""How long ranks wait for one another to load. Who dies meanwhile is noticed by the owner."""
-CLOSE_LINGER_MS = 1000
-
-
-@dataclass(frozen=True)
-class ChannelAddress:
-    """Where one follower finds its end of the channel."""
-
-    node: str
-    """Of the leader, by `channel_node`."""
-    ipc: str
-    tcp: str
-
-
-def channel_node() -> str:
-    """Return what two processes share exactly when Unix sockets connect them.
-
-    Abstract Unix sockets belong to a network namespace.
-    """
-    return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"
+MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
+"""At a step's border, of all followers together: what is left is read at the next one. Each ends a
+request's ticket or read, of which a step begins a few."""
 
 
 class NoFollowers:
     """The channel of a leader whose tensor-parallel group is itself alone."""
 
-    sockets: tuple[zmq.Socket[bytes], ...] = ()
+    links: tuple[WaitingEnd, ...] = ()
 
-    def accept(self, shape_of: ShapeOf) -> list[FollowerHello]:
-        """Wait for nobody."""
+    def accept(self, hello: LeaderHello, waiting: Waiting) -> list[FollowerHello]:
+        """There are none to wait for."""
         return []
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Send nothing: there is nobody to send to."""
+        """Send nothing: there are no followers."""
 
     def tell(self, order: KVOrder) -> None:
-        """Tell nobody."""
+        """Send nothing: there are no followers."""
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
         """Return nothing."""
@@ -98,48 +77,41 @@ class NoFollowers:
 class StepSender:
     """The leader's side. Everything but `addresses` belongs to the step thread.
 
-    Invariant: `sockets[i]` leads to tensor-parallel rank i + 1.
+    Invariant: `links[i]` leads to tensor-parallel rank i + 1.
     """
 
     def __init__(
-        self, context: Context, num_followers: int, *, host: str, config_hash: str, epoch: int
+        self, context: Context, num_followers: int, *, host: str | None, credentials: Credentials
     ) -> None:
-        self._hello = LeaderHello(PROTOCOL_VERSION, config_hash, epoch)
-        self._digester: StepDigester | None = None  # from `accept` on
-        self._monitors: list[zmq.Socket[bytes]] = []  # likewise
-        self.sockets = tuple(open_pair(context) for _ in range(num_followers))
-        self.addresses = [bind_pair(socket, host) for socket in self.sockets]
+        """Open an end for each follower; host None: all stand on this node."""
+        self._digester = StepDigester()
+        self.links = tuple(
+            WaitingEnd(context, credentials, _name(tp_rank), host)
+            for tp_rank in range(1, num_followers + 1)
+        )
 
-    def accept(self, shape_of: ShapeOf) -> list[FollowerHello]:
-        """Wait until every follower has loaded; return their hellos by rank.
+    @property
+    def addresses(self) -> list[LinkAddress]:
+        """Where ranks 1, 2, ... find their ends."""
+        return [link.address for link in self.links]
 
-        Args:
-            shape_of: the leader's dispatch, which each step's digest tells of.
+    def accept(self, hello: LeaderHello, waiting: Waiting) -> list[FollowerHello]:
+        """Greet every follower with `hello`; return theirs by rank.
 
         Raises:
             FrameError: a follower of another deployment, or none in time.
         """
         hellos = []
-        for i, socket in enumerate(self.sockets):
-            if not socket.poll(int(HELLO_TIMEOUT_S * 1000)):
-                raise FrameError(
-                    f"follower tp={i + 1}: wanted a hello in {HELLO_TIMEOUT_S:g} s, found none"
-                )
-            hello = decode(socket.recv(), FromFollower)
-            # Answered before it is judged: the other side can tell as well what does not fit.
-            socket.send(encode(self._hello))
-            check_hello(hello, self._hello)
-            if hello.tp_rank != i + 1:
-                raise FrameError(f"tp_rank: wanted {i + 1}, found {hello.tp_rank}")
-            hellos.append(hello)
-        for socket in self.sockets:
-            self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
-        self._digester = StepDigester(shape_of)
+        for tp_rank, link in enumerate(self.links, start=1):
+            waiting(_name(tp_rank))
+            found = link.await_hello(hello, FollowerHello)
+            if found.tp_rank != tp_rank:
+                raise FrameError(f"tp_rank: wanted {tp_rank}, found {found.tp_rank}")
+            hellos.append(found)
         return hellos
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
         """Hand one step to every follower."""
-        assert self._digester is not None, "step channel: wanted accept() before send()"
         self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
 
     def tell(self, order: KVOrder) -> None:
@@ -147,62 +119,75 @@ class StepSender:
         self._put(order)
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
-        """Return what followers have reported since the last call, with their ranks."""
+        """Return what followers have reported since the last call, with their ranks.
+
+        No more than a step's border has time for; the rest comes with the next call.
+
+        Raises:
+            FrameError: what a follower sent is no report; names it.
+        """
         reports: list[tuple[int, FollowerReport]] = []
-        for i, socket in enumerate(self.sockets):
-            while socket.poll(0):
-                reports.append((i + 1, decode(socket.recv(), FollowerReport)))
+        budget = Budget(MAX_REPORTS, MAX_REPORTS_S)
+        speaking = list(enumerate(self.links, start=1))
+        while speaking:
+            for tp_rank, link in list(speaking):
+                if not budget.take():
+                    return reports
+                body = link.receive(zmq.NOBLOCK)
+                if body is None:
+                    speaking.remove((tp_rank, link))
+                else:
+                    reports.append((tp_rank, _decode(body, FollowerReport, _name(tp_rank))))
         return reports
 
     def check(self) -> None:
         """Look whether a connection has broken; call it now and then.
 
-        ZeroMQ makes a new one and tells nobody what was lost with the old. A leader that waits for
+        ZeroMQ makes a new one and does not tell what was lost with the old. A leader that waits for
         a report which was lost would wait for ever: no step, and so no collective, depends on it.
 
         Raises:
             ConnectionError: names the follower.
         """
-        for i, monitor in enumerate(self._monitors):
-            if monitor.poll(0):
+        for tp_rank, link in enumerate(self.links, start=1):
+            try:
+                link.send(_STILL_THERE)
+            except ConnectionError as error:
                 raise ConnectionError(
-                    f"follower tp={i + 1}: wanted its connection unbroken, found it broken; "
+                    f"{_name(tp_rank)}: wanted its connection unbroken, found it broken; "
                     "what was on its way is lost"
-                )
+                ) from error
 
     def close(self) -> None:
         """Tell the followers that no step comes any more, and close."""
-        for socket, monitor in zip(self.sockets, self._monitors, strict=False):
-            socket.disable_monitor()
-            monitor.close(linger=0)
-        for i, socket in enumerate(self.sockets):
+        for tp_rank, link in enumerate(self.links, start=1):
             try:
-                socket.send(encode(EndOfSteps()), zmq.NOBLOCK)
-            except zmq.Again:
-                log.warning("follower tp=%d: gone before the end of steps", i + 1)
-            socket.close(linger=CLOSE_LINGER_MS)
+                link.send(encode(EndOfSteps()))
+            except ConnectionError:
+                log.warning("%s: gone before the end of steps", _name(tp_rank))
+            link.close()
 
     def _put(self, frame: StepFrame | KVOrder) -> None:
         body = encode(frame)
-        for i, socket in enumerate(self.sockets):
-            try:
-                socket.send(body, zmq.NOBLOCK)
-            except zmq.Again:
-                # Queues have no bound, so only a peer that is gone refuses.
-                raise ConnectionError(
-                    f"follower tp={i + 1}: wanted an open channel, found it gone"
-                ) from None
+        for link in self.links:
+            link.send(body)
 
 
 class StepReceiver:
     """A follower's side. Everything belongs to the step thread."""
 
-    def __init__(self, context: Context, address: ChannelAddress, doorbell: Doorbell) -> None:
+    def __init__(
+        self,
+        context: Context,
+        address: LinkAddress,
+        doorbell: Doorbell,
+        *,
+        credentials: Credentials,
+    ) -> None:
         self._doorbell = doorbell
-        self._socket = open_pair(context)
-        connect_pair(self._socket, address)
+        self._link = GoingEnd(context, credentials, "leader", address)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._link.socket, zmq.POLLIN)
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
 
     def open(self, hello: FollowerHello) -> None:
@@ -211,59 +196,43 @@ class StepReceiver:
         Raises:
             FrameError: a leader of another deployment, or none in time.
         """
-        self._socket.send(encode(hello))
-        if not self._socket.poll(int(HELLO_TIMEOUT_S * 1000)):
-            raise FrameError(f"leader: wanted a hello in {HELLO_TIMEOUT_S:g} s, found none")
-        check_hello(decode(self._socket.recv(), ToFollower), hello)
+        self._link.greet(hello)
+        self._link.await_hello(hello, LeaderHello)
 
     def receive(self) -> Any:
-        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
-        self._poller.poll()
-        if self._socket.poll(0):
-            return decode(self._socket.recv(), ToFollower)
-        self._doorbell.clear()
-        return None
+        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring.
+
+        Raises:
+            FrameError: what the leader sent is no frame of this channel.
+        """
+        while True:
+            self._poller.poll()
+            body = self._link.receive(zmq.NOBLOCK)
+            if body is None:
+                self._doorbell.clear()
+                return None
+            frame = _decode(body, ToFollower, "leader")
+            if not isinstance(frame, StillThere):
+                return frame
 
     def report(self, report: FollowerReport) -> None:
         """Tell the leader what has ended here."""
-        self._socket.send(encode(report))
+        self._link.send(encode(report))
 
     def close(self) -> None:
         """Close the follower's end."""
-        self._socket.close(linger=CLOSE_LINGER_MS)
+        self._link.close()
 
 
-def check_hello(found: Any, wanted: LeaderHello | FollowerHello | PeerHello) -> None:
-    """Compare the other side's hello with our own.
-
-    Raises:
-        FrameError: names what was found instead of a hello, or the field that differs.
-    """
-    if not isinstance(found, LeaderHello | FollowerHello | PeerHello):
-        raise FrameError(f"channel: wanted a hello, found {type(found).__name__}")
-    for field in ("protocol", "config_hash", "epoch"):
-        ours, theirs = getattr(wanted, field), getattr(found, field)
-        if ours != theirs:
-            raise FrameError(f"{field}: wanted {ours}, found {theirs}")
+_STILL_THERE = encode(StillThere())
 
 
-def open_pair(context: Context) -> zmq.Socket[bytes]:
-    """Return one end of a connection, whose queues have no bound."""
-    socket = context.socket(zmq.PAIR)
-    socket.sndhwm = socket.rcvhwm = 0
-    keep_alive(socket)
-    return socket
+def _decode(body: bytes, kind: Any, name: str) -> Any:
+    try:
+        return decode(body, kind)
+    except FrameError as error:
+        raise FrameError(f"{name}: {error}") from error
 
 
-def bind_pair(socket: zmq.Socket[bytes], host: str) -> ChannelAddress:
-    """Let the other end come to this one; return where it goes."""
-    # An abstract name leaves no file behind, whoever is killed.
-    ipc = f"ipc://@lockstep-{uuid4().hex}"
-    socket.bind(ipc)
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return ChannelAddress(channel_node(), ipc, f"tcp://{host}:{port}")
-
-
-def connect_pair(socket: zmq.Socket[bytes], address: ChannelAddress) -> None:
-    """Go to the other end."""
-    socket.connect(address.ipc if address.node == channel_node() else address.tcp)
+def _name(tp_rank: int) -> str:
+    return f"follower tp={tp_rank}"

@@ -1,7 +1,7 @@
 """What a rank's model is compiled with: the scope that it is built in.
 
-The one thing to know: the key of the compile cache comes from here as far as the model decides it.
-What is left out of it must not change generated code: ranks, ports, paths, sizes of graphs.
+The key of the compile cache comes from here as far as the model decides it. What is left out of it
+must not change generated code: ranks, ports, paths, sizes of graphs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import shutil
 import sysconfig
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,19 +17,17 @@ import torch
 import model
 from cluster.config import EngineConfig
 from cluster.rank.groups import GroupMembership
+from compile.cache.key import sources_hash
 from compile.config import (
     AttentionGraphSupport,
     CompilationConfig,
     CompilationLevel,
-    CUDAGraphMode,
 )
 from compile.environment import cc, cxx
-from compile.exchange import ArtifactExchange
-from compile.graphs import GraphPools, new_graph_pool
-from compile.key import sources_hash
+from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.resolve import PRESETS, StepLimits, resolve
-from compile.scope import CompileScope
-from compile.standard import StandardToolchain
+from compile.scope import ArtifactExchange, CompileScope
+from compile.toolchain import StandardToolchain
 from model.config import ModelConfig
 from model.kernels.packed_linear import can_pack
 from model.parallel import Shard
@@ -39,8 +36,9 @@ log = logging.getLogger("lockstep.compile")
 
 MODEL_SOURCES = sources_hash(Path(model.__file__).parent)
 """When they were imported: a file that is changed later does not run here."""
-ATTENTION = AttentionGraphSupport.UNIFORM_DECODE
-"""Prefill takes grids and loops from host integers, which a whole graph would freeze."""
+ATTENTION = AttentionGraphSupport.ALWAYS
+"""Kernels take their grids from shapes and the rest from tensors. What a graph freezes is how many
+sequences decode: in a whole graph of a mixed step all of them are chunks (`StepInputs`)."""
 
 
 def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
@@ -66,9 +64,10 @@ def rank_scope(
         )
     limits = config.scheduler
     resolved = resolve(
-        _compilable(config, group),
+        config.compilation,
         StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens),
         preset=PRESETS[config.role.value],
+        enforce_eager=not _can_compile(config, group),
         attention=ATTENTION,
         backend_name=f"paged attention on {config.device}",
     )
@@ -83,8 +82,8 @@ def rank_scope(
     )
 
 
-def _compilable(config: EngineConfig, group: GroupMembership) -> CompilationConfig:
-    """Return what the group can compile: nothing where a rank's CPU lacks a C++ compiler."""
+def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
+    """Return whether the group can compile what is wanted: a CPU needs a C++ compiler for it."""
     wanted = config.compilation
     needs_compiler = (
         config.device == "cpu"
@@ -93,18 +92,18 @@ def _compilable(config: EngineConfig, group: GroupMembership) -> CompilationConf
         and wanted.level >= CompilationLevel.DYNAMO_ONCE
     )
     if not needs_compiler:
-        return wanted
+        return True
     is_here = shutil.which(cxx()) is not None
     # One rank that runs eagerly pads its steps otherwise than its peers, who would wait for it.
     if group.minimum("has_compiler", int(is_here)):
-        return wanted
+        return True
     log.warning(
         "compilation.level: serving at level 0, wanted level %d: no C++ compiler (%s) %s",
         wanted.level,
         cxx(),
         "is found on another rank" if is_here else "is found",
     )
-    return replace(wanted, level=0, cudagraph_mode=CUDAGraphMode.NONE, cudagraph_copy_inputs=False)
+    return False
 
 
 def missing_for_triton() -> str:

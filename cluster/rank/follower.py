@@ -5,30 +5,29 @@ and no requests: a plan tells everything, and its digest tells whether the two s
 same step. What it does beside is its slice of a KV handoff: it holds and reads when its leader says
 so, and reports what has ended.
 
-The one thing to know: a follower that disagrees with its leader raises before it enters the step's
-collectives. That ends `run`, and the owner of the group learns who it was and why.
+A follower that disagrees with its leader raises before it enters the step's collectives. That ends
+`run`, and the owner of the group learns who it was and why.
 """
 
 from __future__ import annotations
 
 import zmq
 
-from cluster.channel_messages import FollowerHello, LeaderHello
+from cluster.channel_messages import FollowerHello
 from cluster.config import EngineConfig
+from cluster.credentials import Credentials
 from cluster.engine.step_digest import StepDigester
 from cluster.engine.watchdog import Heartbeat
-from cluster.messages import PROTOCOL_VERSION, header_bytes
+from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import StepReceiver
-from cluster.rank.contexts import end_context
-from cluster.rank.doorbell import Doorbell
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
-from cluster.rank.kv_transfer.end import TransferEnd
-from cluster.rank.meeting import Rendezvous
-from cluster.rank.runner import ModelRunner
+from cluster.rank.rendezvous import Rendezvous
 from cluster.rank.stats import RankStats
-from compile.exchange import ArtifactExchange
+from cluster.rank.worker import Worker
+from cluster.wire.contexts import end_context
+from compile.scope import ArtifactExchange
 from model.config import ModelConfig
 
 
@@ -43,7 +42,7 @@ class Follower:
         tp_rank: int,
         epoch: int,
         host: str,
-        config_hash: str,
+        credentials: Credentials,
         rendezvous: Rendezvous,
         progress: Progress | None = None,
         exchange: ArtifactExchange | None = None,
@@ -52,54 +51,55 @@ class Follower:
         self.epoch = epoch
         self._name = f"rank dp={dp_rank} tp={tp_rank} epoch={epoch}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._doorbell = Doorbell()
 
         dp_size = config.parallel.lockstep_size
-        self._group = GroupMembership.follow(
+        group = GroupMembership.follow(
             rendezvous,
             tp_rank,
             config.device,
             host,
-            hello=LeaderHello(PROTOCOL_VERSION, config_hash, epoch),
+            hello=rendezvous.hello(credentials, epoch),
             dp_rank=dp_rank if dp_size > 1 else 0,
             dp_size=dp_size,
             shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
         )
-        self.transfer = TransferEnd(config, tp_rank)
-        self.runner = ModelRunner(
+        self._worker = Worker(
             config,
+            group,
+            context=self._context,
             dp_rank=dp_rank,
-            group=self._group,
+            tp_rank=tp_rank,
+            epoch=epoch,
+            host=host,
+            credentials=credentials,
             progress=progress,
-            storage=self.transfer.storage,
             exchange=exchange,
         )
-        self.transfer.start(
-            self.runner.kv_pool,
-            context=self._context,
-            host=host,
-            header=header_bytes(config_hash),
-            epoch=epoch,
-            doorbell=self._doorbell,
+        self.runner, self.transfer = self._worker.runner, self._worker.connector
+        self._receiver = StepReceiver(
+            self._context,
+            rendezvous.channels[tp_rank - 1],
+            self._worker.doorbell,
+            credentials=credentials,
         )
-        address = rendezvous.channels[tp_rank - 1]
-        self._receiver = StepReceiver(self._context, address, self._doorbell)
         self._receiver.open(
             FollowerHello(
                 protocol=PROTOCOL_VERSION,
-                config_hash=config_hash,
+                config_hash=credentials.config_hash,
                 epoch=epoch,
+                nonce=rendezvous.nonce,
                 tp_rank=tp_rank,
                 num_blocks=self.runner.num_blocks,
                 layout=self.runner.kv_spec.layout,
                 source=self.transfer.source,
+                graphs=self.runner.forward.checksum(),
             )
         )
         self.loop = FollowerLoop(
             self._name,
             receiver=self._receiver,
             runner=self.runner,
-            digester=StepDigester(self.runner.forward.shape_of),
+            digester=StepDigester(),
             holder=self.transfer.server,
             reader=self.transfer.puller,
         )
@@ -116,7 +116,7 @@ class Follower:
     def stop(self) -> None:
         """Make `run` return at the next step's border. Any thread may call it."""
         self.loop.is_stopping = True
-        self._doorbell.ring()
+        self._worker.doorbell.ring()
 
     def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
         """Return the rank's counters. Any thread may call it. Blocks are its leader's account."""
@@ -136,11 +136,9 @@ class Follower:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
-        return self.runner.pulse.heartbeat()
+        return self._worker.heartbeat()
 
     def _close(self) -> None:
-        self.transfer.close()
         self._receiver.close()
-        self.runner.forward.close()
-        self._group.close()
+        self._worker.close()
         end_context(self._context, self._name)

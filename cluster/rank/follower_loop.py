@@ -4,8 +4,8 @@
 2. An order about KV is done to this rank's slice as the leader did to its own.
 3. After each, what has ended here is reported.
 
-The one thing to know: receiver, executor and transfer are handed in, so that a simulator runs the
-same loop over a simulated channel.
+Receiver, executor and transfer are handed in, so that a simulator runs the same loop over a
+simulated channel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cluster.channel_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.engine.handoff import Holder, KVReader
 from cluster.engine.step_digest import StepDigester, StepDivergence, check_digest
 from cluster.engine.step_log import StepLog
+from cluster.kv.handoff import Holder, KVReader
 from cluster.messages import FrameError, SampledTokens, StepAgreement, StepPlan
-from cluster.rank.pulse import Pulse
+from cluster.rank.phases import PhaseRecorder
 
 
 class PlanReceiver(Protocol):
@@ -46,7 +46,7 @@ class StepRunner(Protocol):
     """Runs a plan on this rank, and keeps account of it."""
 
     @property
-    def pulse(self) -> Pulse:
+    def phases(self) -> PhaseRecorder:
         """What the step thread does."""
 
     @property
@@ -96,7 +96,7 @@ class FollowerLoop:
             StepDivergence: a step is not the leader's; names rank, step and field.
         """
         while not self.is_stopping:
-            self._runner.pulse.wait(self.step + 1, is_asleep=False)
+            self._runner.phases.wait(self.step + 1, is_asleep=False)
             match self.receiver.receive():
                 case StepFrame() as frame:
                     self._execute(frame)
@@ -105,7 +105,7 @@ class FollowerLoop:
                 case None:
                     pass  # the doorbell rang
                 case HoldKV() | DropKV() | ExpectKV() | StartRead() | CancelRead() as order:
-                    self._obey(order)
+                    self._do(order)
                 case frame:
                     raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
             self._report()
@@ -119,7 +119,7 @@ class FollowerLoop:
         self.step = frame.plan.step
         self._runner.execute(frame.plan, frame.agreed)
 
-    def _obey(self, order: KVOrder) -> None:
+    def _do(self, order: KVOrder) -> None:
         """Do to this rank's slice what the leader did to its own."""
         holder, reader = self._holder, self._reader
         match order:

@@ -3,11 +3,8 @@
 1. `compile` runs the model once on padding: a module that compiles itself does it now.
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
-3. `mode_of` says how a step runs: a pure function of the agreement and of what all ranks captured.
-   `shape_of` is what of it other ranks are told.
-4. `run` runs it: a replay, pieces that replay, or the model itself.
-
-The one thing to know: no rank looks at anything of its own to decide 3.
+3. `run` runs a step as all ranks agreed: a replay, pieces that replay, or the model itself. No
+   rank looks at anything of its own to decide which.
 """
 
 from __future__ import annotations
@@ -19,22 +16,11 @@ from typing import Any
 
 import torch
 
-from cluster.engine.lockstep import PURE_DECODE
-from cluster.lockstep_messages import StepShape
-from cluster.messages import StepAgreement, checksum
-from cluster.rank.capture_room import CaptureRoom
+from cluster.messages import StepAgreement, StepKind, checksum
+from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
-from compile.builds import install_for_kernels
-from compile.capture import (
-    CaptureCase,
-    CaptureReport,
-    capture_all,
-    graphs_to_capture,
-    seal,
-    unseal,
-    warmups_of,
-)
+from compile.cache.builds import install_for_kernels
 from compile.config import CompilationConfig, CompilationLevel, CUDAGraphMode
 from compile.context import (
     BatchDescriptor,
@@ -44,15 +30,25 @@ from compile.context import (
     KVCacheTensor,
     forward_context,
 )
-from compile.decorator import compile_as_is
-from compile.dispatch import CapturedGraphs, ForwardMode, decide
+from compile.dispatch import CapturedGraphs, ForwardMode
 from compile.gaps import GapTimer
-from compile.graph_memory import capture_trials, estimate_graph_bytes
-from compile.graphs import GraphPools
-from compile.wrapper import wrap_forward
+from compile.graphs.capture import (
+    CaptureCase,
+    CaptureReport,
+    capture_all,
+    capture_trials,
+    estimate_graph_bytes,
+    graphs_to_capture,
+    seal,
+    unseal,
+    warmups_of,
+)
+from compile.graphs.pools import GraphPools
+from compile.graphs.wrapper import wrap_forward
+from compile.pieces.decorator import compile_as_is
 from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
-from model.sampler import hungriest_sampling, sample
+from model.sampler import costliest_sampling, sample
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
@@ -77,7 +73,7 @@ class StepForward:
         *,
         group: GroupMembership,
         pools: GraphPools,
-        room: CaptureRoom,
+        room: FreeMemory,
     ) -> None:
         """Prepare to run `model`, which was built in the scope of `config`.
 
@@ -106,10 +102,7 @@ class StepForward:
 
     def checksum(self) -> int:
         """Return what is equal on ranks that dispatch over the same graphs in the same modes."""
-        captured = self.captured
-        mixed = [(key.num_tokens, key.num_seqs) for key in captured.mixed]
-        mode = self.config.graph_mode.name
-        return checksum((mode, captured.graph_bs, captured.num_tokens, mixed))
+        return checksum(str(self.captured))
 
     def use_cache(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
         """Attend to this KV cache from now on. Graphs that were captured stay with theirs."""
@@ -133,7 +126,7 @@ class StepForward:
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             if is_compiled:
                 backbone.prepare(batch.input_ids, batch.positions)
-            # Who finds everything in the cache is here long before who compiles.
+            # A rank that finds everything in the cache is here long before one that compiles.
             self._group.barrier("compiled")
             self._call(batch.input_ids, batch.positions)
         if self._inputs.device.type == "cuda":
@@ -198,7 +191,7 @@ class StepForward:
         logits = self._model.compute_logits(hidden[: self._inputs.max_num_seqs])
         if logits is not None:
             num_rows, vocab_size = logits.shape
-            sample(logits, hungriest_sampling(num_rows, vocab_size, device))
+            sample(logits, costliest_sampling(num_rows, vocab_size, device))
         self._synchronize()
         if not is_on_cuda:
             return 0
@@ -245,11 +238,18 @@ class StepForward:
                 has_room=self._room.has_room,
                 progress=None if progress is None else _named(progress, "capturing graphs"),
             )
-            self.captured = CapturedGraphs(self.report.graph_bs, self.report.num_tokens)
+            self.captured = CapturedGraphs(
+                self.config.graph_mode,
+                self.report.graph_bs,
+                self.report.num_tokens,
+                self.report.mixed,
+                enable_padding=self.config.enable_padding,
+            )
         seal(self.config.sealed)
 
     def _cases(self) -> list[CaptureCase]:
-        return [self._case(mode, key) for mode, key in graphs_to_capture(self.config)]
+        graphs = graphs_to_capture(self.config, self._inputs.max_num_seqs)
+        return [self._case(mode, key) for mode, key in graphs]
 
     def _case(self, mode: CUDAGraphMode, key: BatchDescriptor) -> CaptureCase:
         def prepare() -> ForwardContext:
@@ -263,7 +263,8 @@ class StepForward:
 
     def _padding(self, key: BatchDescriptor) -> StepBatch:
         """Return a batch of a graph's size; equal keys lie at equal addresses."""
-        return self._inputs.dummy(key.num_tokens, key.num_seqs or 1)
+        is_mixed = key.num_seqs is not None and not key.uniform_decode
+        return self._inputs.dummy(key.num_tokens, key.num_seqs or 1, is_mixed=is_mixed)
 
     def _synchronize(self) -> None:
         if self._inputs.device.type == "cuda":
@@ -277,27 +278,10 @@ class StepForward:
 
     # --- in a step ---
 
-    def mode_of(self, agreed: StepAgreement) -> ForwardMode:
-        """Decide how all ranks run the step."""
-        return decide(
-            is_uniform_decode=agreed.kind == PURE_DECODE and agreed.max_query_len == 1,
-            num_tokens=agreed.max_tokens,
-            num_seqs=agreed.max_seqs,
-            config=self.config,
-            captured=self.captured,
-            is_graph_allowed=agreed.graph_allowed,
-        )
-
-    def shape_of(self, agreed: StepAgreement, mode: ForwardMode | None = None) -> StepShape:
-        """Return what all ranks must make of the agreement alike; `mode` is what they run it in."""
-        mode = mode or self.mode_of(agreed)
-        is_padded = agreed.kind == PURE_DECODE or mode.mode is not CUDAGraphMode.NONE
-        return StepShape(mode.mode.value, mode.num_tokens, mode.num_seqs, is_padded)
-
     def run(
         self,
         batch: StepBatch,
-        mode: ForwardMode,
+        agreed: StepAgreement,
         num_seqs: int,
         num_tokens_across_dp: Sequence[int] | None = None,
     ) -> torch.Tensor:
@@ -307,6 +291,7 @@ class StepForward:
             num_tokens_across_dp: of all data-parallel ranks, padding included; None where this
                 is the only one.
         """
+        mode = _mode_of(agreed)
         context = self._context(
             batch,
             num_seqs,
@@ -347,6 +332,13 @@ class StepForward:
             cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,
             gap_timer=self.gaps if mode and mode.mode is CUDAGraphMode.PIECEWISE else None,
         )
+
+
+def _mode_of(agreed: StepAgreement) -> ForwardMode:
+    """Return the agreement as graphs are looked up by it."""
+    is_uniform_decode = agreed.kind is StepKind.DECODE
+    mode = CUDAGraphMode(agreed.mode)
+    return ForwardMode(mode, agreed.num_tokens, agreed.graph_bs, is_uniform_decode)
 
 
 def _doubling(most: int) -> list[int]:

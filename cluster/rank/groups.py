@@ -3,13 +3,16 @@
 The first leader's process keeps a store, on a listener that it opened before. All ranks that step
 together join through it, those of other data-parallel ranks too, and wait for one another in it.
 Its first entry is the first leader's hello, with which each rank compares its own.
-The one thing to know: every wait here has a bound in seconds. torch's own is half an hour, and a
-rank inside a collective can only be freed by ending its process.
+
+Every wait here has a bound in seconds. torch's own is half an hour, and a rank inside a collective
+can only be freed by ending its process. The store and gloo are torch's: they never ask for a
+secret, so where one node holds all ranks they listen on the loopback alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
@@ -26,9 +29,9 @@ from torch._C._distributed_c10d import (
 )
 
 from cluster.channel_messages import LeaderHello
-from cluster.messages import decode, encode
-from cluster.rank.channel import check_hello
-from cluster.rank.meeting import Meeting, Rendezvous
+from cluster.messages import FrameError, decode, encode
+from cluster.rank.links import check_hello
+from cluster.rank.rendezvous import Rendezvous
 from model.parallel import Shard
 
 JOIN_TIMEOUT_S = 120.0
@@ -60,32 +63,33 @@ class GroupMembership:
     @classmethod
     def lead(
         cls,
-        meeting: Meeting,
+        where: Rendezvous,
+        listener: socket.socket | None,
         size: int,
         device: str,
+        host: str,
         *,
+        hello: LeaderHello,
         dp_rank: int = 0,
         dp_size: int = 1,
         shares_experts: bool = False,
-        where: Rendezvous | None = None,
     ) -> GroupMembership:
-        """Join as tensor-parallel rank 0 of those that meet here; alone where nobody else does.
+        """Join as tensor-parallel rank 0 of those that meet here.
 
         Args:
+            listener: of the store, on the rank that keeps it.
             size: of the tensor-parallel group.
+            host: this node's address.
+            hello: what the first leader's has to be.
             shares_experts: data-parallel ranks hold the model's experts together.
-            where: what the owner told; None where this leader's own meeting is all there is.
 
         Raises:
             FrameError: the store is another group's, or another epoch's; names the field.
         """
-        where = where or meeting.rendezvous
-        if where is None:
-            return cls(None, Shard())
         # The store listens on the group's address only, and closes the descriptor at its end.
-        listen_fd = meeting.listener.detach() if meeting.listener is not None else None
-        store = _open_store(where, size * dp_size, listen_fd, meeting.hello)
-        place = _Place(dp_rank, dp_size, 0, size, device, meeting.host)
+        listen_fd = listener.detach() if listener is not None else None
+        store = _open_store(where, size * dp_size, listen_fd, hello)
+        place = _Place(dp_rank, dp_size, 0, size, device, where.host_of(host))
         shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
@@ -105,15 +109,14 @@ class GroupMembership:
         """Join as a follower.
 
         Args:
-            host: this node's address.
-            hello: what the first leader's has to be.
+            host, hello: as of `lead`.
 
         Raises:
             FrameError: as `lead`.
         """
         size = len(where.channels) + 1
         store = _open_store(where, size * dp_size, None, hello)
-        place = _Place(dp_rank, dp_size, tp_rank, size, device, host)
+        place = _Place(dp_rank, dp_size, tp_rank, size, device, where.host_of(host))
         shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
@@ -163,7 +166,10 @@ def _open_store(
     )
     if listen_fd is not None:
         store.set("hello", encode(hello).hex())
-    check_hello(decode(bytes.fromhex(store.get("hello").decode()), LeaderHello), hello)
+    found: LeaderHello = decode(bytes.fromhex(store.get("hello").decode()), LeaderHello)
+    check_hello(found, hello)
+    if found.nonce != hello.nonce:
+        raise FrameError("nonce: wanted the store of this group, found another group's")
     return store
 
 

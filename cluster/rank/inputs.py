@@ -1,8 +1,8 @@
 """Step inputs: plans become tensors in buffers whose addresses never change.
 
-The one thing to know: a row of the batch keeps state between steps (its block table and its
-sampling parameters), so that a plan carries only what is new. Buffers are allocated once at the
-largest size a step can have; a graph that was captured on them can be replayed on any plan.
+A row of the batch keeps state between steps (its block table and its sampling parameters), so that
+a plan carries only what is new. Buffers are allocated once at the largest size a step can have; a
+graph that was captured on them can be replayed on any plan.
 
 Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table.
 """
@@ -91,12 +91,21 @@ class StepInputs:
         self._sampled: _SampledRows | None = None
 
     def build(
-        self, plan: StepPlan, num_tokens: int | None = None, num_seqs: int | None = None
+        self,
+        plan: StepPlan,
+        num_tokens: int | None = None,
+        num_seqs: int | None = None,
+        *,
+        is_mixed: bool = False,
     ) -> StepBatch:
         """Apply the plan to the rows and return its batch, padded to the given sizes.
 
         A padding token is token 0 at position 0 and writes into the scratch block. A padding
-        sequence has length 0; only a batch in which every sequence decodes has any.
+        sequence has length 0 and no token, but where every sequence decodes, one.
+
+        Args:
+            is_mixed: attention takes every sequence for a chunk, those that decode too: a whole
+                graph of mixed steps freezes how many are none.
         """
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
         num_seqs = plan.num_seqs if num_seqs is None else num_seqs
@@ -109,6 +118,7 @@ class StepInputs:
         self._lay_out(plan, rows)
         self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
         num_decodes = num_seqs if plan.num_decodes == plan.num_seqs else plan.num_decodes
+        num_decodes = 0 if is_mixed else num_decodes
         attention = self._attention(num_decodes, num_tokens, num_seqs)
         input_ids = self._input_ids.upload(num_tokens)
         positions = self._positions.host[: plan.num_tokens]
@@ -137,12 +147,13 @@ class StepInputs:
         self._rules.admit(admission)
         self._sampled = None
 
-    def dummy(self, num_tokens: int, num_seqs: int) -> StepBatch:
+    def dummy(self, num_tokens: int, num_seqs: int, *, is_mixed: bool = False) -> StepBatch:
         """Return a batch of padding alone: what is compiled, captured and stepped without work.
 
-        With as many sequences as tokens every sequence decodes; else one attends to nothing.
+        With as many sequences as tokens every sequence decodes, unless `is_mixed`; else none of
+        them attends to anything.
         """
-        is_decode = num_tokens == num_seqs
+        is_decode = num_tokens == num_seqs and not is_mixed
         self._cu_seqlens_q.host[0] = 0
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)

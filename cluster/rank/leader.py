@@ -3,15 +3,16 @@
 A step's border is the only place where anything from outside comes in:
 
 1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
-   followers' reports of KV that was read or released to the group's holder and reader.
+   followers' reports of KV that was read or released to the group's holder and reader. Of both no
+   more than a border has time for: however much is sent here, the step goes on.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
    reports, its peers' votes and its doorbell (a finished KV read, an ended lease, a stop).
 5. Leaders that were stopped say so in their votes, and all end at the same step.
 
-The one thing to know: nothing but the step thread runs Python here for more than a fraction of a
-millisecond at a time; a busy second thread would slow every step a hundredfold.
+Nothing but the step thread runs Python here for more than a fraction of a millisecond at a time; a
+busy second thread would slow every step a hundredfold.
 """
 
 from __future__ import annotations
@@ -22,41 +23,38 @@ from dataclasses import asdict
 
 import zmq
 
-from cluster.channel_messages import FollowerHello, ReadEnded, TicketsEnded
+from cluster.channel_messages import (
+    FollowerHello,
+    FollowerReport,
+    LeaderHello,
+    ReadEnded,
+    TicketsEnded,
+)
 from cluster.config import EngineConfig, Role
+from cluster.credentials import Credentials
 from cluster.engine.engine import Engine
-from cluster.engine.group_kv import GroupHolder, GroupReader
-from cluster.engine.handoff import HandoffTerms
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.step_digest import StepDivergence
 from cluster.engine.watchdog import Heartbeat
+from cluster.kv.group import GroupHolder, GroupReader
+from cluster.kv.handoff import HandoffMetadata
 from cluster.lockstep_messages import PeerHello
-from cluster.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    FrameError,
-    Inbound,
-    KVSource,
-    Submit,
-    Watch,
-    check_header,
-    decode,
-    header_bytes,
-)
+from cluster.messages import Abort, FrameError, KVSource, Submit, Watch
 from cluster.rank.assembly import assemble_engine
-from cluster.rank.contexts import end_context
-from cluster.rank.doorbell import Doorbell
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
-from cluster.rank.kv_transfer.end import TransferEnd
+from cluster.rank.inbox import BadSubmit, Inbox
+from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
-from cluster.rank.meeting import Meeting, Rendezvous
-from cluster.rank.outlet import Outlet
+from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
+from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.runner import ModelRunner
-from cluster.rank.sockets import keep_alive
 from cluster.rank.stats import RankStats
-from compile.exchange import ArtifactExchange
+from cluster.rank.worker import Worker
+from cluster.wire.contexts import end_context
+from compile.scope import ArtifactExchange
 from model.config import ModelConfig
+from model.parallel import Shard
 
 log = logging.getLogger("lockstep.leader")
 
@@ -77,72 +75,65 @@ class Leader:
         engine_id: str,
         epoch: int,
         host: str,
-        config_hash: str,
+        credentials: Credentials,
         dp_rank: int = 0,
         progress: Progress | None = None,
-        meeting: Meeting | None = None,
+        endpoints: LeaderEndpoints | None = None,
         rendezvous: Rendezvous | None = None,
         exchange: ArtifactExchange | None = None,
     ) -> None:
         """Load, and wait until all followers and all other leaders have.
 
         Args:
-            meeting: where the followers were told to go; needed where there are any.
-            rendezvous: where to find other leaders; needed where there are any.
+            endpoints: where the followers were told to go; needed where there are any.
+            rendezvous: where to find other leaders; None where its own endpoints are all there is.
             exchange: where ranks on other nodes publish what they compile.
         """
         self.config = config
         self.epoch = epoch
         self._name = f"rank dp={dp_rank} tp=0 epoch={epoch}"
-        self._header = header_bytes(config_hash)
-        meeting = meeting or Meeting(
-            config, host=host, config_hash=config_hash, epoch=epoch, dp_rank=dp_rank
+        self._credentials = credentials
+        self._progress = progress
+        endpoints = endpoints or LeaderEndpoints(
+            config, host=host, credentials=credentials, dp_rank=dp_rank
         )
-        self._context = meeting.context
-        self._channel = meeting.channel
-        self._peers = meeting.peers
-        self._doorbell = Doorbell()
+        rendezvous = rendezvous or endpoints.rendezvous
+        self._context = endpoints.context
+        self._channel = endpoints.channel
+        self._peers = endpoints.peers
         self._is_stopping = False
 
-        dp_size = config.parallel.lockstep_size
-        self._group = GroupMembership.lead(
-            meeting,
-            config.parallel.tensor_parallel_size,
-            config.device,
-            dp_rank=dp_rank if dp_size > 1 else 0,
-            dp_size=dp_size,
-            shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
-            where=rendezvous,
-        )
-        self.transfer = TransferEnd(config, tp_rank=0)
-        self.runner = ModelRunner(
+        self._group = self._join_group(endpoints, rendezvous, host, dp_rank)
+        self._worker = Worker(
             config,
+            self._group,
+            context=self._context,
             dp_rank=dp_rank,
-            group=self._group,
+            tp_rank=0,
+            epoch=epoch,
+            host=host,
+            credentials=credentials,
             progress=progress,
-            storage=self.transfer.storage,
             exchange=exchange,
         )
-        self.transfer.start(
-            self.runner.kv_pool,
-            context=self._context,
-            host=host,
-            header=self._header,
-            epoch=epoch,
-            doorbell=self._doorbell,
-        )
+        self.runner, self.transfer = self._worker.runner, self._worker.connector
+        self._doorbell = self._worker.doorbell
         self._holder: GroupHolder | None = None
         self._reader: GroupReader | None = None
-        followers = self._channel.accept(self.runner.forward.shape_of)
-        self.engine = self._assemble(followers, self._join(rendezvous, config_hash))
+        followers, lockstep = self._greet(rendezvous)
+        self.engine = self._assemble(followers, lockstep)
 
-        self._inbox = self._context.socket(zmq.PULL)
-        keep_alive(self._inbox)
-        self._inbox.rcvhwm = 0  # a submission is never dropped; queues are bounded at the ingress
-        self.inbox = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
-        self._outlet = Outlet(
+        self._inbox = Inbox(
+            self._context,
+            host,
+            credentials,
+            max_model_len=config.max_model_len,
+            vocab_size=self.runner.model_config.vocab_size,
+        )
+        self.inbox = self._inbox.address
+        self._output_sender = OutputSender(
             context=self._context,
-            header=self._header,
+            credentials=credentials,
             engine_id=engine_id,
             inbox=self.inbox,
             epoch=epoch,
@@ -150,9 +141,10 @@ class Leader:
         )
         self._look_at = 0.0
         self._poller = zmq.Poller()
-        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
-        for socket in (*self._channel.sockets, *(self._peers.sockets if self._peers else ())):
+        followers_sockets = [link.socket for link in self._channel.links]
+        for socket in (*followers_sockets, *(self._peers.sockets if self._peers else ())):
             self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
@@ -169,7 +161,7 @@ class Leader:
 
     def _sleep(self) -> None:
         """Wait until something is to be done, here or on a peer."""
-        self.runner.pulse.wait(self._last_step, is_asleep=True)
+        self.runner.phases.wait(self._last_step, is_asleep=True)
         self._poller.poll(MAX_SLEEP_MS)
         self._doorbell.clear()
 
@@ -179,7 +171,7 @@ class Leader:
 
     def step(self) -> None:
         """Take what waits in the inbox, run one step and send its outputs."""
-        self.runner.pulse.plan(self._last_step + 1)
+        self.runner.phases.plan(self._last_step + 1)
         self._take_inbox()
         self._take_reports()
         self.engine.is_draining = self._is_stopping
@@ -187,10 +179,10 @@ class Leader:
             outputs = self.engine.step()
         except StepDivergence as error:
             raise error.after(self.runner.steps.tail()) from None
-        lost = self._outlet.send(outputs) if outputs else []
+        lost = self._output_sender.send(outputs) if outputs else []
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
-            lost += self._outlet.give_up_on_the_dead()
+            lost += self._output_sender.drop_dead_addresses()
             if not self._is_stopping:
                 self._channel.check()
         if lost:
@@ -222,64 +214,113 @@ class Leader:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
-        return self.runner.pulse.heartbeat()
+        return self._worker.heartbeat()
 
     def _take_inbox(self) -> None:
-        while True:
-            try:
-                header, body = self._inbox.recv_multipart(zmq.NOBLOCK)
-                check_header(header, self._header)
-                message = decode(body, Inbound)
-            except zmq.Again:
-                return
-            except (FrameError, ValueError) as error:
-                log.error("inbox: dropped a frame: %s", error)
-                continue
+        for message in self._inbox.take():
             match message:
                 case Submit():
-                    self._outlet.expect(message.request.request_id, message.request.reply_to)
-                    self.engine.submit(message)
+                    request = message.request
+                    if self._expect(request.request_id, request.reply_to):
+                        self.engine.submit(message)
+                case BadSubmit():
+                    if self._expect(message.request_id, message.reply_to):
+                        self.engine.refuse(message.request_id, message.error)
                 case Abort():
                     self.engine.abort(message.request_ids)
                 case Watch():
-                    self._outlet.watch(message.address)
+                    self._output_sender.watch(message.address)
+
+    def _expect(self, request_id: str, reply_to: str) -> bool:
+        """Note where a request's outputs go; return whether there is a way for them."""
+        if self._output_sender.expects(request_id):
+            # Its end would be taken for the other one's, everywhere.
+            log.error("inbox: request_id: wanted a new one, found %r unfinished", request_id)
+            return False
+        if not self._output_sender.expect(request_id, reply_to):
+            error = f"reply_to: wanted one of at most {MAX_ADDRESSES} addresses, found another"
+            self.engine.refuse(request_id, error)
+            return False
+        return True
 
     def _take_reports(self) -> None:
-        """Book what has ended on the followers."""
-        for tp_rank, report in self._channel.take_reports():
-            match report:
-                case TicketsEnded():
-                    assert self._holder is not None
-                    self._holder.on_tickets_ended(report.tickets)
-                case ReadEnded():
-                    assert self._reader is not None
-                    error = f"tp={tp_rank}: {report.error}" if report.error else ""
-                    self._reader.on_read_ended(report.request_id, error)
+        """Book what has ended on the followers.
 
-    def _join(self, rendezvous: Rendezvous | None, config_hash: str) -> JoinedLockstep | None:
+        Raises:
+            FrameError: a follower reports what it was not asked for; names it.
+        """
+        for tp_rank, report in self._channel.take_reports():
+            try:
+                self._book(tp_rank, report)
+            except FrameError as error:
+                raise FrameError(f"follower tp={tp_rank}: {error}") from error
+
+    def _book(self, tp_rank: int, report: FollowerReport) -> None:
+        match report:
+            case TicketsEnded() if self._holder is not None:
+                self._holder.on_tickets_ended(report.tickets)
+            case ReadEnded() if self._reader is not None:
+                error = f"tp={tp_rank}: {report.error}" if report.error else ""
+                self._reader.on_read_ended(report.request_id, error)
+            case _:
+                raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
+
+    def _join_group(
+        self, endpoints: LeaderEndpoints, rendezvous: Rendezvous | None, host: str, dp_rank: int
+    ) -> GroupMembership:
+        if rendezvous is None:
+            return GroupMembership(None, Shard())
+        parallel = self.config.parallel
+        dp_size = parallel.lockstep_size
+        return GroupMembership.lead(
+            rendezvous,
+            endpoints.listener,
+            parallel.tensor_parallel_size,
+            self.config.device,
+            host,
+            hello=rendezvous.hello(self._credentials, self.epoch),
+            dp_rank=dp_rank if dp_size > 1 else 0,
+            dp_size=dp_size,
+            shares_experts=ModelConfig.from_dir(self.config.model_path).experts is not None,
+        )
+
+    def _wait_for(self, name: str) -> None:
+        """Let the owner know what this rank waits for."""
+        if self._progress is not None:
+            self._progress(f"waiting for {name}", 0, 1)
+
+    def _greet(
+        self, rendezvous: Rendezvous | None
+    ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
+        """Greet the followers and the other leaders, where there are any."""
+        if rendezvous is None:
+            return [], None
+        hello = rendezvous.hello(self._credentials, self.epoch)
+        followers = self._channel.accept(hello, self._wait_for)
+        return followers, self._join(rendezvous.earlier, hello)
+
+    def _join(self, earlier: tuple[LinkAddress, ...], hello: LeaderHello) -> JoinedLockstep | None:
         """Greet the other leaders; return the lockstep with them, or None where there are none."""
         if self._peers is None:
             return None
-        assert rendezvous is not None, f"{self._name}: wanted its peers' rendezvous, found None"
         group, forward = self._group, self.runner.forward
-        self._peers.open(
-            rendezvous.earlier,
-            PeerHello(
-                protocol=PROTOCOL_VERSION,
-                config_hash=config_hash,
-                epoch=self.epoch,
-                dp_rank=group.dp_rank,
-                dp_size=group.dp_size,
-                graphs=forward.checksum(),
-            ),
+        ours = PeerHello(
+            protocol=hello.protocol,
+            config_hash=hello.config_hash,
+            epoch=hello.epoch,
+            nonce=hello.nonce,
+            dp_rank=group.dp_rank,
+            dp_size=group.dp_size,
+            graphs=forward.checksum(),
         )
+        self._peers.open(earlier, ours, self._wait_for)
         machine = LockstepMachine(
             dp_rank=group.dp_rank,
             dp_size=group.dp_size,
             epoch=self.epoch,
-            shape_of=forward.shape_of,
+            captured=forward.captured,
         )
-        return Lockstep.joined(machine, self._peers, self.runner.pulse)
+        return Lockstep.joined(machine, self._peers, self.runner.phases)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
@@ -297,12 +338,12 @@ class Leader:
             channel=self._channel,
             lockstep=lockstep,
             holder=self._holder,
-            terms=None if self.config.role is Role.MIXED else self._terms(sources),
+            metadata=None if self.config.role is Role.MIXED else self._metadata(sources),
             reader=self._reader,
         )
 
-    def _terms(self, sources: list[KVSource]) -> HandoffTerms:
-        return HandoffTerms(
+    def _metadata(self, sources: list[KVSource]) -> HandoffMetadata:
+        return HandoffMetadata(
             sources=sources,
             block_bytes=self.runner.kv_spec.block_bytes,
             layout=self.runner.kv_spec.layout,
@@ -310,20 +351,22 @@ class Leader:
         )
 
     def _close(self) -> None:
-        self.transfer.close()
-        self._outlet.close()
+        self._output_sender.close()
         self._channel.close()
         if self._peers is not None:
             self._peers.close()
-        self.runner.forward.close()
-        self._group.close()
-        self._inbox.close(linger=0)
+        self._worker.close()
+        self._inbox.close()
         end_context(self._context, f"{self._name} of role {self.config.role.value}")
 
 
 def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
     """Compare what a follower made of the configuration with what we made of it."""
-    wanted = {"num_blocks": runner.num_blocks, "layout": runner.kv_spec.layout}
+    wanted = {
+        "num_blocks": runner.num_blocks,
+        "layout": runner.kv_spec.layout,
+        "graphs": runner.forward.checksum(),
+    }
     for field, ours in wanted.items():
         theirs = getattr(hello, field)
         if ours != theirs:

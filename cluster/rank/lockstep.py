@@ -1,7 +1,7 @@
 """Agreement on a step among data-parallel leaders: the lockstep over its channel.
 
-The rules are in `cluster/engine/lockstep.py`. What follows an agreement is a pure function of it;
-no rank branches on a local value around a collective. A rank without peers agrees with itself.
+The rules are in `cluster/engine/lockstep.py`. What follows an agreement follows from it alone; no
+rank branches on a local value around a collective. A rank without peers agrees with itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Protocol
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.lockstep_messages import ToPeer
 from cluster.messages import FrameError, StepAgreement, Vote, decode, encode
-from cluster.rank.pulse import Pulse
+from cluster.rank.phases import PhaseRecorder
+from compile.dispatch import CapturedGraphs
 
 
 class VoteChannel(Protocol):
@@ -27,24 +28,27 @@ class VoteChannel(Protocol):
 class AloneLockstep:
     """The agreement of a group of one: its own vote."""
 
+    def __init__(self, captured: CapturedGraphs) -> None:
+        self._captured = captured
+
     def agree(self, vote: Vote) -> StepAgreement:
         """Return the agreement that a single vote amounts to."""
-        return agree((vote,))
+        return agree((vote,), self._captured)
 
     def confirm(self) -> None:
-        """Ask nobody."""
+        """There are no others to ask."""
 
 
 class JoinedLockstep:
     """The agreement of several leaders. Belongs to the step thread."""
 
     def __init__(
-        self, machine: LockstepMachine, channel: VoteChannel, pulse: Pulse | None = None
+        self, machine: LockstepMachine, channel: VoteChannel, phases: PhaseRecorder | None = None
     ) -> None:
-        """Drive `machine` over `channel`; `pulse` is told when this rank, and all have voted."""
+        """Drive `machine` over `channel`; `phases` is told when this rank, and all have voted."""
         self._machine = machine
         self._channel = channel
-        self._pulse = pulse or Pulse()
+        self._phases = phases or PhaseRecorder()
 
     def agree(self, vote: Vote) -> StepAgreement:
         """Exchange votes and return what they amount to: the same value on every rank.
@@ -55,12 +59,12 @@ class JoinedLockstep:
         """
         machine = self._machine
         self._channel.send(encode(machine.vote(vote)))
-        self._pulse.vote()
+        self._phases.vote()
         for rank in machine.peers:
             while machine.lacks_vote(rank):
                 self._receive(rank)
         confirm = machine.conclude()
-        self._pulse.agree()
+        self._phases.agree()
         self._channel.send(encode(confirm))
         return confirm.agreed
 
@@ -95,13 +99,13 @@ class Lockstep:
     """Where a rank gets the lockstep that its group's size asks for."""
 
     @staticmethod
-    def alone() -> AloneLockstep:
-        """Return the lockstep of a group with one data-parallel rank."""
-        return AloneLockstep()
+    def alone(captured: CapturedGraphs | None = None) -> AloneLockstep:
+        """Return the lockstep of a group with one data-parallel rank; None: nothing is captured."""
+        return AloneLockstep(captured or CapturedGraphs())
 
     @staticmethod
     def joined(
-        machine: LockstepMachine, channel: VoteChannel, pulse: Pulse | None = None
+        machine: LockstepMachine, channel: VoteChannel, phases: PhaseRecorder | None = None
     ) -> JoinedLockstep:
         """Return the lockstep of one of several data-parallel ranks."""
-        return JoinedLockstep(machine, channel, pulse)
+        return JoinedLockstep(machine, channel, phases)

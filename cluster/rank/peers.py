@@ -1,10 +1,7 @@
-"""The sockets between the data-parallel leaders of a group: one ZeroMQ pair for every two.
+"""The links between the data-parallel leaders of a group: one for every two.
 
 A leader opens an end for each later rank before it loads, and goes to the ends that earlier ranks
-have opened for it; over a Unix socket on a node, over TCP between nodes. All open with protocol
-version, configuration hash and epoch, when they are ready to step.
-
-The one thing to know: a vote goes to all others directly. That is one hop, where a rank that
+have opened for it. A vote goes to all others directly: that is one hop, where a rank that
 collected them would make it two.
 """
 
@@ -15,18 +12,11 @@ from typing import Any
 
 import zmq
 
-from cluster.lockstep_messages import PeerHello, ToPeer
-from cluster.messages import FrameError, decode, encode
-from cluster.rank.channel import (
-    CLOSE_LINGER_MS,
-    HELLO_TIMEOUT_S,
-    ChannelAddress,
-    Context,
-    bind_pair,
-    check_hello,
-    connect_pair,
-    open_pair,
-)
+from cluster.credentials import Credentials
+from cluster.lockstep_messages import PeerHello
+from cluster.messages import FrameError
+from cluster.rank.channel import Waiting
+from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
 
 SILENCE_TIMEOUT_S = 60.0
 """The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
@@ -38,37 +28,54 @@ class PeerSockets:
     Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one.
     """
 
-    def __init__(self, context: Context, *, dp_rank: int, dp_size: int, host: str) -> None:
-        self._dp_rank = dp_rank
-        self._sockets = {rank: open_pair(context) for rank in range(dp_size) if rank != dp_rank}
-        later = range(dp_rank + 1, dp_size)
-        self.addresses = tuple(bind_pair(self._sockets[rank], host) for rank in later)
+    def __init__(
+        self,
+        context: Context,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        host: str | None,
+        credentials: Credentials,
+    ) -> None:
+        """Open an end for each later rank; host None: all stand on this node."""
+        self._context = context
+        self._credentials = credentials
+        self._later = {
+            rank: WaitingEnd(context, credentials, _name(rank), host)
+            for rank in range(dp_rank + 1, dp_size)
+        }
+        self._links: dict[int, WaitingEnd | GoingEnd] = {}
+        self.addresses = tuple(link.address for link in self._later.values())
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What polls readable when a peer has voted."""
-        return list(self._sockets.values())
+        return [link.socket for link in self._links.values()]
 
-    def open(self, earlier: Sequence[ChannelAddress], hello: PeerHello) -> None:
+    def open(self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Waiting) -> None:
         """Go to the earlier ranks, greet all peers and check their answers.
 
         Args:
             earlier: where ranks 0, 1, ... before this one wait for it.
+            hello: ours.
 
         Raises:
             FrameError: a peer of another deployment, place or set of graphs, or none in time.
         """
-        for rank, address in enumerate(earlier):
-            connect_pair(self._sockets[rank], address)
-            self._sockets[rank].send(encode(hello))
-        # An open end has nobody to send to before the other side came: that one speaks first.
-        for rank in sorted(self._sockets, reverse=True):
-            found = self._receive_hello(rank)
-            if rank > self._dp_rank:
-                # Answered before it is judged: the other side can tell as well what does not fit.
-                self._sockets[rank].send(encode(hello))
-            _check_peer(rank, found, hello)
-            self._sockets[rank].rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
+        going = {
+            rank: GoingEnd(self._context, self._credentials, _name(rank), address)
+            for rank, address in enumerate(earlier)
+        }
+        for end in going.values():
+            end.greet(hello)
+        self._links = {**going, **self._later}
+        # The waiting side cannot speak before the other one came: that one speaks first, and the
+        # last rank, for which none waits any more, is the first to be answered.
+        for rank in sorted(self._links, reverse=True):
+            waiting(_name(rank))
+            link = self._links[rank]
+            _check_peer(rank, link.await_hello(hello, PeerHello), hello)
+            link.socket.rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
 
     def send(self, body: bytes) -> None:
         """Send a frame to every peer.
@@ -76,42 +83,28 @@ class PeerSockets:
         Raises:
             ConnectionError: a peer is gone.
         """
-        for rank, socket in self._sockets.items():
-            try:
-                socket.send(body, zmq.NOBLOCK)
-            except zmq.Again:
-                # Queues have no bound, so only a peer that is gone refuses.
-                raise ConnectionError(
-                    f"leader dp={rank}: wanted an open connection, found it gone"
-                ) from None
+        for link in self._links.values():
+            link.send(body)
 
     def receive(self, dp_rank: int) -> bytes | None:
         """Wait for the next frame of a peer; None if there is none in `SILENCE_TIMEOUT_S`."""
-        try:
-            return self._sockets[dp_rank].recv()
-        except zmq.Again:
-            return None
+        return self._links[dp_rank].receive()
 
     def close(self) -> None:
         """Close all ends; what was sent still leaves."""
-        for socket in self._sockets.values():
-            socket.close(linger=CLOSE_LINGER_MS)
-
-    def _receive_hello(self, dp_rank: int) -> Any:
-        socket = self._sockets[dp_rank]
-        if not socket.poll(int(HELLO_TIMEOUT_S * 1000)):
-            raise FrameError(
-                f"leader dp={dp_rank}: wanted a hello in {HELLO_TIMEOUT_S:g} s, found none"
-            )
-        return decode(socket.recv(), ToPeer)
+        for link in {**self._later, **self._links}.values():
+            link.close()
 
 
-def _check_peer(dp_rank: int, found: Any, ours: PeerHello) -> None:
+def _check_peer(dp_rank: int, found: PeerHello, ours: PeerHello) -> None:
     """Compare a peer's hello with what it should be beside ours."""
-    check_hello(found, ours)
-    wanted = {"dp_rank": dp_rank, "dp_size": ours.dp_size, "graphs": ours.graphs}
+    wanted: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": ours.dp_size, "graphs": ours.graphs}
     for field, value in wanted.items():
         if getattr(found, field) != value:
             raise FrameError(
-                f"leader dp={dp_rank}: {field}: wanted {value}, found {getattr(found, field)}"
+                f"{_name(dp_rank)}: {field}: wanted {value}, found {getattr(found, field)}"
             )
+
+
+def _name(dp_rank: int) -> str:
+    return f"leader dp={dp_rank}"

@@ -1,13 +1,13 @@
 """The rows' logit rules, with the tables on the device that they need.
 
-The one thing to know: everything here follows from the plans. A row is admitted with the tokens
-that are computed already, each plan brings those that it computes, and before a token is drawn
-both are counted. So the counts are those of an uninterrupted run after a pre-emption, a resume
-on another engine or a handoff, on every rank, and nothing waits for what a step has drawn.
+Everything here follows from the plans. A row is admitted with the tokens that are computed already,
+each plan brings those that it computes, and before a token is drawn both are counted. So the
+counts are those of an uninterrupted run after a pre-emption, a resume on another engine or a
+handoff, on every rank, and nothing waits for what a step has drawn.
 
 Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
-request may name as stop tokens or a tokenizer may have too many of, are left out: they are never
-drawn, and an index outside of a table would end the rank.
+request may name as stop tokens, are left out: they are never drawn, and an index outside of a
+table would end the rank.
 
 Shapes: R rows, V vocabulary, B sampled rows, T tokens of a step.
 """
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.messages import Admission, LogitRules, RowRules
-from cluster.rank.buffers import StaticBuffer, upload_once
+from cluster.rank.buffers import StaticBuffer, upload_array, upload_once
 from model.adjust import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
@@ -63,7 +63,7 @@ class RowRulesTables:
         self._has_rules[row] = True
         self._num_prompt[row] = found.num_prompt_tokens
         self._min_tokens[row] = rules.min_tokens
-        if rules.biases or rules.allowed_token_ids:
+        if rules.biases or rules.allowed_tokens:
             self._set_bias(row, rules)
         if rules.min_tokens:
             self._set_stop(row, found.stop_token_ids)
@@ -133,14 +133,12 @@ class RowRulesTables:
         if self._bias is None:
             self._bias = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
         self._has_bias[row] = True
-        if rules.allowed_token_ids:
-            self._bias[row].fill_(-torch.inf)
-            self._bias[row].index_fill_(0, self._known(rules.allowed_token_ids), 0.0)
+        if rules.allowed_tokens:
+            self._bias[row].masked_fill_(self._is_forbidden(rules.allowed_tokens), -torch.inf)
         if rules.biases:
-            pairs = zip(rules.bias_token_ids, rules.biases, strict=True)
-            known = [bias for token_id, bias in pairs if token_id < self._shape[1]]
-            biases = upload_once(known, torch.float32, self._device)
-            self._bias[row].index_add_(0, self._known(rules.bias_token_ids), biases)
+            token_ids = upload_once(rules.bias_token_ids, torch.int64, self._device)
+            biases = upload_once(rules.biases, torch.float32, self._device)
+            self._bias[row].index_add_(0, token_ids, biases)
 
     def _set_stop(self, row: int, stop_token_ids: Iterable[int]) -> None:
         if self._is_stop is None:
@@ -175,6 +173,12 @@ class RowRulesTables:
             self._counts.index_put_(where, one, accumulate=True)
         if num_output < len(rows):
             self._is_in_prompt[rows[num_output:], token_ids[num_output:]] = True
+
+    def _is_forbidden(self, allowed_tokens: bytes) -> torch.Tensor:
+        """Return what a mask leaves out: bool [V]."""
+        packed = np.frombuffer(allowed_tokens, dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self._shape[1], bitorder="little")
+        return upload_array(bits == 0, self._device)
 
     def _known(self, token_ids: Iterable[int]) -> torch.Tensor:
         known = [token_id for token_id in token_ids if token_id < self._shape[1]]

@@ -15,22 +15,19 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.blocks import check_num_blocks
-from cluster.engine.lockstep import PURE_DECODE, num_tokens_to_run
-from cluster.engine.step_log import StepLog, StepRecord
-from cluster.lockstep_messages import StepShape
-from cluster.messages import SampledTokens, StepAgreement, StepPlan, TokenLogprobs
-from cluster.rank.available_memory import available_memory_bytes
-from cluster.rank.capture_room import CaptureRoom, bytes_per_token
+from cluster.engine.lockstep import get_dp_padding
+from cluster.engine.step_log import StepLog
+from cluster.messages import SampledTokens, StepAgreement, StepKind, StepPlan, TokenLogprobs
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
+from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.rank.pulse import Pulse
+from cluster.rank.phases import PhaseRecorder
 from cluster.rank.results import prompt_logprobs, to_host
-from compile.config import CompilationConfig
+from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
-from compile.exchange import ArtifactExchange
-from compile.scope import compile_scope
+from compile.scope import ArtifactExchange, compile_scope
 from model.kv_cache import KVCacheSpec
 from model.loader import load_model
 from model.parallel import Shard
@@ -69,7 +66,7 @@ class ModelRunner:
         self.shard = group.shard
         self._dp_rank = group.dp_rank
         self.steps = StepLog()
-        self.pulse = Pulse()
+        self.phases = PhaseRecorder()
         self._step_bytes = 0
         """What the largest step needs of a device whose memory the KV cache shares."""
         self.config = config
@@ -111,7 +108,7 @@ class ModelRunner:
             scope.config,
             group=group,
             pools=pools,
-            room=CaptureRoom(group, self.device, bytes_per_token(self.model_config, config.dtype)),
+            room=FreeMemory(group, self.device, bytes_per_token(self.model_config, config.dtype)),
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
@@ -119,7 +116,7 @@ class ModelRunner:
         self.forward.use_cache(self.kv_spec.views(scratch, list(layers)))
         self.forward.compile(limits.max_num_batched_tokens, progress)
         # The first long prompt must not be taken for a rank that is stuck.
-        self.pulse.learn(*self.forward.time_step(limits.max_num_batched_tokens))
+        self.phases.learn(*self.forward.time_step(limits.max_num_batched_tokens))
         graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
         self.num_blocks = group.minimum("num_blocks", self._num_blocks(graph_bytes))
@@ -150,16 +147,14 @@ class ModelRunner:
         Args:
             confirm: called when the inputs are ready and no collective has begun.
         """
-        mode = self.forward.mode_of(agreed)
-        shape = self.forward.shape_of(agreed, mode)
-        across = num_tokens_to_run(agreed, shape)
-        self.pulse.build(agreed.step, across[self._dp_rank])
-        batch = self._build(plan, agreed, shape, across)
+        num_padding, across = get_dp_padding(agreed, self._dp_rank)
+        self.phases.build(agreed.step, plan.num_tokens + num_padding)
+        batch = self.build(plan, agreed)
         if confirm is not None:
             confirm()
-        self.steps.add(StepRecord(agreed, shape, batch.attention.seq_lens.shape[0]))
-        self.pulse.run()
-        hidden = self.forward.run(batch, mode, plan.num_seqs, across)
+        self.steps.add(agreed)
+        self.phases.run()
+        hidden = self.forward.run(batch, agreed, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -172,22 +167,18 @@ class ModelRunner:
             # A step that sampled nothing has not waited for the device, and the next one writes
             # the host arrays that this one's copies read.
             torch.cuda.current_stream().synchronize()
-        self.pulse.book()
+        self.phases.book()
         return SampledTokens(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
 
-    def _build(
-        self, plan: StepPlan, agreed: StepAgreement, shape: StepShape, across: tuple[int, ...]
-    ) -> StepBatch:
-        """Return the plan's batch, or a dummy one, padded as all ranks agreed.
-
-        Sequences are padded where all decode alone: attention is the only one to look at them.
-        """
-        num_tokens = across[self._dp_rank]
-        is_uniform = agreed.kind == PURE_DECODE
-        num_seqs = shape.num_seqs if is_uniform else max(plan.num_seqs, 1)
+    def build(self, plan: StepPlan, agreed: StepAgreement) -> StepBatch:
+        """Return the plan's batch, or a dummy one, padded as all ranks agreed."""
+        num_tokens = agreed.num_tokens_across_dp[self._dp_rank]
+        num_seqs = agreed.graph_bs or max(plan.num_seqs, 1)
+        is_whole = agreed.mode == CUDAGraphMode.FULL.value
+        is_mixed = is_whole and agreed.kind is StepKind.MIXED
         if not plan.num_seqs:
-            return self.inputs.dummy(num_tokens, num_seqs)
-        return self.inputs.build(plan, num_tokens, num_seqs)
+            return self.inputs.dummy(num_tokens, num_seqs, is_mixed=is_mixed)
+        return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)
 
     def debug(self) -> dict[str, Any]:
         """Return as plain data what this rank compiled, captured, replayed and agreed on.

@@ -84,7 +84,7 @@ def _find(node: Node) -> Match | None:
 
 
 def _can_replace(match: Match) -> bool:
-    """Tell whether the op computes what was matched, in the place of the sum."""
+    """Return whether the op computes what was matched, in the place of the sum."""
     x, residual, weight = (value(match[name]) for name in ("x", "residual", "weight"))
     if x is None or residual is None or weight is None:
         return False
@@ -104,7 +104,7 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 
 def _can_move(match: Match) -> bool:
-    """Tell whether the norm can be computed where the sum is."""
+    """Return whether the norm can be computed where the sum is."""
     node = match["sum"].next
     while node is not match["norm"]:
         if node is match["weight"] or spelling.writes(node):

@@ -1,4 +1,8 @@
-"""The passes as Inductor takes them: behind its own, before it undoes functionalization."""
+"""The passes as Inductor takes them: on its graph of ATen ops, ahead of its own.
+
+Behind them a residual's addition may have become part of the product before it (`addmm`), as it
+does on a GPU, and on CPUs whose weights stay plain.
+"""
 
 from __future__ import annotations
 

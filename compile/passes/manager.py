@@ -1,7 +1,7 @@
 """`PassManager`: the configured passes, run in order on every graph that is compiled.
 
-The one thing to know: the same object runs inside Inductor, on its graph of ATen ops, and on a
-graph as Dynamo traced it where Inductor is not used. Its `uuid` belongs into every cache key.
+The same object runs inside Inductor, on its graph of ATen ops, and on a graph as Dynamo traced it
+where Inductor is not used. Its `uuid` belongs into every cache key.
 """
 
 from __future__ import annotations
@@ -86,4 +86,4 @@ class PassManager:
         # Importing Inductor takes a second that a process without it need not spend.
         from compile.passes.inductor import PostGradPass
 
-        return {"post_grad_custom_post_pass": PostGradPass(self, self.uuid())}
+        return {"post_grad_custom_pre_pass": PostGradPass(self, self.uuid())}

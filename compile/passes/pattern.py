@@ -1,7 +1,7 @@
 """Patterns of operations, written down and not traced.
 
-The one thing to know: a scalar in a pattern is a wildcard. A pattern that is traced holds the
-scalars of its trace, and would be needed once for each epsilon.
+A scalar in a pattern is a wildcard. A pattern that is traced holds the scalars of its trace, and
+would be needed once for each epsilon.
 
     Op("mul", (Bind("weight"), Op("add", (Bind("x"), Scalar("eps")))))
 

@@ -66,7 +66,7 @@ def value(node: object) -> torch.Tensor | None:
 
 
 def writes(node: Node) -> bool:
-    """Tell whether a node may write into a tensor that it is given."""
+    """Return whether a node may write into a tensor that it is given."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     if node.op != "call_function":

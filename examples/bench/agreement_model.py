@@ -1,4 +1,4 @@
-"""What an agreement costs beside a step, and what it would cost among many leaders.
+"""The cost of an agreement beside a step, and, by a model, among many leaders.
 
     python examples/bench/agreement_model.py [--rounds 4000] [--network-us 10] [--layers 24]
 
@@ -6,7 +6,7 @@
    Qwen2.5-0.5B in bfloat16: the share of the first in the second.
 2. Measured, between two processes over the sockets that leaders use: what a frame costs its sender,
    its receiver, and how long it travels; and what a rank does with a frame that stands for many
-   ranks (a partial agreement: the same fields and 4 bytes of tokens for each rank).
+   ranks (a partial agreement: a vote's fields and 4 bytes of tokens for each rank).
 3. Modelled from those: the agreement of n leaders. A network hop takes `--network-us` more.
 
 Three topologies: *direct*, a vote from each to each, which is what leaders do; *tree*, partial
@@ -38,7 +38,7 @@ import zmq  # noqa: E402
 
 from cluster.messages import Wire  # noqa: E402
 from cluster.rank.channel import bind_pair, connect_pair, open_pair  # noqa: E402
-from cluster.rank.contexts import end_context  # noqa: E402
+from cluster.wire.contexts import end_context  # noqa: E402
 
 SIZES = (2, 4, 64, 256, 1024)
 CHILDREN = (2, 4, 8, 16, 32)
@@ -75,7 +75,7 @@ class Costs:
     """Decode, combine and encode a partial agreement of so many ranks."""
 
     def of_ranks(self, num: int) -> float:
-        """Return what a partial agreement of `num` ranks takes, between those measured."""
+        """Return the time of a partial agreement of `num` ranks, interpolated."""
         sizes, times = zip(*sorted(self.combine.items()), strict=True)
         return float(np.interp(num, sizes, times))
 
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def direct_us(costs: Costs, size: int, network_us: float) -> float:
-    """Return one rank's time: it sends to each and receives from each; the last one travels."""
+    """Return one rank's time: it sends to and receives from each, and the last frame travels."""
     frames = (size - 1) * (costs.send + costs.receive + costs.of_ranks(1))
     return frames + costs.travel + network_us
 

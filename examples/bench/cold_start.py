@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,7 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
     from cluster.actors.placement import create_placement_group
     from cluster.actors.rank_group import RankGroup
     from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+    from cluster.credentials import SECRET_BYTES, Credentials
     from compile.config import CompilationConfig
 
     ray.init(num_cpus=dp * tp, include_dashboard=False, log_to_driver=False)
@@ -84,7 +86,8 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
     )
     placement = create_placement_group(engine)
     began = time.monotonic()
-    group = RankGroup(engine, placement, first_bundle=0, engine_id="bench", config_hash="bench")
+    credentials = Credentials("bench", secrets.token_bytes(SECRET_BYTES))
+    group = RankGroup(engine, placement, first_bundle=0, engine_id="bench", credentials=credentials)
     await group.start()
     ready_s = time.monotonic() - began
     told = await asyncio.gather(*(actor.debug.remote() for actor in group.actors))

@@ -1,11 +1,11 @@
-"""What compiling and replaying buy: decode steps by level and mode, and the time of a start.
+"""Gains of compiling and replaying: decode steps by level and mode, and the time of a start.
 
     python examples/bench/compile_levels.py [--models tiny,qwen] [--batches 1,8,32] [--rounds 15]
         [--turn 10] [--layers 24] [--threads 1] [--no-starts] [--json PATH]
 
 All variants of a model are loaded in one process and take turns in every round, so a neighbour on
 the machine slows all of them; figures are medians of steps, in milliseconds and as a share of the
-eager step. A turn is a few steps in a row, as a server makes them; the first one is left out, since
+eager step. A turn is a few steps in a row, as a server runs them; the first one is left out, since
 it finds another variant's weights in the processor's caches. `--turn 1` times that step instead.
 `host_us` is the step of a model of equal depth and a width of 64, whose kernels have next to
 nothing to do. A start is timed in a process of its own, from the moment torch is imported to the

@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
 
 
 def sizes(text: str) -> list[int]:
-    """Read numbers between commas."""
+    """Return the numbers of a list with commas."""
     return [int(number) for number in text.split(",")]
 
 
@@ -165,7 +165,7 @@ def their_steps(model: Any, batch: int, context: int) -> Callable[[], None]:
 
 
 def plain_read(num_bytes: int) -> Callable[[], None]:
-    """Return a function that reads as many bytes as a step does, and does little else."""
+    """Return a function that reads as many bytes as a step, and does little else."""
     data = torch.ones(num_bytes // 4)
     return lambda: float(data.sum())
 
@@ -223,7 +223,7 @@ def alternate(
 def host_seconds(runner: ModelRunner, batch: int, options: argparse.Namespace) -> float:
     """Return the part of a step outside of torch's operations, as its profiler sees them.
 
-    What the profiler itself costs is in it: an upper bound.
+    It includes the cost of the profiler, so it is an upper bound.
     """
     step = our_steps(runner, batch, options.context)
     step()

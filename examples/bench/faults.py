@@ -1,18 +1,18 @@
-"""Strike the ranks of running applications, one after the other, and tell what came of it.
+"""Strike the ranks of running applications, one after the other, and report what comes of it.
 
     python examples/bench/faults.py [--only tp-plan dp-decode pd capture-tp diverge-dp ...]
 
 Each application serves the bundled model in float32 to clients that stream without a break. A rank
-is killed, stopped, or made to disagree at a known place of a step (`cluster/rank/faults.py`), or
+is killed, stopped, or made to disagree at a known place of a step (`fault_injection.py`), or
 struck once `/ready` tells that its group captures graphs. Printed are, by strike:
 
-    named    seconds until `/ready` told who it was
+    named    seconds until `/ready` named the rank
     serves   seconds until the group served again
     pause    the longest pause of a stream, in seconds
     answers  that ended since the strike before
     refused  requests that came while a pool was rebuilt, and were told to come again
-    lost     requests that ended otherwise than with their answer
-    wrong    answers that are not, token for token, those of the model in one process
+    lost     requests that ended without their answer
+    wrong    answers that differ from those of the model in one process in any token
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fault_injection import Action, Fault, Place, arm_actor
 from faults_app import App, Cluster, Load, right_answers
 
 from cluster.actors.status_board import NAMESPACE, board_name
 from cluster.channel_messages import StepDigest
-from cluster.lockstep_messages import StepShape
 from cluster.messages import StepAgreement
-from cluster.rank.faults import Action, Fault, Place
 
 TIMEOUT_S = 300.0
 ANSWERS_BETWEEN = 8
-"""So that requests are new at the next strike: one that is lost three times is given up."""
+"""Answers between strikes, so that each meets new requests: one that is lost three times fails."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +68,21 @@ class Strike:
     what: str
     place: str
     rank: dict[str, Any]
-    """As `/ready` told of it before."""
+    """As `/ready` described it before."""
     began: float
     """By the monotonic clock."""
     step: int | None = None
     """None outside a step."""
 
     def is_named(self, error: str) -> bool:
-        """Tell whether an error names the rank, and of a divergence step and field."""
+        """Return whether an error names the rank and, for a divergence, step and field."""
         epoch, target = self.rank["epoch"], self.target
         if f"rank dp={target.dp_rank} tp={target.tp_rank} epoch={epoch}" not in error:
             return False
         if self.step is None or not self.what.startswith(Action.DIVERGE.value):
             return True
         found = re.search(r" step (\d+): (\w+): wanted .*, found ", error)
-        # A step that is altered is told as what it was altered to.
+        # An altered step is named as what it was altered to.
         steps = (self.step, self.step + 1)
         return found is not None and int(found[1]) in steps and found[2] == self.what.split()[1]
 
@@ -97,7 +96,7 @@ class Stage:
         self._num_answers = self._num_refused = 0
 
     def strike(self, target: Target, place: Place, action: Action, field: str = "") -> None:
-        """Arm a rank, wait until it strikes and until its group serves again; print a row."""
+        """Arm a rank, wait until it fails and until its group serves again; print a row."""
 
         self.load.wait_for(ANSWERS_BETWEEN)
         rank = target.find(self._replica(target.pool))
@@ -105,8 +104,7 @@ class Stage:
             note = Path(directory, "note")
             fault = Fault(place, action, str(note), field)
             self.load.longest_pause_s = 0.0
-            # Not waited for: it may strike before it answers.
-            self._actor(target).arm.options(concurrency_group="ctl").remote(fault)
+            arm_actor(self._actor(target), fault)
             wait_until(note.exists, f"{target} to come to {place.value}")
             step, began = note.read_text().split()
         what = f"{action.value} {field}".strip()
@@ -190,7 +188,7 @@ def strike_in_capture(app: App, target: Target, action: Action) -> Strike:
 
 
 def told(strike: Strike, error: str) -> str:
-    """Return what was told of a strike: of Ray's account of a death its first sentence."""
+    """Return what was reported of a strike: the first sentence of Ray's account of a death."""
     is_gone = not Path(f"/proc/{strike.rank['pid']}").exists()
     parts = ["" if strike.is_named(error) else "NOT NAMED", "" if is_gone else "STILL THERE"]
     return " ".join([*filter(None, parts), error.split(". ")[0]])
@@ -331,10 +329,9 @@ def await_second_start(app: App, strike: Strike) -> None:
 
 
 def diverge_leaders(cluster: Cluster) -> None:
-    """Alter each field of what a leader agreed on with its peer, and of what it made of that."""
-    fields = (*StepAgreement.__struct_fields__, *StepShape.__struct_fields__)
+    """Alter each field of what a leader agreed on with its peer."""
     with stage(cluster, DP.name, *DP.arguments) as struck:
-        for number, field in enumerate(fields):
+        for number, field in enumerate(StepAgreement.__struct_fields__):
             struck.strike(DP.ranks[number % 2], Place.DECODE, Action.DIVERGE, field)
 
 

@@ -1,7 +1,7 @@
-"""An application and its load, for those that strike it: `faults.py` and the tests of restarts.
+"""An application under load, for `faults.py` and the tests of restarts, which strike it.
 
-The one thing to know: an answer counts as right when its tokens are those of the model in one
-process, however often its group was rebuilt while it was streamed.
+An answer counts as right if its tokens are those of the model in one process, however often its
+group was rebuilt while it was streamed.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class App:
         ray_serve.delete(self.name)
 
     def ready(self) -> tuple[int, dict[str, Any]]:
-        """Return code and body of `/ready`; code 0 where nobody answers yet."""
+        """Return code and body of `/ready`; code 0 where nothing answers yet."""
         url = urlsplit(self.url)
         connection = http.client.HTTPConnection(url.netloc, timeout=10)
         try:

@@ -1,4 +1,4 @@
-"""Does this machine's accelerator compute the right thing, and how far from its floor?
+"""Check that this machine's accelerator computes the right thing, and how far from its floor.
 
     python examples/bench/gpu_check.py [--device cuda] [--out FILE] [--quick] [--only PART ...]
         [--deadline SECONDS]
@@ -49,7 +49,7 @@ GRAPHS = (
     "3-FULL_AND_PIECEWISE-shared",
     "3-FULL_AND_PIECEWISE-per_bucket",
 )
-"""Level, mode and policy of pools of each graph part: one that fails leaves the others alone."""
+"""Level, mode and pool policy of each graph part; one that fails leaves the others alone."""
 PARTS: dict[str, tuple[str, float]] = {
     "machine": ("gpu_check_kernels", 120.0),
     "decode": ("gpu_check_kernels", 240.0),
@@ -65,7 +65,7 @@ PARTS: dict[str, tuple[str, float]] = {
 }
 """Each part's module and the seconds it may take; a GPU's first calls compile kernels."""
 STACKS_S = 3.0
-"""A part tells its stacks so long before its limit."""
+"""How long before its limit a part prints its stacks."""
 
 
 def run_part(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:

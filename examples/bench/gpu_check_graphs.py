@@ -103,9 +103,9 @@ def run(runner: ModelRunner, size: int) -> list[torch.Tensor]:
     found = []
     for computed, new in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, 1)):
         plan = make_plan(size, computed, new)
-        mode = runner.forward.mode_of(Lockstep.alone().agree(plan.vote()))
-        batch = runner.inputs.build(plan, mode.num_tokens, mode.num_seqs)
-        hidden = runner.forward.run(batch, mode, plan.num_seqs)
+        agreed = Lockstep.alone(runner.forward.captured).agree(plan.vote())
+        batch = runner.build(plan, agreed)
+        hidden = runner.forward.run(batch, agreed, plan.num_seqs)
         found.append(hidden[: plan.num_tokens].clone())
         if hidden.is_cuda:
             # The next step writes the host arrays that this one's copies read.
@@ -117,7 +117,7 @@ def timed(at: Setting, runner: ModelRunner, title: str) -> Row:
     """Return a row with the time of a whole decode step of one sequence."""
     run(runner, 1)
     plan = make_plan(1, PROMPT, 1)
-    agreed = Lockstep.alone().agree(plan.vote())
+    agreed = Lockstep.alone(runner.forward.captured).agree(plan.vote())
     weights = sum(parameter.nbytes for parameter in runner.model.parameters())
     # One row of the embedding is read.
     weights -= runner.model.model.embed_tokens.weight.nbytes

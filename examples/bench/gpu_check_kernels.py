@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gpu_check_rows import Row, Setting, attempts, captured, error_of
 
-from cluster.rank.kv_transfer.store import BlockStore
+from cluster.kv.transport.store import BlockStore
 from model.kernels import dispatch, paged_attention, sparse_mlp
 from model.kv_cache import KVCacheSpec
 from model.layers.activation import silu_and_mul

@@ -1,4 +1,4 @@
-"""What the parts of gpu_check.py share: a row of the table, and the setting it was measured in."""
+"""A row of the table of gpu_check.py and the setting it was measured in, shared by its parts."""
 
 from __future__ import annotations
 

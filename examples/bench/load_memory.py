@@ -4,8 +4,8 @@
         [--hidden 2048] [--vocab 32000] [--tied]
 
 A random Llama checkpoint in files of 256 MB is written to a temporary directory and loaded by one
-rank in a fresh process. This process reads that one's RssAnon and RssShmem a thousand times a
-second: pages of the checkpoint are mapped from its files and are not private.
+rank in a fresh process. The parent reads its RssAnon and RssShmem a thousand times a second;
+pages of the checkpoint are mapped from its files and are not private.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the lockstep costs: agreement among leaders against a gloo all-reduce, and waking up.
+"""The cost of lockstep: agreement among leaders against a gloo all-reduce, and waking up.
 
     python examples/bench/lockstep.py [--ranks 2 4] [--rounds 4000] [--wakes 200]
 
@@ -25,23 +25,28 @@ from typing import Any
 import zmq
 
 from cluster.config import EngineConfig, ParallelConfig
+from cluster.credentials import Credentials
 from cluster.engine.lockstep import LockstepMachine
-from cluster.lockstep_messages import PeerHello, StepShape
+from cluster.lockstep_messages import PeerHello
 from cluster.messages import (
     PROTOCOL_VERSION,
     GenerateRequest,
     Sampling,
-    StepAgreement,
+    StepKind,
     Submit,
     Vote,
     encode,
-    header_bytes,
 )
-from cluster.rank.contexts import end_context
 from cluster.rank.lockstep import Lockstep
-from cluster.rank.meeting import Meeting, introduce
+from cluster.rank.rendezvous import LeaderEndpoints, introduce
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from compile.config import CUDAGraphMode
+from compile.dispatch import CapturedGraphs
 
-HOST, HASH = "127.0.0.1", "bench"
+HOST = "127.0.0.1"
+CREDENTIALS = Credentials("bench", b"of a benchmark, no secret at all")
 BLOCK = 200
 """Rounds of one kind before the next kind has its turn."""
 
@@ -103,18 +108,17 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     import torch.distributed as dist
 
     size = config.parallel.data_parallel_size
-    meeting = Meeting(config, host=HOST, config_hash=HASH, epoch=0, dp_rank=rank)
-    pipe.send(meeting.rendezvous)
+    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
+    pipe.send(endpoints.rendezvous)
     told = pipe.recv()
-    assert meeting.peers is not None
-    meeting.peers.open(told.earlier, PeerHello(PROTOCOL_VERSION, HASH, 0, rank, size, 0))
+    assert endpoints.peers is not None
+    hello = PeerHello(PROTOCOL_VERSION, "bench", 0, told.nonce, rank, size, 0)
+    endpoints.peers.open(told.earlier, hello, lambda name: None)
 
-    def shape_of(agreed: StepAgreement) -> StepShape:
-        return StepShape(2, 64, 64, True)
-
-    machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, shape_of=shape_of)
-    lockstep = Lockstep.joined(machine, meeting.peers)
-    listen_fd = meeting.listener.detach() if meeting.listener is not None else None
+    captured = CapturedGraphs(CUDAGraphMode.FULL, graph_bs=(64,))
+    machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, captured=captured)
+    lockstep = Lockstep.joined(machine, endpoints.peers)
+    listen_fd = endpoints.listener.detach() if endpoints.listener is not None else None
     store = dist.TCPStore(
         told.store_host, told.store_port, size, rank == 0, master_listen_fd=listen_fd
     )
@@ -125,7 +129,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     for _ in range(rounds // BLOCK):
         for _ in range(BLOCK):
             step += 1
-            vote = Vote(0, step, 1, 30 + rank, 30 + rank, 1, True, True, False)
+            vote = Vote(0, step, StepKind.DECODE, 30 + rank, 30 + rank, 1, True, True, False)
             began = time.perf_counter()
             lockstep.agree(vote)
             agreed = time.perf_counter()
@@ -138,8 +142,8 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
             times["gloo all-reduce"].append(time.perf_counter() - began)
     pipe.send({name: seconds[BLOCK:] for name, seconds in times.items()})
     time.sleep(0.5)  # the store ends with rank 0
-    meeting.peers.close()
-    end_context(meeting.context, "bench")
+    endpoints.peers.close()
+    end_context(endpoints.context, "bench")
 
 
 # --- waking up -----------------------------------------------------------------------------------
@@ -165,19 +169,19 @@ def serve(config: EngineConfig, rank: int, pipe: Connection) -> None:
 
     from cluster.rank.leader import Leader
 
-    meeting = Meeting(config, host=HOST, config_hash=HASH, epoch=0, dp_rank=rank)
-    pipe.send(meeting.rendezvous)
+    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
+    pipe.send(endpoints.rendezvous)
     leader = Leader(
         config,
         engine_id="",
         epoch=0,
         host=HOST,
-        config_hash=HASH,
+        credentials=CREDENTIALS,
         dp_rank=rank,
-        meeting=meeting,
+        endpoints=endpoints,
         rendezvous=pipe.recv(),
     )
-    channel = TimedChannel(meeting.peers)
+    channel = TimedChannel(endpoints.peers)
     leader.engine.lockstep._channel = channel  # type: ignore[attr-defined]
     pipe.send(leader.inbox)
 
@@ -195,7 +199,9 @@ def wake(size: int, num_wakes: int) -> list[float]:
     """Return the seconds from a submission to the first vote of the last rank."""
     processes, pipes = run_ranks(size, serve)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    replies, inbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    handshake = CurveHandshake(CREDENTIALS.secret)
+    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
+    inbox = connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000)
     port = replies.bind_to_random_port(f"tcp://{HOST}")
     inbox.connect([pipe.recv() for pipe in pipes][-1])
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 1, (), -1, -1, None)
@@ -206,7 +212,7 @@ def wake(size: int, num_wakes: int) -> list[float]:
         request = GenerateRequest(str(i), [1, 2, 3], [], sampling, f"tcp://{HOST}:{port}")
         frame = encode(Submit(request, None))
         began = time.monotonic()
-        inbox.send_multipart([header_bytes(HASH), frame])
+        inbox.send_multipart(pack(frame, CREDENTIALS))
         replies.recv_multipart()
         firsts = first_votes(pipes)
         if min(firsts) >= began:  # else a leader has just looked around by itself

@@ -2,10 +2,11 @@
 
     python examples/bench/step_channel.py [--rounds 5000] [--bytes 300]
 
-A leader sends a frame, a follower answers with a byte. Both may sleep while they wait, as ranks
-do between requests. `ipc socket` is what the step channel uses: a ZeroMQ pair with a doorbell in
-the same poll. `ring` is a frame in shared memory with a Unix socket as doorbell; `spinning ring`
-never sleeps and costs a core for each rank. The last line is the socket's time over the ring's.
+A leader sends a frame and a follower answers with a byte. Both may sleep while they wait, as ranks
+do between requests. `ipc socket` is what the step channel uses: a ZeroMQ router and dealer under
+CURVE, with a doorbell in the same poll. `ring` is a frame in shared memory with a Unix socket as
+doorbell; `spinning ring` never sleeps and costs a core for each rank. The last line is the socket's
+time over the ring's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable
 from uuid import uuid4
 
 import zmq
+
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
 
 Ends = tuple[Callable[[bytes], None], Callable[[], bytes]]
 """How one process sends and receives."""
@@ -71,25 +74,31 @@ def measure(make: Callable[[bool], Ends], rounds: int, num_bytes: int) -> list[f
 
 
 def ipc_socket() -> Callable[[bool], Ends]:
-    """Return a ZeroMQ pair whose receiver polls it together with a doorbell."""
+    """Return a link between two ranks whose receiver polls it together with a doorbell."""
     address = f"ipc://@lockstep-bench-{uuid4().hex}"
 
     def make(is_leader: bool) -> Ends:
-        pair = zmq.Context().socket(zmq.PAIR)
+        handshake = CurveHandshake(b"of a benchmark, no secret at all")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        peer: list[bytes] = []
         if is_leader:
-            pair.bind(address)
+            socket = listening_socket(context, zmq.ROUTER, handshake, max_waiting=100)
+            socket.bind(address)
+            peer = socket.recv_multipart()[:1]
         else:
-            pair.connect(address)
+            socket = connecting_socket(context, zmq.DEALER, handshake, max_waiting=100)
+            socket.connect(address)
+            socket.send(b"hello")
         poller = zmq.Poller()
-        poller.register(pair, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
         poller.register(os.eventfd(0), zmq.POLLIN)
 
         def receive() -> bytes:
             poller.poll()
-            return bytes(pair.recv(zmq.NOBLOCK))
+            return socket.recv_multipart(zmq.NOBLOCK)[-1]
 
         def send(frame: bytes) -> None:
-            pair.send(frame)
+            socket.send_multipart([*peer, frame])
 
         return send, receive
 

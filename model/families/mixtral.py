@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from model.config import ModelConfig
-from model.families.mistral import MistralAttention
 from model.layers.decoder import CausalLM, DecoderLayer
+from model.layers.grouped_query import GroupedQueryAttention
 from model.layers.moe import ExpertNames, SparseMLP
 from model.parallel import Shard
 
@@ -27,7 +27,7 @@ class MixtralForCausalLM(CausalLM):
         assert experts is not None
 
         def make_layer(i: int) -> DecoderLayer:
-            attention = MistralAttention(config, shard, dtype, device, i)
+            attention = GroupedQueryAttention(config, i, shard=shard, dtype=dtype, device=device)
             mlp = SparseMLP(
                 config.hidden_size, experts, NAMES, shard=shard, dtype=dtype, device=device
             )

@@ -3,81 +3,17 @@
 What is particular: each head of queries and keys is normalised before it is turned, the head dim
 does not follow from the hidden size, and biases are the configuration's choice. Layers may slide
 as in Qwen2.
-
-Shapes: T tokens, E hidden size, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import nn
 
 from model.config import ModelConfig
-from model.layers.attention import Attention
 from model.layers.decoder import CausalLM, DecoderLayer
-from model.layers.linear import QKVParallelLinear, RowParallelLinear
+from model.layers.grouped_query import GroupedQueryAttention
 from model.layers.mlp import GatedMLP
-from model.layers.norm import RMSNorm
-from model.layers.slices import WeightSlice
 from model.parallel import Shard
-
-
-class Qwen3Attention(nn.Module):
-    """Projections and rotary positions around a layer's attention."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        layer: int,
-    ) -> None:
-        super().__init__()
-        bias, head_dim = config.attention_bias, config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            head_dim,
-            bias=bias,
-            shard=shard,
-            dtype=dtype,
-            device=device,
-        )
-        self.attn = Attention(
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            head_dim,
-            layer_name=f"model.layers.{layer}.self_attn.attn",
-            sliding_window=config.layer_windows[layer],
-        )
-        # Every head has the same norm, so every rank holds all of it.
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-        self.o_proj = RowParallelLinear(
-            config.num_heads * head_dim,
-            config.hidden_size,
-            bias=bias,
-            shard=shard,
-            dtype=dtype,
-            device=device,
-        )
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [T, E]; cos, sin: [T, 1, D / 2]"""
-        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        attended = self.attn(self.q_norm(q), self.k_norm(k), v, cos, sin)
-        out: torch.Tensor = self.o_proj(attended.flatten(1))
-        return out
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield from self.qkv_proj.weight_slices(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        yield from self.q_norm.weight_slices(f"{name}.q_norm")
-        yield from self.k_norm.weight_slices(f"{name}.k_norm")
-        yield from self.o_proj.weight_slices(f"{name}.o_proj")
 
 
 class Qwen3ForCausalLM(CausalLM):
@@ -87,7 +23,16 @@ class Qwen3ForCausalLM(CausalLM):
         self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device
     ) -> None:
         def make_layer(i: int) -> DecoderLayer:
-            attention = Qwen3Attention(config, shard, dtype, device, i)
+            attention = GroupedQueryAttention(
+                config,
+                i,
+                qkv_bias=config.attention_bias,
+                output_bias=config.attention_bias,
+                normalises_heads=True,
+                shard=shard,
+                dtype=dtype,
+                device=device,
+            )
             mlp = GatedMLP(
                 config.hidden_size,
                 config.intermediate_size,

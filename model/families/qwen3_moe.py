@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from model.config import ModelConfig
-from model.families.qwen3 import Qwen3Attention
 from model.layers.decoder import CausalLM, DecoderLayer
+from model.layers.grouped_query import GroupedQueryAttention
 from model.layers.mlp import GatedMLP
 from model.layers.moe import ExpertNames, SparseMLP
 from model.parallel import Shard
@@ -40,7 +40,16 @@ class Qwen3MoeForCausalLM(CausalLM):
             )
 
         def make_layer(i: int) -> DecoderLayer:
-            attention = Qwen3Attention(config, shard, dtype, device, i)
+            attention = GroupedQueryAttention(
+                config,
+                i,
+                qkv_bias=config.attention_bias,
+                output_bias=config.attention_bias,
+                normalises_heads=True,
+                shard=shard,
+                dtype=dtype,
+                device=device,
+            )
             return DecoderLayer(config, attention, make_mlp(i), dtype=dtype, device=device)
 
         super().__init__(config, make_layer, shard=shard, dtype=dtype, device=device)

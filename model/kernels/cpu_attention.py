@@ -1,8 +1,8 @@
 """Paged decode attention and the write of KV on CPU: C++ where it is built, torch elsewhere.
 
-The one thing to know: both functions take what their twins in `paged_attention` take and leave the
-same values behind, so a caller does not know which one ran. What a kernel does not serve (other
-dtypes, other devices, rows that are not contiguous) goes to the twin.
+Both functions take what their twins in `paged_attention` take and leave the same values behind, so
+a caller does not know which one ran. What a kernel does not serve (other dtypes, other devices,
+rows that are not contiguous) goes to the twin.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, N blocks, B tokens per
 block, M columns of the block table.
@@ -154,5 +154,5 @@ def _write_sizes(
 
 
 def _has_rows(*strides: Strides) -> bool:
-    """Tell whether every tensor's last dimension is contiguous."""
+    """Return whether every tensor's last dimension is contiguous."""
     return all(each[-1] == 1 for each in strides)

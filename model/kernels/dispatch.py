@@ -1,8 +1,8 @@
 """Which kernel computes what: Triton on a GPU, `cpu_attention` and torch functions elsewhere.
 
-The one thing to know: on a GPU nothing here waits for the device. Grids follow from tensor shapes
-and from host integers, never from what a tensor holds. Triton is imported by the first tensor that
-needs it; a machine without a GPU may be without it.
+On a GPU nothing here waits for the device. Grids follow from tensor shapes and from host integers,
+never from what a tensor holds. Triton is imported by the first tensor that needs it; a machine
+without a GPU may be without it.
 
 Functions of attention and of experts run inside an op and are plain. Those of other layers are
 traced, so on a GPU they are opaque ops; elsewhere torch functions are traced, and the ops equal
@@ -22,7 +22,7 @@ from model.kernels import cpu_attention, cpu_norm, elementwise, paged_attention,
 
 
 def uses_triton(x: torch.Tensor) -> bool:
-    """Tell whether Triton kernels compute on this tensor's device."""
+    """Return whether Triton kernels compute on this tensor's device."""
     return x.is_cuda
 
 

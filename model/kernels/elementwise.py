@@ -1,6 +1,6 @@
 """Norms and activations in torch functions: what a CPU's graph is traced from.
 
-The one thing to know: a Triton kernel on a GPU rounds where these round, to the model's dtype.
+A Triton kernel on a GPU rounds where these round, to the model's dtype.
 """
 
 from __future__ import annotations

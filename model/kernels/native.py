@@ -2,13 +2,12 @@
 
 1. The key names everything that decides the machine code: sources, compiler, flags, processor.
 2. The library of that key lies in the cache directory, or is built beside it and renamed: two
-   processes that build at once both succeed, and nobody loads half a file.
-3. Where there is no compiler, or the directory belongs to somebody else, the torch functions do
+   processes that build at once both succeed, and none loads half a file.
+3. Where there is no compiler, or the directory belongs to another user, the torch functions do
    the work; one line in the log says so.
 
-The one thing to know: the kernels use the OpenMP runtime that torch brought. They are compiled
-with OpenMP and linked without it, because a second runtime would start a second pool of threads
-on the same cores.
+The kernels use the OpenMP runtime that torch brought. They are compiled with OpenMP and linked
+without it, because a second runtime would start a second pool of threads on the same cores.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from pathlib import Path
 
 import torch
 
+from compile.cache.disk import PrivateDirectoryError, make_private
+from compile.cache.key import processor as _processor
 from compile.environment import cache_root, cxx
-from compile.machine import processor as _processor
-from compile.private_dir import PrivateDirectoryError, make_private
 
 SOURCES = Path(__file__).parent / "cpp"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
@@ -81,7 +80,7 @@ def build_library(directory: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a library is there as it was built: one that is cut off kills who loads it."""
+    """Return whether a library is there as it was built: one that is cut off kills who loads it."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -104,7 +103,7 @@ def _compiler() -> str:
 
 
 def _make_private(directory: Path) -> None:
-    """Refuse a directory in which somebody else could place the code that we load."""
+    """Refuse a directory in which another user could place the code that we load."""
     try:
         make_private(directory)
     except PrivateDirectoryError as error:

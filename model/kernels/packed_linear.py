@@ -1,8 +1,8 @@
 """Linear layers over weights that are packed for the CPU, as two opaque ops.
 
-The one thing to know: an op's argument is a *handle*, a tensor that holds an index into this
-process's table of packed weights. Layers of equal shape so become equal pieces of a graph: what
-differs between them is an input.
+An op's argument is a *handle*, a tensor that holds an index into this process's table of packed
+weights. Layers of equal shape so become equal pieces of a graph: what differs between them is an
+input.
 
 oneDNN packs, and multiplies many rows. One row, a decode step of one sequence, is bound by memory,
 and a C++ kernel reads the same packed bytes faster. It may, because packing proves where each
@@ -69,7 +69,7 @@ class PackedWeight:
 
     @property
     def has_rows(self) -> bool:
-        """Tell whether single rows can be read, as an embedding does."""
+        """Return whether single rows can be read, as an embedding does."""
         return _entry(self.handle).tiles is not None
 
     def unpack(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ class PackedWeight:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether weights of this kind can be packed and gain by it."""
+    """Return whether weights of this kind can be packed and gain by it."""
     return device.type == "cpu" and dtype in PACKED_DTYPES and _packs(dtype)
 
 

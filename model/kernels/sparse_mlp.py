@@ -3,8 +3,8 @@
 Tokens are sorted by expert, so that an expert that has tokens multiplies all of them at once, and
 one that has none is not read. A step of one token reads `top_k` experts.
 
-The one thing to know: experts are a rank's own, numbered from `first_expert` on. Tokens that are
-routed to others' experts are left out; the ranks' results are summed elsewhere.
+Experts are a rank's own, numbered from `first_expert` on. Tokens that are routed to others' experts
+are left out; the ranks' results are summed elsewhere.
 
 Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
 I intermediate size.

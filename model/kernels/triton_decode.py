@@ -2,7 +2,7 @@
 
 Flash-decoding (Dao et al., 2023): with one query token per sequence there are too few rows to fill
 a device, so a sequence's tokens are split over programs, whose partial results a second kernel
-joins. The one thing to know: how many splits there are follows from tensor shapes and the device,
+joins. How many splits there are follows from tensor shapes and the device,
 never from `seq_lens`; how long a split is, each program computes from its own sequence's length.
 So a captured graph fits every batch of its size.
 

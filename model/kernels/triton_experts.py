@@ -6,9 +6,9 @@
 3. A second one multiplies down, scales by the pair's weight, and writes where the pair stood before
    sorting, so that the sum over a token's experts reads neighbours and needs no atomics.
 
-The one thing to know: grids follow from shapes alone. Each expert's pairs are cut into tiles, the
-tiles are numbered over all experts, and a program finds its expert by bisecting that numbering on
-the device. An expert without tokens has no tile, so that its matrices are not read.
+Grids follow from shapes alone. Each expert's pairs are cut into tiles, the tiles are numbered over
+all experts, and a program finds its expert by bisecting that numbering on the device. An expert
+without tokens has no tile, so that its matrices are not read.
 
 Shapes: T tokens, E hidden size, X experts of this rank, K experts of a token, P = T * K pairs,
 I intermediate size.

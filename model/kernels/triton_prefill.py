@@ -1,6 +1,6 @@
 """Paged prefill attention on a GPU; the twin of `paged_attention.paged_prefill`.
 
-FlashAttention's online softmax (Dao, 2023) over paged keys. The one thing to know: the grid follows
+FlashAttention's online softmax (Dao, 2023) over paged keys. The grid follows
 from tensor shapes alone. Tiles of query tokens are numbered over all sequences, each sequence
 rounded up to whole tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the
 device, as vLLM's unified attention does. Query tokens behind the last sequence count as one more

@@ -1,8 +1,8 @@
 """Attention over the paged cache, behind one opaque op.
 
-The one thing to know: the op's arguments are tensors and its layer's name. Cache and metadata come
-from the forward context, so a traced graph does not depend on the batch. The batch is ordered:
-sequences with a single query token first.
+The op's arguments are tensors and its layer's name. Cache and metadata come from the forward
+context, so a traced graph does not depend on the batch. The batch is ordered: sequences with a
+single query token first.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, M columns of a block table.
 """

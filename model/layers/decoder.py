@@ -1,7 +1,6 @@
 """What decoder-only families share: the pre-norm layer, the stack of them, and the head.
 
-The one thing to know: a family hands in its attention and MLP modules; nothing here asks which
-family it is.
+A family hands in its attention and MLP modules; nothing here asks which family it is.
 
 Shapes: T tokens, N rows to score, E hidden size, V vocabulary, D head dim.
 """
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from compile.context import static_forward_context
-from compile.decorator import support_torch_compile
+from compile.pieces.decorator import support_torch_compile
 from model.config import ModelConfig
 from model.layers.attention import Attention
 from model.layers.embedding import VocabParallelEmbedding
@@ -191,7 +190,7 @@ class CausalLM(nn.Module):
             yield from self.lm_head.weight_slices("lm_head")
 
     def is_ignored(self, tensor_name: str) -> bool:
-        """Tell whether a checkpoint may hold this tensor although no parameter wants it."""
+        """Return whether a checkpoint may hold this tensor although no parameter wants it."""
         if tensor_name == "lm_head.weight":
             return self.config.tie_word_embeddings
         # Older conversions stored the rotary frequencies, which follow from the configuration.

@@ -4,8 +4,8 @@
 2. The op `lockstep::routed_experts` brings the tokens of all data-parallel ranks here, chooses
    each token's experts, computes this rank's, and sums over the ranks (`ExpertShard`).
 
-The one thing to know: the op's arguments are tensors and the names of groups, the same in every
-layer and on every rank. A traced graph does not depend on which experts a rank holds or how many.
+The op's arguments are tensors and the names of groups, the same in every layer and on every rank. A
+traced graph does not depend on which experts a rank holds or how many.
 
 Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
 I intermediate size.

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer; Su et al., 2021), turning halves as Hugging Face does.
 
-The one thing to know: a token's angles follow from its position alone, in every kind of scaling,
-so that its key can be cached, shared between sequences and moved between processes.
+A token's angles follow from its position alone, in every kind of scaling, so that its key can be
+cached, shared between sequences and moved between processes.
 
 Shapes: T tokens, H heads, D head dim.
 """

@@ -2,9 +2,9 @@
 
 Layers describe their weights this way and read nothing; `model.weights` reads.
 
-The one thing to know: a parameter has no memory until its first part is read, and the layer is
-told when its last part is in. So a layer may replace what it has read (pack it, say) before the
-next layer takes memory, and a rank never holds two copies of its shard.
+A parameter has no memory until its first part is read, and the layer is told when its last part is
+in. So a layer may replace what it has read (pack it, say) before the next layer takes memory, and a
+rank never holds two copies of its shard.
 """
 
 from __future__ import annotations

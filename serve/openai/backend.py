@@ -1,4 +1,4 @@
-"""What the HTTP layer needs of whoever generates the tokens."""
+"""What the HTTP layer needs of the backend that generates the tokens."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ from typing import Any, Protocol
 from cluster.messages import EngineOutput, GenerateRequest
 
 
-class Overloaded(Exception):
-    """No room for another request; worth another try after `retry_after_s` seconds."""
-
-    def __init__(
-        self, retry_after_s: float, message: str = "the server has no room for another request"
-    ) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class Backend(Protocol):
     """The pools behind the HTTP layer. All methods are called on the ingress's event loop."""
 
     def is_ready(self) -> bool:
-        """Tell whether requests are taken."""
+        """Return whether requests are taken."""
         ...
 
     def healthy(self) -> bool:
-        """Tell whether it works or is on its way to; false means that it needs a restart."""
+        """Return whether it works or is on its way to; false means that it needs a restart."""
         ...
 
     async def status(self) -> tuple[int, dict[str, Any]]:
@@ -37,12 +27,8 @@ class Backend(Protocol):
         """Return the body of /debug/ranks."""
         ...
 
-    def admit(self, num_sequences: int) -> None:
-        """Reserve room for the sequences of one request until `leave`; raises Overloaded."""
-        ...
-
-    def leave(self, num_sequences: int) -> None:
-        """Give the room back: the sequences have ended."""
+    def debug_ingress(self) -> dict[str, Any]:
+        """Return the body of /debug/ingress."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:

@@ -9,9 +9,10 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.openai.endpoint import Serving, Stamp, beside_the_loop, respond
+from serve.openai.endpoint import Serving, Stamp, respond
 from serve.openai.errors import BadRequest
 from serve.openai.generation import Choice, Generation, Piece
+from serve.openai.limits import check_limits, check_num_chars
 from serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from serve.openai.responses import (
     ChatChoice,
@@ -25,25 +26,48 @@ from serve.openai.responses import (
     Usage,
 )
 from serve.openai.schema import ChatRequest, parse_chat
+from serve.threads import Check
 from serve.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
-"""What a template adds to a message, about: roles and marks are work too."""
+"""About what a template adds to a message: roles and markers are work too."""
 
 
 class ChatShape:
     """Reads and writes one chat request."""
 
+    num_prompts = 1
+    num_prompt_copies = 1
+
     def __init__(self, request: ChatRequest, tokenizer: Tokenizer, model: str) -> None:
         self.request = request
+        self.params = request.sampling_params()
         self.stamp = Stamp.new("chatcmpl", model)
         self._tokenizer = tokenizer
         self._roles_sent: set[int] = set()
 
-    async def tokenize(self) -> list[list[int]]:
+    @property
+    def size(self) -> int:
         messages = self.request.messages
-        num_chars = sum(MESSAGE_CHARS + message.num_chars for message in messages)
-        return [await beside_the_loop(num_chars, self._apply_chat_template)]
+        return sum(MESSAGE_CHARS + message.num_chars for message in messages)
+
+    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
+        request, tokenizer = self.request, self._tokenizer
+        takes_parts = tokenizer.takes_parts(request.chat_template)
+        add_generation_prompt = request.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not request.continue_final_message
+        prompt = tokenizer.apply_chat_template(
+            [message.for_template(takes_parts) for message in request.messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+            chat_template=request.chat_template,
+            max_tokens=max_tokens,
+            check=check,
+            **request.chat_template_kwargs,
+        )
+        return [prompt]
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
@@ -75,21 +99,6 @@ class ChatShape:
             model=self.stamp.model,
             choices=[],
             usage=usage,
-        )
-
-    def _apply_chat_template(self) -> list[int]:
-        request, tokenizer = self.request, self._tokenizer
-        takes_parts = tokenizer.takes_parts(request.chat_template)
-        add_generation_prompt = request.add_generation_prompt
-        if add_generation_prompt is None:
-            add_generation_prompt = not request.continue_final_message
-        return tokenizer.apply_chat_template(
-            [message.for_template(takes_parts) for message in request.messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-            chat_template=request.chat_template,
-            **request.chat_template_kwargs,
         )
 
     def _choice(self, index: int, piece: Piece) -> ChatChoice:
@@ -157,12 +166,18 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
 
 
 def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:
-    """Return the request in a JSON body; raises BadRequest."""
+    """Return the request in a JSON body; raises BadRequest and ParameterError."""
     request = parse_chat(body)
-    if request.n > (limit := serving.settings.max_sequences):
-        raise BadRequest(f"n: wanted at most {limit}, found {request.n}", param="n")
+    shape = ChatShape(request, tokenizer, serving.settings.served_model_name)
+    check_limits(request, serving.settings, tokenizer, num_prompts=1)
+    max_messages = serving.settings.max_model_len
+    if (found := len(request.messages)) > max_messages:
+        wanted = f"at most {max_messages}, a token of the model's length for each"
+        raise BadRequest(f"messages: wanted {wanted}, found {found}", param="messages")
+    num_chars = sum(message.num_chars for message in request.messages)
+    check_num_chars("messages", num_chars, serving.settings, tokenizer)
     _check_template(request, tokenizer)
-    return ChatShape(request, tokenizer, serving.settings.served_model_name)
+    return shape
 
 
 def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:

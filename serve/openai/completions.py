@@ -9,9 +9,9 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.openai.endpoint import Serving, Stamp, beside_the_loop, respond
-from serve.openai.errors import BadRequest
+from serve.openai.endpoint import Serving, Stamp, respond
 from serve.openai.generation import Choice, Generation, Piece
+from serve.openai.limits import check_limits, check_num_chars
 from serve.openai.logprobs import completion_logprobs, prompt_logprobs
 from serve.openai.responses import (
     Completion,
@@ -21,6 +21,7 @@ from serve.openai.responses import (
     Usage,
 )
 from serve.openai.schema import CompletionRequest, parse_completion
+from serve.threads import Check
 from serve.tokenizer import Tokenizer
 
 
@@ -29,14 +30,33 @@ class CompletionShape:
 
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, model: str) -> None:
         self.request = request
+        self.params = request.sampling_params()
         self.stamp = Stamp.new("cmpl", model)
         self._tokenizer = tokenizer
-        # Where each choice's next token starts in its text; an index is here once it has begun.
-        self._text_offsets: dict[int, int] = {}
+        self._prompts = request.prompts()
+        self._begun: set[int] = set()
+        """Indices of choices that a chunk has mentioned."""
 
-    async def tokenize(self) -> list[list[int]]:
-        prompts = self.request.prompts()
-        return await beside_the_loop(sum(map(len, prompts)), lambda: self._encode(prompts))
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_prompt_copies(self) -> int:
+        return self.request.n
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self._prompts))
+
+    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
+        encode, add_special_tokens = self._tokenizer.encode, self.request.add_special_tokens
+        return [
+            encode(prompt, add_special_tokens, max_tokens=max_tokens, check=check)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in self._prompts
+        ]
 
     def response(self, generation: Generation) -> msgspec.Struct:
         choices = [
@@ -57,13 +77,6 @@ class CompletionShape:
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         return self._completion([], usage)
 
-    def _encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        encode, add_special_tokens = self._tokenizer.encode, self.request.add_special_tokens
-        return [
-            encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> Completion:
@@ -76,12 +89,13 @@ class CompletionShape:
         )
 
     def _choice(self, choice: Choice, piece: Piece) -> CompletionChoice:
-        has_begun = choice.index in self._text_offsets
+        has_begun = choice.index in self._begun
+        self._begun.add(choice.index)
         wants_ids = self.request.return_token_ids
         return CompletionChoice(
             index=choice.index,
             text=piece.text,
-            logprobs=self._logprobs(choice.index, piece),
+            logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             prompt_token_ids=(
@@ -96,13 +110,10 @@ class CompletionShape:
         token_ids = first.request.prompt_token_ids
         return prompt_logprobs(self._tokenizer, token_ids, first.prompt_logprobs)
 
-    def _logprobs(self, index: int, piece: Piece) -> CompletionLogprobs | None:
-        offset = self._text_offsets.setdefault(index, 0)
+    def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
         if self.request.logprobs is None:
             return None
-        found = completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, offset)
-        self._text_offsets[index] = offset + sum(len(token) for token in found.tokens)
-        return found
+        return completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, piece.offsets)
 
 
 async def create_completion(serving: Serving, request: Request) -> Response:
@@ -111,12 +122,11 @@ async def create_completion(serving: Serving, request: Request) -> Response:
 
 
 def parse_completion_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionShape:
-    """Return the request in a JSON body; raises BadRequest."""
+    """Return the request in a JSON body; raises BadRequest and ParameterError."""
     request = parse_completion(body)
-    limit = serving.settings.max_sequences
-    if (found := len(request.prompts())) > limit:
-        raise BadRequest(f"prompt: wanted at most {limit} prompts, found {found}", param="prompt")
-    if found * max(request.n, 1) > limit:
-        wanted = f"at most {limit // found} (the request has {found} prompts)"
-        raise BadRequest(f"n: wanted {wanted}, found {request.n}", param="n")
-    return CompletionShape(request, tokenizer, serving.settings.served_model_name)
+    shape = CompletionShape(request, tokenizer, serving.settings.served_model_name)
+    check_limits(request, serving.settings, tokenizer, num_prompts=shape.num_prompts)
+    for prompt in request.prompts():
+        if isinstance(prompt, str):
+            check_num_chars("prompt", len(prompt), serving.settings, tokenizer)
+    return shape

@@ -1,7 +1,7 @@
 """The endpoints without HTTP: what another Ray app calls through a handle.
 
 A body is the same dictionary that would be posted as JSON, checked in the same way, and an answer
-is the one that would come back. Errors are `RequestRefused`, which survives the way between
+is the one that would come back. Errors are `RequestRefused`, which can travel between
 processes.
 """
 
@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import msgspec
 
-from serve.openai.endpoint import (
-    Parse,
-    Serving,
-    Shape,
-    beside_the_loop,
-    stream_chunks,
-    whole_answer,
-)
+from serve.admission import Place
+from serve.openai.endpoint import Parse, Serving, Shape, parsed, stream_chunks, whole_answer
 from serve.openai.errors import BadRequest, BodyTooLarge, as_api_error
+from serve.openai.streaming import Backlog
 from serve.tokenizer import Tokenizer
 
 
@@ -46,9 +41,11 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
         RequestRefused: with the status and the body of the error.
     """
     try:
-        tokenizer, shape = await _read(serving, parse, body, stream=False)
-        async with asyncio.timeout(serving.settings.request_timeout_s):
-            return _builtins(await whole_answer(serving, tokenizer, shape))
+        with _admitted(serving) as place:
+            tokenizer, shape = await _read(serving, parse, body, place, stream=False)
+            async with asyncio.timeout(serving.settings.request_timeout_s):
+                found = await whole_answer(serving, tokenizer, shape, place)
+            return dict(msgspec.json.decode(found))
     except Exception as error:
         raise _refused(error) from error
 
@@ -62,13 +59,25 @@ async def stream(
         RequestRefused: with the status and the body of the error.
     """
     try:
-        tokenizer, shape = await _read(serving, parse, body, stream=True)
-        ends_at = asyncio.get_running_loop().time() + serving.settings.request_timeout_s
-        async with aclosing(stream_chunks(serving, tokenizer, shape)) as chunks:
-            while (chunk := await _next(chunks, ends_at)) is not None:
-                yield _builtins(chunk)
+        with _admitted(serving) as place:
+            tokenizer, shape = await _read(serving, parse, body, place, stream=True)
+            ends_at = asyncio.get_running_loop().time() + serving.settings.request_timeout_s
+            events = stream_chunks(serving, tokenizer, shape, place, Backlog())
+            async with aclosing(events) as chunks:
+                while (chunk := await _next(chunks, ends_at)) is not None:
+                    yield _builtins(chunk)
     except Exception as error:
         raise _refused(error) from error
+
+
+@contextmanager
+def _admitted(serving: Serving) -> Iterator[Place]:
+    serving.require_ready()
+    place = serving.admission.enter()
+    try:
+        yield place
+    finally:
+        place.leave()
 
 
 async def _next(
@@ -80,16 +89,15 @@ async def _next(
 
 
 async def _read(
-    serving: Serving, parse: Parse, body: dict[str, Any], *, stream: bool
+    serving: Serving, parse: Parse, body: dict[str, Any], place: Place, *, stream: bool
 ) -> tuple[Tokenizer, Shape]:
     tokenizer = serving.require_ready()
     text = _encode({**_as_dict(body), "stream": stream})
     limit = serving.settings.max_body_bytes
     if len(text) > limit:
         raise BodyTooLarge(f"body: wanted at most {limit} bytes, found {len(text)}")
-    shape = await beside_the_loop(len(text), lambda: parse(serving, tokenizer, text))
-    serving.require_model(shape.request.model)
-    return tokenizer, shape
+    place.hold(len(text))
+    return tokenizer, await parsed(serving, tokenizer, parse, text, place)
 
 
 def _as_dict(body: object) -> dict[str, Any]:

@@ -1,68 +1,76 @@
 """The life of a generating request.
 
-1. Not ready yet: 503. The body is read within its limits and parsed into a `Shape`.
-2. The shape's prompts become token ids, long ones in a thread.
-3. Sampling is resolved against the prompt's length: too long, 400.
-4. The backend admits the request or says when to come back: 503.
-5. Its sequences run in a `Generation`; the shape turns what they produce into JSON,
-   once at the end or event by event.
-6. The client leaves or time is up: the block of the generation ends, which aborts its sequences.
+1. Not ready yet: 503. It takes one place, or gets 429; only then its body is read.
+2. The body is checked, and parsed into a `Shape` beside the event loop. It takes a place for each
+   sequence that it asks for.
+3. Its prompts become token ids, and sampling is resolved against their length. A prompt that is
+   too long gets 400, and so does an answer that could become too large.
+4. Its sequences run in a `Generation`; the shape turns what they produce into JSON, once at the
+   end or event by event.
+5. If the client leaves or does not read, or time is up, the block of the generation ends, which
+   aborts its sequences and frees the places.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from cluster.messages import GenerateRequest, Sampling
+from cluster.messages import GenerateRequest
+from serve.admission import Admission, Overloaded, Place
+from serve.openai.answer_size import COPIES_IN_MEMORY, AnswerSize
 from serve.openai.backend import Backend
-from serve.openai.errors import (
-    BodyTooLarge,
-    NotFound,
-    SlowBody,
-    Unavailable,
-    as_api_error,
-)
-from serve.openai.generation import Choice, Generation, make_choices
+from serve.openai.body import BodyReader, check_values
+from serve.openai.errors import ApiError, NotFound, Unavailable, as_api_error
+from serve.openai.generation import Choice, Generation
 from serve.openai.responses import Usage
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve.openai.settings import ApiSettings
-from serve.openai.streaming import ClientGone, EventStream, unless_disconnected
-from serve.sampling import ParameterError, SamplingParams, resolve
-from serve.tokenizer import Tokenizer
+from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
+from serve.pace import Pace
+from serve.sampling import ParameterError, Resolver, SamplingParams, too_long_a_prompt
+from serve.text import StopStrings, TextStream
+from serve.threads import Check, WorkThreads
+from serve.tokenizer import Tokenizer, TooManyTokens
 
-MAX_DISCARDED_BYTES = 64 << 20
-"""What a client may send of a body that is too large and still read why it was refused."""
-MAX_DISCARD_S = 10.0
-MAX_DISCARD_PAUSE_S = 0.5
-"""A client that sends nothing for so long waits for an answer."""
+CHOICE_SIZE = 100
+"""The cost of preparing a choice, as about so many characters of tokenizing."""
+
+BEGUN_AT_ONCE = 4
+"""Requests, and sequences, in a turn of the event loop: each costs it a millisecond or two."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
-
-# About a millisecond of tokenizing; more would keep the loop's other requests waiting.
-MAX_INLINE_CHARS = 2000
 
 
-class Serving(msgspec.Struct, frozen=True):
+class Serving:
     """What all handlers share."""
 
-    settings: ApiSettings
-    backend: Backend
-    tokenizer: Callable[[], Tokenizer | None]
+    def __init__(
+        self,
+        settings: ApiSettings,
+        backend: Backend,
+        tokenizer: Callable[[], Tokenizer | None],
+        admission: Admission,
+    ) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.admission = admission
+        self.bodies = BodyReader(settings)
+        self.threads = WorkThreads()
+        self.requests = Pace(BEGUN_AT_ONCE)
+        self.sequences = Pace(BEGUN_AT_ONCE)
+        self._tokenizer = tokenizer
 
     def require_ready(self) -> Tokenizer:
         """Return the tokenizer; raises Unavailable until the pools are ready."""
-        tokenizer = self.tokenizer()
+        tokenizer = self._tokenizer()
         if tokenizer is None or not self.backend.is_ready():
             raise Unavailable(
                 "the model is not ready yet; /ready tells how far it is",
@@ -97,10 +105,30 @@ class Shape(Protocol):
     def request(self) -> ChatRequest | CompletionRequest: ...
 
     @property
+    def params(self) -> SamplingParams: ...
+
+    @property
     def stamp(self) -> Stamp: ...
 
-    async def tokenize(self) -> list[list[int]]:
-        """Return the prompts."""
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def num_prompt_copies(self) -> int:
+        """How often an answer repeats what it says of one prompt."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Characters and token ids in the prompts, and what is written around them."""
+        ...
+
+    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
+        """Return the prompts' token ids.
+
+        Raises:
+            TooManyTokens: one has more than `max_tokens`.
+        """
         ...
 
     def response(self, generation: Generation) -> msgspec.Struct:
@@ -116,6 +144,13 @@ class Shape(Protocol):
         ...
 
 
+class Prepared(msgspec.Struct, frozen=True):
+    """A request that is ready for an engine."""
+
+    choices: list[Choice]
+    answer_size: AnswerSize
+
+
 def json_response(
     body: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
@@ -126,7 +161,7 @@ def json_response(
 
 
 def guarded(handler: Handler) -> Handler:
-    """Answer whatever a handler raises in the API's shape; nobody hears it if the client left."""
+    """Answer whatever a handler raises in the API's shape; it is lost if the client has left."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -147,140 +182,154 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
 
     Raises whatever `as_api_error` knows, and ClientGone.
     """
-    tokenizer = serving.require_ready()
-    body = await read_body(request, serving.settings)
-    # A long body may be a million small objects: the loop must not build them.
-    shape = await beside_the_loop(len(body), lambda: parse(serving, tokenizer, body))
-    serving.require_model(shape.request.model)
+    await serving.requests.wait()
+    try:
+        tokenizer = serving.require_ready()
+        serving.bodies.check_length(request)
+        place = serving.admission.enter()
+    except (ApiError, Overloaded):
+        await serving.bodies.discard(request)
+        raise
+    try:
+        body = await serving.bodies.read(request, place)
+        shape = await parsed(serving, tokenizer, parse, body, place)
+    except BaseException as error:
+        place.leave()
+        if isinstance(error, ApiError | Overloaded):
+            await serving.bodies.discard(request)
+        raise
     timeout_s = serving.settings.request_timeout_s
     if shape.request.stream:
-        return EventStream(stream_chunks(serving, tokenizer, shape), timeout_s)
-    whole = asyncio.wait_for(whole_answer(serving, tokenizer, shape), timeout_s)
-    return json_response(await unless_disconnected(request.receive, whole))
+        return EventStream(
+            lambda backlog: stream_chunks(serving, tokenizer, shape, place, backlog),
+            place,
+            timeout_s,
+        )
+    return WholeAnswer(lambda: whole_answer(serving, tokenizer, shape, place), place, timeout_s)
 
 
-async def read_body(request: Request, settings: ApiSettings) -> bytes:
-    """Return the request's body.
+async def parsed(
+    serving: Serving, tokenizer: Tokenizer, parse: Parse, body: bytes, place: Place
+) -> Shape:
+    """Return the request in a JSON body, which now has a place for each of its sequences.
 
     Raises:
-        BodyTooLarge: by its Content-Length, or as soon as that many bytes have come.
-        SlowBody: it did not come within the request's time.
+        ApiError: it cannot be answered.
+        Overloaded: there is no room for all its sequences.
     """
-    limit = settings.max_body_bytes
-    length = request.headers.get("content-length", "")
-    parts = request.stream()
-    if length.isdecimal() and int(length) > limit:
-        await _discard(parts)
-        raise _too_large(limit, length)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.request_timeout_s):
-            async for part in parts:
-                body += part
-                if len(body) > limit:
-                    await _discard(parts)
-                    raise _too_large(limit, f"at least {len(body)}")
-    except TimeoutError as error:
-        message = f"body: wanted within {settings.request_timeout_s:g} s, found it unfinished"
-        raise SlowBody(message) from error
-    return bytes(body)
+
+    def work(check: Check) -> Shape:
+        check_values(body, serving.settings.max_model_len)
+        return parse(serving, tokenizer, body)
+
+    shape = await serving.threads.run(len(body), work)
+    serving.require_model(shape.request.model)
+    place.grow(shape.num_prompts * shape.params.n)
+    return shape
 
 
-async def _discard(parts: AsyncGenerator[bytes, None]) -> None:
-    """Read on for a while and keep nothing.
-
-    A client that is still sending when the connection is closed sees a reset, not our answer.
-    """
-    num_bytes = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(MAX_DISCARD_S):
-            while num_bytes < MAX_DISCARDED_BYTES:
-                async with asyncio.timeout(MAX_DISCARD_PAUSE_S):
-                    part = await anext(parts, None)
-                if part is None:
-                    return
-                num_bytes += len(part)
-
-
-def _too_large(limit: int, found: str) -> BodyTooLarge:
-    # What was sent and not read has to go: the connection cannot serve another request.
-    return BodyTooLarge(
-        f"body: wanted at most {limit} bytes, found {found}", headers={"Connection": "close"}
-    )
-
-
-async def _start(serving: Serving, tokenizer: Tokenizer, shape: Shape) -> Generation:
-    """Do all that can be refused before the backend is asked for room."""
-    params = shape.request.sampling_params()
-    prompts = await shape.tokenize()
-    try:
-        samplings = [_samplings(serving, tokenizer, params, prompt) for prompt in prompts]
-    except ParameterError as error:
-        raise error.renamed(shape.request.spelling(error.param)) from error
-    pairs = zip(prompts, samplings, strict=True)
-    requests = [
-        GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, "")
-        for index, (prompt, sampling) in enumerate(
-            (prompt, sampling) for prompt, of_prompt in pairs for sampling in of_prompt
-        )
-    ]
-    return Generation(serving.backend, make_choices(tokenizer, params, requests), params)
-
-
-def _samplings(
-    serving: Serving, tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]
-) -> list[Sampling]:
-    settings = serving.settings
-    vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
-    samplings = resolve(
-        params,
-        prompt_len=len(prompt),
-        max_model_len=settings.max_model_len,
-        vocab_size=vocab_size,
-        eos_token_ids=tokenizer.eos_token_ids,
-    )
-    # A tokenizer may know tokens that its model does not, and a model may take shorter prompts.
-    least, largest = min(prompt), max(prompt)
-    if least < 0 or largest >= vocab_size:
-        wanted = f"token ids from 0 to {vocab_size - 1}"
-        raise ParameterError("prompt", wanted, least if least < 0 else largest)
-    if settings.max_prompt_len is not None and len(prompt) > settings.max_prompt_len:
-        wanted = f"at most {settings.max_prompt_len} tokens (rope_type dynamic)"
-        raise ParameterError("prompt", wanted, f"{len(prompt)} tokens")
-    return samplings
-
-
-async def whole_answer(serving: Serving, tokenizer: Tokenizer, shape: Shape) -> msgspec.Struct:
-    """Return the answer when all sequences have ended; cancelling aborts them."""
-    async with await _start(serving, tokenizer, shape) as generation:
+async def whole_answer(serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place) -> bytes:
+    """Return the answer's JSON when all sequences have ended; cancelling aborts them."""
+    prepared = await _prepared(serving, tokenizer, shape, place)
+    n, pace = shape.params.n, serving.sequences
+    async with Generation(serving.backend, prepared.choices, n, pace) as generation:
         while not generation.is_finished:
             await generation.wait()
-        return shape.response(generation)
+    place.end_sequences()
+    size = prepared.answer_size.of_tokens(sum(choice.num_tokens for choice in generation.choices))
+    place.hold(size)
+    # Tens of megabytes of log-probabilities take seconds to write.
+    return await serving.threads.run(
+        size, lambda _: msgspec.json.encode(shape.response(generation))
+    )
 
 
 async def stream_chunks(
-    serving: Serving, tokenizer: Tokenizer, shape: Shape
+    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, backlog: Backlog
 ) -> AsyncGenerator[msgspec.Struct, None]:
-    """Yield the answer's events; closing the generator aborts the sequences."""
+    """Yield the answer's events; closing the generator aborts the sequences.
+
+    Args:
+        backlog: counts what waits to be yielded.
+    """
+    prepared = await _prepared(serving, tokenizer, shape, place)
     options = shape.request.stream_options or StreamOptions()
-    async with await _start(serving, tokenizer, shape) as generation:
+    n, pace = shape.params.n, serving.sequences
+    async with Generation(serving.backend, prepared.choices, n, pace, backlog) as generation:
         while not generation.is_finished:
             for choice in await generation.wait():
                 for chunk in shape.chunks(choice, _chunk_usage(options, generation)):
                     yield chunk
-        if options.include_usage:
-            yield shape.usage_chunk(generation.usage())
+    place.end_sequences()
+    if options.include_usage:
+        yield shape.usage_chunk(generation.usage())
 
 
 def _chunk_usage(options: StreamOptions, generation: Generation) -> Usage | UnsetType | None:
-    """Return the `usage` of a chunk with choices: OpenAI announces the last one by nulls."""
+    """Return the `usage` of a chunk with choices: null if a last chunk brings it, as OpenAI's."""
     if options.continuous_usage_stats:
         return generation.usage()
     return None if options.include_usage else UNSET
 
 
-async def beside_the_loop(size: int, work: Callable[[], T]) -> T:
-    """Return what `work` returns, from a thread where there is much of it."""
-    if size <= MAX_INLINE_CHARS:
-        return work()
-    return await asyncio.to_thread(work)
+async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place) -> Prepared:
+    """Do everything that may refuse the request, before an engine has it."""
+    size = shape.size + CHOICE_SIZE * shape.num_prompts * shape.params.n
+    try:
+        return await serving.threads.run(
+            size, lambda check: _prepare(serving.settings, tokenizer, shape, check)
+        )
+    except ParameterError as error:
+        raise error.renamed(shape.request.spelling(error.param)) from error
+    finally:
+        place.let_go_of_bytes()
+
+
+def _prepare(settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, check: Check) -> Prepared:
+    request, params = shape.request, shape.params
+    vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
+    resolver = Resolver(
+        params,
+        max_model_len=settings.max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    try:
+        prompts = shape.encode(settings.max_model_len, check)
+    except TooManyTokens as error:
+        raise too_long_a_prompt(settings.max_model_len, str(error)) from error
+    for prompt in prompts:
+        _check_prompt(settings, vocab_size, prompt)
+    answer_size = AnswerSize.of(request, params, prompts, num_prompt_copies=shape.num_prompt_copies)
+    max_bytes = settings.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
+    max_tokens = answer_size.max_tokens(params, max_bytes)
+    pairs = [
+        (prompt, sampling)
+        for prompt in prompts
+        for sampling in resolver.choices(len(prompt), max_tokens)
+    ]
+    stop = StopStrings(params.stop_strings)
+    choices = [
+        Choice(
+            index,
+            GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, ""),
+            TextStream.of(tokenizer, params, stop, prompt),
+            params.stop_token_ids,
+        )
+        for index, (prompt, sampling) in enumerate(pairs)
+    ]
+    return Prepared(choices, answer_size)
+
+
+def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> None:
+    """Refuse what the model cannot compute; an empty prompt is refused with its sampling.
+
+    A tokenizer may know tokens that its model does not, and a model may take shorter prompts.
+    """
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        least, largest = min(prompt), max(prompt)
+        wanted = f"token ids from 0 to {vocab_size - 1}"
+        raise ParameterError("prompt", wanted, least if least < 0 else largest)
+    if settings.max_prompt_len is not None and len(prompt) > settings.max_prompt_len:
+        wanted = f"at most {settings.max_prompt_len} tokens (rope_type dynamic)"
+        raise ParameterError("prompt", wanted, f"{len(prompt)} tokens")

@@ -1,14 +1,17 @@
-"""What can go wrong with a request, and how the client reads it.
+"""The errors of a request, as its client reads them.
 
     ApiError
     ├── BadRequest        400  invalid_request_error      a field, named by `param`
+    ├── Unauthorized      401  invalid_request_error      no key, or an unknown one
+    ├── Forbidden         403  invalid_request_error      a web page of another origin
     ├── NotFound          404  not_found_error            path or model
     ├── MethodNotAllowed  405  invalid_request_error
     ├── SlowBody          408  timeout_error              the client sends its request too slowly
     ├── BodyTooLarge      413  invalid_request_error
+    ├── TooManyRequests   429  rate_limit_error           no room; has Retry-After
     ├── InternalError     500  server_error
-    ├── Unavailable       503  service_unavailable_error  not ready or overloaded; has Retry-After
-    └── TimedOut          504  timeout_error              we did not finish in time
+    ├── Unavailable       503  service_unavailable_error  not ready; has Retry-After
+    └── TimedOut          504  timeout_error              not finished in time
 
 All have one JSON shape: `{"error": {"message", "type", "param", "code"}}`, `code` the status.
 """
@@ -23,14 +26,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.openai.backend import Overloaded
+from serve.admission import Overloaded
 from serve.sampling import ParameterError
 from serve.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
 
-# Messages quote what the client sent, which may be megabytes.
 MAX_MESSAGE_CHARS = 1000
+"""Characters of an error's message, which may quote what the client sent."""
 
 
 class ApiError(Exception):
@@ -71,6 +74,19 @@ class BadRequest(ApiError):
     type = "invalid_request_error"
 
 
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"WWW-Authenticate": "Bearer"})
+
+
+class Forbidden(ApiError):
+    status = 403
+    type = "invalid_request_error"
+
+
 class NotFound(ApiError):
     status = 404
     type = "not_found_error"
@@ -89,6 +105,14 @@ class SlowBody(ApiError):
 class BodyTooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
+
+
+class TooManyRequests(ApiError):
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, headers=retry_after(retry_after_s))
 
 
 class InternalError(ApiError):
@@ -115,7 +139,7 @@ def retry_after(seconds: float) -> dict[str, str]:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the error as the client shall read it; one that nobody foresaw is logged."""
+    """Return the error that the client reads; an unforeseen one is logged."""
     match error:
         case ApiError():
             return error
@@ -124,7 +148,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ChatTemplateError():
             return BadRequest(str(error), param="messages")
         case Overloaded():
-            return Unavailable(str(error), retry_after_s=error.retry_after_s)
+            return TooManyRequests(str(error), retry_after_s=error.retry_after_s)
         case TimeoutError():
             return TimedOut("the request did not finish in time")
         case _:
@@ -133,7 +157,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Give Starlette's own refusals (unknown path, wrong method) our shape."""
+    """Give Starlette's own refusals (unknown path, wrong method) the API's shape."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     path = request.url.path

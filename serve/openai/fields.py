@@ -1,4 +1,4 @@
-"""Which fields a JSON object of a request may have, in three classes.
+"""The fields that a JSON object of a request may have, in three classes.
 
 *Implemented*: the fields of the struct that the object becomes. *Inert*: known to OpenAI or vLLM
 and not built yet, so accepted only with the value that changes nothing. *Unknown*: refused. A
@@ -75,7 +75,7 @@ def join_path(at: str, name: str) -> str:
 
 
 def _bad_type(message: str) -> BadRequest:
-    """Put msgspec's «Expected `str`, got `int` - at `$.messages[0].content`» in our words."""
+    """Put msgspec's «Expected `str`, got `int` - at `$.messages[0].content`» in Lockstep's form."""
     text, _, path = message.partition(" - at `$")
     param = path.strip("`").lstrip(".") or None
     if missing := re.fullmatch(r"Object missing required field `(.+)`", text):

@@ -1,13 +1,14 @@
 """The sequences behind one HTTP request, from submission to their last token.
 
-The one thing to know: each sequence has a task that moves outputs from the backend into one
-mailbox. `wait()` takes all that the mailbox holds, so a client that reads slowly gets its waiting
-tokens in one piece, and leaving the `async with` block, for whatever reason, aborts what runs.
+Each sequence has a task that moves outputs from the backend into one mailbox. `wait()` takes all
+that the mailbox holds, so a client that reads slowly gets its waiting tokens in one piece. Leaving
+the `async with` block, for whatever reason, aborts what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 
 import msgspec
@@ -16,21 +17,27 @@ from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
 from serve.openai.backend import Backend
 from serve.openai.errors import InternalError
 from serve.openai.responses import PromptTokensDetails, Usage
-from serve.sampling import SamplingParams
-from serve.text import TextStream
-from serve.tokenizer import Tokenizer
+from serve.openai.streaming import Backlog
+from serve.pace import Pace
+from serve.text import TextDelta, TextStream
 
 _FINISH_REASONS = ("stop", "length", "abort")
+OUTPUT_BYTES = 400
+"""Bytes of an output that waits."""
+CANDIDATE_BYTES = 16
+"""Bytes of each candidate among its log-probabilities."""
 
 
 class Piece(msgspec.Struct):
     """What a sequence produced since the last piece was taken.
 
-    Invariant: `logprobs` is empty or has one entry per token.
+    Invariant: `logprobs` is empty or has one entry per token; `offsets` has one.
     """
 
     text: str = ""
     token_ids: list[int] = []
+    offsets: list[int] = []
+    """Where each token's text starts in that of the sequence."""
     logprobs: list[TokenLogprobs] = []
     finish_reason: str | None = None
     """Set in the last piece: stop, length or abort."""
@@ -40,18 +47,27 @@ class Piece(msgspec.Struct):
 class Choice:
     """One sequence as the client sees it: text, tokens and why it ended."""
 
-    def __init__(self, index: int, request: GenerateRequest, text: TextStream) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        text: TextStream,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Start without output; `stop_token_ids` are those that the client named."""
         self.index = index
         self.request = request
         self.is_finished = False
         self.num_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
+        """Of the prompt, in the cache of the engine that computed it; None before it did."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of each prompt token but the first, if asked for; on a prompt's first choice alone."""
         self._text = text
+        self._stop_token_ids = stop_token_ids
         self._piece = Piece()
 
-    def absorb(self, output: EngineOutput, user_stop_token_ids: list[int]) -> None:
+    def absorb(self, output: EngineOutput) -> None:
         """Add one step's output; what comes after a stop string is dropped.
 
         Raises:
@@ -59,14 +75,16 @@ class Choice:
         """
         if self.is_finished:
             return
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if self.num_cached_tokens is None:
+            # A decode engine, or one that takes over, finds KV of what others have computed.
+            self.num_cached_tokens = output.num_cached_tokens
         self.prompt_logprobs += output.prompt_logprobs
         delta = self._text.push(output.token_ids, stop_token_id=output.stop_token_id)
-        self._add(delta.text, output, delta.num_tokens_used)
+        self._add(delta, output)
         if delta.stopped:
             self._end("stop", delta.stop_string)
         elif output.finish_reason in _FINISH_REASONS:
-            self._finish(output, user_stop_token_ids)
+            self._finish(output)
         elif output.finish_reason:
             raise InternalError(f"generating failed: {output.error or output.finish_reason}")
 
@@ -75,18 +93,20 @@ class Choice:
         piece, self._piece = self._piece, Piece()
         return piece
 
-    def _add(self, text: str, output: EngineOutput, num_tokens: int) -> None:
+    def _add(self, delta: TextDelta, output: EngineOutput) -> None:
+        num_tokens = delta.num_tokens_used
         self.num_tokens += num_tokens
-        self._piece.text += text
+        self._piece.text += delta.text
+        self._piece.offsets += delta.offsets
         self._piece.token_ids += output.token_ids[:num_tokens]
         self._piece.logprobs += output.logprobs[:num_tokens]
 
-    def _finish(self, output: EngineOutput, user_stop_token_ids: list[int]) -> None:
+    def _finish(self, output: EngineOutput) -> None:
         self._piece.text += self._text.finish()
         if self._text.stop_string is not None:
             self._end("stop", self._text.stop_string)
         else:
-            is_users = output.stop_token_id in user_stop_token_ids
+            is_users = output.stop_token_id in self._stop_token_ids
             self._end(output.finish_reason, output.stop_token_id if is_users else None)
 
     def _end(self, finish_reason: str, stop_reason: int | str | None) -> None:
@@ -98,20 +118,35 @@ class Choice:
 class Generation:
     """Runs sequences on the backend for as long as its `async with` block lasts.
 
-    Invariant: the `params.n` choices of a prompt stand together, the prompts in their order.
+    Invariant: the `n` choices of a prompt stand together, the prompts in their order.
     """
 
-    def __init__(self, backend: Backend, choices: list[Choice], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        choices: list[Choice],
+        n: int,
+        pace: Pace,
+        backlog: Backlog | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            pace: at which sequences are submitted, by all generations together.
+            backlog: counts the outputs that were not waited for yet.
+        """
         self.choices = choices
         self._backend = backend
-        self._params = params
+        self._n = n
+        self._pace = pace
+        self._backlog = backlog or Backlog()
         self._mailbox: asyncio.Queue[tuple[Choice, EngineOutput | Exception]] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._submitting: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
     async def __aenter__(self) -> Generation:
-        self._backend.admit(len(self.choices))
-        self._tasks = {c.index: asyncio.create_task(self._pump(c)) for c in self.choices}
+        self._submitting = asyncio.create_task(self._submit())
         return self
 
     async def __aexit__(
@@ -120,12 +155,11 @@ class Generation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for task in self._tasks.values():
+        assert self._submitting is not None
+        tasks = [self._submitting, *self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        try:
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        finally:
-            self._backend.leave(len(self.choices))
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def is_finished(self) -> bool:
@@ -142,6 +176,7 @@ class Generation:
         waiting = [await self._mailbox.get()]
         while not self._mailbox.empty():
             waiting.append(self._mailbox.get_nowait())
+        self._backlog.clear()
         changed: dict[int, Choice] = {}
         for choice, event in waiting:
             try:
@@ -154,20 +189,25 @@ class Generation:
 
     def first_of(self, choice: Choice) -> Choice:
         """Return the first choice of the same prompt."""
-        return self.choices[choice.index - choice.index % self._params.n]
+        return self.choices[choice.index - choice.index % self._n]
 
     def usage(self) -> Usage:
         """Return the tokens counted so far, over all choices; a prompt counts once."""
-        firsts = self.choices[:: self._params.n]
+        firsts = self.choices[:: self._n]
         prompt = sum(len(choice.request.prompt_token_ids) for choice in firsts)
         completion = sum(choice.num_tokens for choice in self.choices)
-        cached = sum(choice.num_cached_tokens for choice in firsts)
+        cached = sum(choice.num_cached_tokens or 0 for choice in firsts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    async def _submit(self) -> None:
+        for choice in self.choices:
+            await self._pace.wait()
+            self._tasks[choice.index] = asyncio.create_task(self._pump(choice))
 
     def _absorb(self, choice: Choice, event: EngineOutput | Exception) -> None:
         if isinstance(event, Exception):
             raise event
-        choice.absorb(event, self._params.stop_token_ids)
+        choice.absorb(event)
         if choice.is_finished:
             # A stop string ends a sequence that the engine would go on with.
             self._tasks[choice.index].cancel()
@@ -178,6 +218,7 @@ class Generation:
             try:
                 async for output in stream:
                     self._mailbox.put_nowait((choice, output))
+                    self._backlog.add(_num_bytes(output))
                     if output.finish_reason:
                         return
             finally:
@@ -187,11 +228,6 @@ class Generation:
             self._mailbox.put_nowait((choice, error))
 
 
-def make_choices(
-    tokenizer: Tokenizer, params: SamplingParams, requests: list[GenerateRequest]
-) -> list[Choice]:
-    """Return one choice per request, in order."""
-    return [
-        Choice(index, request, TextStream.of(tokenizer, params, request.prompt_token_ids))
-        for index, request in enumerate(requests)
-    ]
+def _num_bytes(output: EngineOutput) -> int:
+    num_candidates = sum(1 + len(found.top_token_ids) for found in output.logprobs)
+    return OUTPUT_BYTES + CANDIDATE_BYTES * num_candidates

@@ -16,8 +16,8 @@ from serve.openai.responses import (
 )
 from serve.tokenizer import Tokenizer
 
-# JSON has no -inf; clients of OpenAI and vLLM know this value for «impossible».
 MIN_LOGPROB = -9999.0
+"""What an impossible token has, for clients of OpenAI and vLLM: JSON has no -inf."""
 
 
 def chat_logprobs(
@@ -41,18 +41,15 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs],
-    text_offset: int,
+    text_offsets: list[int],
 ) -> CompletionLogprobs:
-    """Return parallel lists; `text_offset` is where the first token's text starts.
+    """Return parallel lists; `text_offsets` is where each token's text starts.
 
     The drawn token is always among its position's `top_logprobs`, likely or not.
     """
     tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
-    offsets = [text_offset]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
     return CompletionLogprobs(
-        text_offset=offsets[:-1],
+        text_offset=text_offsets,
         token_logprobs=[_clamp(found.logprob) for found in logprobs],
         tokens=tokens,
         top_logprobs=[

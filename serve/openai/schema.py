@@ -1,8 +1,8 @@
 """The bodies of the two generating endpoints: their fields, and how JSON becomes structs.
 
-The one thing to know: every field that OpenAI or vLLM documents is in a table here, either
-implemented (a struct's field) or inert (accepted only where it changes nothing). Whoever builds an
-inert field moves it from the table into the struct.
+Every field that OpenAI or vLLM documents is in a table here, either implemented (a struct's field)
+or inert (accepted only where it changes nothing). A field that gets built moves from the table into
+the struct.
 """
 
 from __future__ import annotations
@@ -21,38 +21,68 @@ _ROLES_NOT_BUILT = ("tool", "function")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`stream_options`, accepted only with `stream` true."""
+
     include_usage: bool = False
+    """Send one more chunk at the end, with the usage of the whole request."""
     continuous_usage_stats: bool = False
     """Usage so far in every chunk, as in vLLM."""
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. None of them is null: a null field is left out before."""
+    """The fields of both endpoints. None of them is null: a null field is left out before."""
 
     model: str | None = None
+    """The name that is served; null: whichever that is."""
     n: int = 1
+    """Choices for each prompt. Prompts times `n` are at most `MAX_SEQUENCES`, or as many as may be
+    alive."""
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
     top_k: int = 0
+    """Draw from so many of the likeliest tokens only."""
     min_p: float = 0.0
+    """Least probability of a token that is drawn, relative to the likeliest token's."""
     presence_penalty: float = 0.0
+    """Taken from the logit of every token that the output has; encourages repetition below 0."""
     frequency_penalty: float = 0.0
+    """The same for each time that the output has the token."""
     repetition_penalty: float = 1.0
+    """Makes tokens of prompt and output less likely; below 1 more likely."""
     logit_bias: dict[str, float] = {}
-    """JSON's keys are texts, also where they are token ids."""
+    """A bias of at most `MAX_BIAS` either way for each of up to `MAX_BIASES` token ids, which are
+    text here, as JSON's keys are."""
     allowed_token_ids: list[int] | None = None
+    """The only tokens that may be drawn, at most as many as the vocabulary has; null allows all."""
     seed: int | None = None
+    """Same seed, same tokens: alone, in any batch, and when the request is moved or computed again;
+    null draws one."""
     min_tokens: int = 0
+    """Output tokens before a stop token or a stop string may end the text."""
     max_tokens: int | None = None
+    """Output tokens at most; null: `DEFAULT_MAX_TOKENS` in a completion, what the model's length
+    leaves in a chat."""
     stop: str | list[str] = []
+    """What ends the output: up to `MAX_STOP_STRINGS` texts of up to `MAX_STOP_CHARS` characters."""
     stop_token_ids: list[int] = []
+    """Up to `MAX_STOP_TOKEN_IDS` tokens that end the output, beside the checkpoint's own."""
     ignore_eos: bool = False
+    """Go on behind the checkpoint's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     stream: bool = False
+    """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """Accepted only with `stream` true."""
     prompt_logprobs: int | None = None
+    """Return the log-probability of each prompt token but the first, and those of so many of the
+    likeliest tokens in its place. Not with `stream` true."""
     return_token_ids: bool = False
+    """Return the ids of prompt and output tokens as well."""
 
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
@@ -85,13 +115,21 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a message's content."""
+
     type: str
+    """`text`; other parts are not built yet."""
     text: str
+    """The text of the part."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
     role: str
+    """`system`, `developer`, `user` or `assistant`."""
     content: str | list[TextPart]
+    """A text, or a list of text parts."""
 
     def for_template(self, takes_parts: bool) -> dict[str, Any]:
         """Return the message as the chat template takes it.
@@ -116,18 +154,25 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
+    """The conversation: at least one message and at most `max_model_len`, with at most as many
+    characters as `max_model_len` of the model's longest tokens."""
     max_completion_tokens: int | None = None
     """Wins over max_tokens, its older name."""
     logprobs: bool = False
+    """Return the log-probability of each output token."""
     top_logprobs: int = 0
+    """So many of the likeliest tokens in each place, with theirs; needs `logprobs` true."""
     add_generation_prompt: bool | None = None
-    """None: unless the final message is continued."""
+    """Begin the assistant's turn behind the conversation; null: unless the final message is
+    continued."""
     continue_final_message: bool = False
+    """Go on with the final message instead of answering it."""
     add_special_tokens: bool = False
-    """Beside those that the chat template writes."""
+    """Add the tokenizer's special tokens to those that the chat template writes."""
     chat_template: str | None = None
     """The name of one of the checkpoint's own; a text is refused, since it is a program."""
     chat_template_kwargs: dict[str, Any] = {}
+    """Further variables for the chat template."""
 
     def sampling_params(self) -> SamplingParams:
         """Return the checked parameters; without a limit, output ends with the model's length.
@@ -157,8 +202,14 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    """A text, token ids, or a list of either: up to `MAX_SEQUENCES` prompts, or as many as may be
+    alive. A text has at most as many characters as `max_model_len` of the model's longest
+    tokens."""
     logprobs: int | None = None
+    """Return the log-probability of each output token, and those of so many of the likeliest in its
+    place; 0: its own alone."""
     add_special_tokens: bool = True
+    """Add the tokenizer's special tokens to a prompt that is a text."""
 
     def sampling_params(self) -> SamplingParams:
         """Return the checked parameters; without a limit, output has the default one.
@@ -218,7 +269,7 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "repetition_detection": (),
     "thinking_token_budget": (),
-    # vLLM: structured output, in its present and its former spelling
+    # vLLM: structured output, in its present and its former spellings
     "structured_outputs": (),
     "structural_tag": (),
     "guided_json": (),

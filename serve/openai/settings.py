@@ -14,8 +14,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float = 600.0
     """For receiving the request, and again for answering it to the last byte."""
+    max_answer_bytes: int = 64 * 2**20
+    """Of a streamed answer; a whole one, which is in memory several times, may be a part of it."""
     retry_after_s: float = 5.0
-    """What a client that comes before the pools are ready is told to wait."""
+    """How long a client that comes before the pools are ready is told to wait."""
     max_sequences: int = 1024
     """Of one request: the prompts of a completions request, each with `n` choices."""
     vocab_size: int | None = None
@@ -23,4 +25,4 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_len: int | None = None
     """The longest prompt whose KV the model can compute; None: any."""
     debug: bool = False
-    """Whether /debug/ranks exists."""
+    """Whether /debug/ranks and /debug/ingress exist."""

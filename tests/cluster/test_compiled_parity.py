@@ -1,8 +1,8 @@
 """Compiled and replayed steps generate what transformers generates, at every captured size.
 
-The one thing to know: all engines of a module share one compile cache, so a family is compiled
-once, whatever the mode. Graphs are captured on poisoned memory and the seal is strict: a step that
-compiles, captures or reads what a graph let go of fails.
+All engines of a module share one compile cache, so a family is compiled once, whatever the mode.
+Graphs are captured on poisoned memory and the seal is strict: a step that compiles, captures or
+reads what a graph let go of fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.engine import Engine
-from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
+from cluster.messages import EngineOutput, GenerateRequest, Sampling, StepKind, Submit
 from cluster.rank.assembly import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig, CUDAGraphMode
@@ -54,7 +54,7 @@ def make_engine(
     oracle: Any, cache_dir: Path, level: int, mode: CUDAGraphMode, **compilation: Any
 ) -> tuple[Engine, ModelRunner]:
     graphs = {} if mode is NONE else {"cudagraph_capture_sizes": GRAPH_BS}
-    pieces = {"capture_num_tokens": GRAPH_TOKENS} if mode in (PIECEWISE, BOTH) else {}
+    pieces = {"capture_num_tokens": GRAPH_TOKENS} if mode in (PIECEWISE, FULL, BOTH) else {}
     config = EngineConfig(
         model_path=str(oracle.path),
         max_model_len=160,
@@ -79,37 +79,67 @@ def greedy(max_tokens: int) -> Sampling:
     return Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, -1, None)
 
 
-def run_down(engine: Engine, oracle: Any) -> None:
-    """Run a full batch whose sequences end one after the other, so every size is decoded."""
+def run_down(engine: Engine, oracle: Any) -> set[tuple[StepKind, int, int]]:
+    """Run a full batch whose sequences end one after the other, and prompts of each size alone.
+
+    So every captured size is decoded, and every one is a step of a prompt. Returns the kinds of
+    steps with their modes and the graphs that each replayed.
+    """
     rng = random.Random(oracle.name)
+    batch = [(rng.randint(1, 30), 4 + 3 * i) for i in range(MAX_NUM_SEQS)]
+    steps = set()
+    for requests in (batch, *([(num_tokens - 1, 2)] for num_tokens in GRAPH_TOKENS)):
+        steps |= run(engine, oracle, rng, requests)
+    oracle.report_ties()
+    return steps
+
+
+def run(
+    engine: Engine, oracle: Any, rng: random.Random, requests: list[tuple[int, int]]
+) -> set[tuple[StepKind, int, int]]:
+    """Run requests, each of a prompt and an output of so many tokens, from one step on."""
     vocab = oracle.model.config.vocab_size
-    outputs: dict[str, list[int]] = {}
-    prompts: dict[str, list[int]] = {}
-    for i in range(MAX_NUM_SEQS):
-        name = str(i)
-        prompts[name] = [rng.randrange(vocab) for _ in range(rng.randint(1, 30))]
-        outputs[name] = []
-        request = GenerateRequest(name, prompts[name], [], greedy(4 + 3 * i), "")
-        engine.submit(Submit(request, None))
+    prompts = {
+        str(i): [rng.randrange(vocab) for _ in range(n)] for i, (n, _) in enumerate(requests)
+    }
+    outputs: dict[str, list[int]] = {name: [] for name in prompts}
+    for (name, prompt), (_, max_tokens) in zip(prompts.items(), requests, strict=True):
+        engine.submit(Submit(GenerateRequest(name, prompt, [], greedy(max_tokens), ""), None))
+    steps = set()
     while engine.has_unfinished:
+        num_replayed = counter.num_cudagraph_replayed
         for output in engine.step():
             assert output.finish_reason in ("", "length"), output
             outputs[output.request_id] += output.token_ids
-    for i in range(MAX_NUM_SEQS):
-        assert len(outputs[str(i)]) == 4 + 3 * i
-        oracle.check_greedy(prompts[str(i)], outputs[str(i)])
-    oracle.report_ties()
+        agreed = engine.agreed
+        assert agreed is not None
+        steps.add((agreed.kind, agreed.mode, counter.num_cudagraph_replayed - num_replayed))
+    for (name, prompt), (_, max_tokens) in zip(prompts.items(), requests, strict=True):
+        assert len(outputs[name]) == max_tokens
+        oracle.check_greedy(prompt, outputs[name])
+    return steps
 
 
-# What is not split is compiled for one family: that takes four times as long as pieces do.
+def wanted_steps(runner: ModelRunner) -> set[tuple[StepKind, int, int]]:
+    """Return kinds of steps with the mode and the number of replays that each must have."""
+    mode = runner.forward.config.graph_mode
+    num_pieces = len(runner.model.attention_layers()) + 1
+    num_replays = {NONE: 0, PIECEWISE: num_pieces, FULL: 1}
+    modes = {StepKind.DECODE: mode.decode_mode(), StepKind.MIXED: mode.mixed_mode()}
+    return {(kind, each.value, num_replays[each]) for kind, each in modes.items()}
+
+
+# What is not split is compiled for one family: that takes four times as long as pieces do. What
+# level 0 replays in mode FULL for every family, level 3 does for one.
 MODES = [
-    pytest.param(0, FULL, marks=pytest.mark.feature("B03")),
+    pytest.param(0, FULL, marks=pytest.mark.feature("B03", "Q02")),
     pytest.param(1, NONE, marks=pytest.mark.feature("A02")),
     pytest.param(2, NONE, marks=pytest.mark.feature("A03")),
     pytest.param(2, DECODE_ONLY),
     pytest.param(3, NONE, marks=pytest.mark.feature("A04")),
     pytest.param(3, PIECEWISE, marks=[pytest.mark.feature("B02"), pytest.mark.feature("N02")]),
     pytest.param(3, DECODE_ONLY, marks=pytest.mark.feature("B04")),
+    pytest.param(3, FULL, marks=pytest.mark.feature("B03", "Q02")),
     pytest.param(3, BOTH, marks=pytest.mark.feature("B05")),
 ]
 
@@ -119,7 +149,7 @@ CASES = [
         *case.values, shape, marks=[*case.marks, *[pytest.mark.slow] * (shape in SLOW_SHAPES)]
     )
     for case in MODES
-    for shape in (SHAPES if case.values[0] in (0, 3) else SHAPES[:1])
+    for shape in (SHAPES if case.values[0] in (0, 3) and case.values != (3, FULL) else SHAPES[:1])
 ]
 
 
@@ -138,12 +168,14 @@ def test_every_captured_size_generates_what_transformers_does(
     engine, runner = make_engine(oracle, cache_dir, level, mode)
     ready = {"num_backend_compilations": 0, "num_graphs_seen": 0, "num_cpp_builds": 0}
     with counter.expect(**ready, num_cudagraph_captured=0, num_late_captures=0):
-        run_down(engine, oracle)
-    if runner.forward.config.graph_mode.decode_mode() is FULL:
-        replayed = {key for key, times in runner.forward.num_replays.items() if times}
-        assert replayed == {BatchDescriptor(bs, bs, True) for bs in GRAPH_BS}
-    else:
-        assert not runner.forward.num_replays
+        steps = run_down(engine, oracle)
+    assert steps == wanted_steps(runner)
+    replayed = {key for key, times in runner.forward.num_replays.items() if times}
+    graphs = runner.forward.config.graph_mode
+    decodes = [BatchDescriptor(bs, bs, True) for bs in GRAPH_BS]
+    mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS)) for n in GRAPH_TOKENS]
+    wanted = decodes * (graphs.decode_mode() is FULL) + mixed * (graphs.mixed_mode() is FULL)
+    assert replayed == set(wanted)
 
 
 @pytest.mark.feature("B05")
@@ -161,10 +193,10 @@ def test_both_graph_sets_exist_and_each_kind_of_step_takes_its_own(
     while engine.has_unfinished:
         engine.step()
         assert engine.agreed is not None
-        mode = runner.forward.mode_of(engine.agreed)
-        modes.append((mode.mode, mode.descriptor))
-    assert modes[0] == (PIECEWISE, BatchDescriptor(16))
-    assert set(modes[1:]) == {(FULL, BatchDescriptor(2, 2, True))}
+        agreed = engine.agreed
+        modes.append((CUDAGraphMode(agreed.mode), agreed.num_tokens, agreed.graph_bs))
+    assert modes[0] == (PIECEWISE, 16, 0)
+    assert set(modes[1:]) == {(FULL, 2, 2)}
 
 
 @pytest.mark.feature("N09")
@@ -265,6 +297,6 @@ def test_a_thousand_random_batches_compile_and_capture_nothing(
             finished += [output for output in engine.step() if output.finish_reason]
             num_steps += 1
             assert engine.agreed is not None
-            sizes.add(engine.agreed.max_tokens)
+            sizes.add(engine.agreed.num_scheduled_tokens[0])
     assert len(finished) == num_submitted
     assert {1, 2, 64} <= sizes and len(sizes) > 40, sorted(sizes)

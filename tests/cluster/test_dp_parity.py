@@ -17,28 +17,33 @@ import pytest
 import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.credentials import Credentials
 from cluster.messages import (
+    EngineOutput,
     GenerateRequest,
     OutputFrame,
     Sampling,
     Submit,
     decode,
     encode,
-    header_bytes,
 )
-from cluster.rank.contexts import end_context
-from cluster.rank.meeting import introduce
+from cluster.rank.rendezvous import introduce
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import join, pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
 from compile.config import CompilationConfig
 
-HOST, HASH, EPOCH = "127.0.0.1", "test", 5
+HOST, EPOCH = "127.0.0.1", 5
+CREDENTIALS = Credentials("test", b"s" * 32)
 MAX_NUM_SEQS, BUDGET = 4, 24
+DECODE_ONLY = "FULL_DECODE_ONLY"
 EXPERTS = pytest.mark.feature("P15")
 
 RANK = """
 import pickle, sys, threading
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.meeting import Meeting
+from cluster.rank.rendezvous import LeaderEndpoints
 
 def tell(what):
     pickle.dump(what, sys.stdout.buffer)
@@ -48,13 +53,16 @@ def hear():
     return pickle.load(sys.stdin.buffer)
 
 config, place = hear()
-common = {key: place[key] for key in ("host", "config_hash", "epoch", "dp_rank")}
+common = {key: place[key] for key in ("host", "credentials", "dp_rank")}
+epoch = place["epoch"]
 if place["tp_rank"]:
-    rank = Follower(config, tp_rank=place["tp_rank"], rendezvous=hear(), **common)
+    tp_rank = place["tp_rank"]
+    rank = Follower(config, tp_rank=tp_rank, epoch=epoch, rendezvous=hear(), **common)
 else:
-    meeting = Meeting(config, **common)
-    tell(meeting.rendezvous)
-    rank = Leader(config, engine_id="", meeting=meeting, rendezvous=hear(), **common)
+    endpoints = LeaderEndpoints(config, **common)
+    tell(endpoints.rendezvous)
+    places = {"epoch": epoch, "endpoints": endpoints, "rendezvous": hear()}
+    rank = Leader(config, engine_id="", **places, **common)
     threading.Thread(target=lambda: (hear(), rank.stop()), daemon=True).start()
 tell(getattr(rank, "inbox", ""))
 rank.run()
@@ -75,7 +83,7 @@ class Rank:
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": root},
         )
-        place = {"host": HOST, "config_hash": HASH, "epoch": EPOCH}
+        place = {"host": HOST, "credentials": CREDENTIALS, "epoch": EPOCH}
         self.tell((config, {**place, "dp_rank": dp_rank, "tp_rank": tp_rank}))
 
     def tell(self, what: Any) -> None:
@@ -127,7 +135,7 @@ def running(config: EngineConfig) -> Iterator[Group]:
         group.kill()
 
 
-def config_for(oracle: Any, tp_size: int) -> EngineConfig:
+def config_for(oracle: Any, tp_size: int, mode: str) -> EngineConfig:
     return EngineConfig(
         model_path=str(oracle.path),
         max_model_len=128,
@@ -136,7 +144,11 @@ def config_for(oracle: Any, tp_size: int) -> EngineConfig:
         scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET),
         parallel=ParallelConfig(tp_size, data_parallel_size=2),
         compilation=CompilationConfig(
-            level=0, cudagraph_mode="FULL_DECODE_ONLY", sealed="strict", poison_graph_pool=True
+            level=0,
+            cudagraph_mode=mode,
+            capture_num_tokens=(8, BUDGET),
+            sealed="strict",
+            poison_graph_pool=True,
         ),
     )
 
@@ -147,11 +159,12 @@ def serve_at_random(
     """Submit at random moments to random leaders, seldom the second; return the tokens."""
     rng = random.Random(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    replies = context.socket(zmq.PULL)
+    handshake = CurveHandshake(CREDENTIALS.secret)
+    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
     port = replies.bind_to_random_port(f"tcp://{HOST}")
     leaders = []
     for inbox in group.inboxes:
-        leaders.append(context.socket(zmq.PUSH))
+        leaders.append(connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000))
         leaders[-1].connect(inbox)
     tokens: list[list[int]] = [[] for _ in prompts]
     num_left = len(prompts)
@@ -165,12 +178,13 @@ def serve_at_random(
                 sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens[i], (), -1, -1, None)
                 request = GenerateRequest(str(i), prompts[i], [], sampling, f"tcp://{HOST}:{port}")
                 leader = leaders[int(rng.random() < 0.3)]
-                leader.send_multipart([header_bytes(HASH), encode(Submit(request, None))])
+                leader.send_multipart(pack(encode(Submit(request, None)), CREDENTIALS))
             while replies.poll(rng.choice((0, 5, 20))):
-                _, body = replies.recv_multipart()
-                frame: OutputFrame = decode(body, OutputFrame)
+                _, *parts = replies.recv_multipart()
+                frame: OutputFrame = decode(join(parts, 1 << 20), OutputFrame)
                 assert frame.epoch == EPOCH
-                for output in frame.outputs:
+                for data in frame.outputs:
+                    output = decode(data, EngineOutput)
                     assert not output.error, output
                     tokens[int(output.request_id)] += output.token_ids
                     num_left -= bool(output.finish_reason)
@@ -179,29 +193,29 @@ def serve_at_random(
     return tokens
 
 
-def check_logs(ends: list[tuple[list[dict[str, Any]], dict[str, int], Any]]) -> None:
+def check_logs(ends: list[tuple[list[dict[str, Any]], dict[str, int], Any]], mode: str) -> None:
     """All ranks ran the same steps, at the same sizes, through the same graphs."""
     logs = [log for log, _, _ in ends]
     assert len({str(captured) for _, _, captured in ends}) == 1
     decodes = []
     for steps in zip(*logs, strict=True):
-        [shared] = {str({k: v for k, v in step.items() if k != "graph_bs"}) for step in steps}
-        assert shared
+        assert all(step == steps[0] for step in steps)
         if steps[0]["kind"] == 1:
-            [graph_bs] = {step["graph_bs"] for step in steps}
-            assert graph_bs == steps[0]["num_seqs"] >= steps[0]["max_seqs"]
+            assert steps[0]["graph_bs"] >= max(steps[0]["num_scheduled_tokens"])
             decodes.append(steps[0])
     assert [step["epoch"] for step in logs[0]] == [EPOCH] * len(logs[0])
     # Every decode step is a replay of a whole graph on every rank, dummy steps included.
-    assert all(step["graph_mode"] == 2 for step in decodes)
+    assert all(step["mode"] == 2 for step in decodes)
     wanted: dict[int, int] = {}
     for step in decodes:
-        wanted[step["num_seqs"]] = wanted.get(step["num_seqs"], 0) + 1
+        wanted[step["graph_bs"]] = wanted.get(step["graph_bs"], 0) + 1
     for _, replays, _ in ends:
         whole = {key: times for key, times in replays.items() if "uniform_decode=True" in key}
         assert sorted(whole.values()) == sorted(wanted.values())
+        num_mixed = sum(times for key, times in replays.items() if key not in whole)
+        assert num_mixed == (len(logs[0]) - len(decodes) if mode == "FULL" else 0)
     # The load was uneven: a rank without work ran along, and sizes were not its own.
-    across = [step["num_tokens_across_dp"] for step in logs[0]]
+    across = [step["num_scheduled_tokens"] for step in logs[0]]
     assert any(0 in tokens for tokens in across)
     assert any(0 not in tokens and len(set(tokens)) > 1 for tokens in across)
     assert {step["kind"] for step in logs[0]} == {1, 2}
@@ -209,24 +223,26 @@ def check_logs(ends: list[tuple[list[dict[str, Any]], dict[str, int], Any]]) -> 
 
 @pytest.mark.feature("P01", "P02", "P04", "P10", "P13", "P20", "P21")
 @pytest.mark.parametrize(
-    ("shape", "tp_size"),
+    ("shape", "tp_size", "mode"),
     [
-        pytest.param("odd vocabulary", 1, id="1x2"),
-        pytest.param("one kv head", 2, id="2x2", marks=pytest.mark.slow),
-        pytest.param("mixtral tied eight experts", 1, id="1x2 experts", marks=EXPERTS),
-        pytest.param("mixtral tied eight experts", 2, id="2x2 experts", marks=EXPERTS),
+        pytest.param("odd vocabulary", 1, DECODE_ONLY, id="1x2"),
+        pytest.param("odd vocabulary", 1, "FULL", id="1x2 mixed", marks=pytest.mark.feature("B03")),
+        pytest.param("one kv head", 2, DECODE_ONLY, id="2x2", marks=pytest.mark.slow),
+        pytest.param("mixtral tied eight experts", 1, DECODE_ONLY, id="1x2 experts", marks=EXPERTS),
+        pytest.param("mixtral tied eight experts", 2, DECODE_ONLY, id="2x2 experts", marks=EXPERTS),
     ],
 )
 def test_ranks_in_lockstep_generate_what_one_rank_does_through_the_same_graphs(
     make_oracle: Callable[[str], Any],
     shape: str,
     tp_size: int,
+    mode: str,
 ) -> None:
     oracle, rng = make_oracle(shape), random.Random(11)
     vocab = oracle.model.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(14)]
     num_tokens = [rng.randint(4, 50) for _ in prompts]
-    with running(config_for(oracle, tp_size)) as group:
+    with running(config_for(oracle, tp_size, mode)) as group:
         results = serve_at_random(group, prompts[:8], num_tokens[:8], 1)
         time.sleep(0.1)  # all sleep, by agreement, and wake again
         results += serve_at_random(group, prompts[8:], num_tokens[8:], 2)
@@ -237,4 +253,4 @@ def test_ranks_in_lockstep_generate_what_one_rank_does_through_the_same_graphs(
         assert len(tokens) == number
         oracle.check_greedy(prompt, tokens)
     oracle.report_ties()
-    check_logs(ends)
+    check_logs(ends, mode)

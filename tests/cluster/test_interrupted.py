@@ -20,6 +20,7 @@ import zmq
 from msgspec.structs import replace as changed
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.credentials import Credentials
 from cluster.engine.engine import Engine
 from cluster.messages import (
     EngineOutput,
@@ -27,21 +28,22 @@ from cluster.messages import (
     LogitRules,
     Sampling,
     Submit,
-    header_bytes,
 )
 from cluster.rank.assembly import assemble_engine
-from cluster.rank.contexts import end_context
 from cluster.rank.leader import Leader
 from cluster.rank.runner import ModelRunner
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket
 from serve.router import Router
 from serve.tokens import TokenSocket
 
 VOCAB = 256
 NUM_TOKENS = 48
-HASH = "test"
+CREDENTIALS = Credentials("test", b"s" * 32)
 STOPS, OTHER_STOPS = tuple(range(0, VOCAB, 7)), tuple(range(3, VOCAB, 9))
 
-NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), (), 0)
+NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
 
 
@@ -67,12 +69,12 @@ CASES: dict[str, Sampling] = {
     "frequency_penalty": ruled(frequency_penalty=1.5, **BIAS),
     "repetition_penalty": ruled(repetition_penalty=1.5),
     "logit_bias": ruled(**BIAS),
-    "allowed_token_ids": ruled(drawn(), allowed_token_ids=tuple(range(40, 60))),
+    "allowed_token_ids": ruled(drawn(), allowed_tokens=(2**60 - 2**40).to_bytes(8, "little")),
     "min_tokens": changed(ruled(drawn(), min_tokens=30), stop_token_ids=STOPS),
     "logprobs": drawn(num_logprobs=3),
     "all": changed(
         drawn(top_k=60, top_p=0.95, min_p=0.01, num_logprobs=2, stop_token_ids=OTHER_STOPS),
-        rules=LogitRules(0.4, 0.3, 1.2, (9, 10), (4.0, 3.0), tuple(range(200)), 12),
+        rules=LogitRules(0.4, 0.3, 1.2, (9, 10), (4.0, 3.0), b"\xff" * 25, 12),
     ),
 }
 
@@ -257,16 +259,21 @@ class LocalPool:
 
     def __init__(self, config: EngineConfig) -> None:
         self.leader = Leader(
-            config, engine_id=config.role.value, epoch=0, host="127.0.0.1", config_hash=HASH
+            config,
+            engine_id=config.role.value,
+            epoch=0,
+            host="127.0.0.1",
+            credentials=CREDENTIALS,
         )
         self._thread = threading.Thread(target=self.leader.run, daemon=True)
         self._thread.start()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH)
+        handshake = CurveHandshake(CREDENTIALS.secret)
+        self._socket = connecting_socket(self._context, zmq.PUSH, handshake, max_waiting=1000)
         self._socket.connect(self.leader.inbox)
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        self._socket.send_multipart([header_bytes(HASH), frame])
+        self._socket.send_multipart(pack(frame, CREDENTIALS))
         return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
 
     def close(self) -> None:
@@ -282,7 +289,7 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
             return [output async for output in outputs]
 
     async def all_of_them() -> list[list[EngineOutput]]:
-        socket = TokenSocket("127.0.0.1", header_bytes(HASH))
+        socket = TokenSocket("127.0.0.1", CREDENTIALS)
         router = Router(dict(pools), socket)
         try:
             return await asyncio.gather(*(one(router, request) for request in requests))

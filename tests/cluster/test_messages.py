@@ -6,6 +6,7 @@ silently. Hypothesis builds every struct from its own annotations.
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import typing
@@ -16,17 +17,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cluster import channel_messages, lockstep_messages, messages
-from cluster.messages import FrameError, Header, StepPlan, Wire, check_header, decode, encode
+from cluster import channel_messages, credentials, lockstep_messages, messages
+from cluster.credentials import Credentials, Header
+from cluster.messages import FrameError, StepPlan, Wire, decode, encode
 
 pytestmark = pytest.mark.feature("Y03")
 
 STRUCTS: list[type[Wire]] = [
     kind
-    for module in (messages, channel_messages, lockstep_messages)
-    for kind in vars(module).values()
+    for module in (messages, channel_messages, lockstep_messages, credentials)
+    for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Wire) and kind is not Wire
-    if kind.__module__ == module.__name__
+    if kind.__module__ == module.__name__ and not name.startswith("_")
 ]
 UNIONS = {
     "Inbound": messages.Inbound,
@@ -46,9 +48,24 @@ SCALARS: dict[object, st.SearchStrategy[Any]] = {
     # NaN travels as well, but is unequal to itself.
     float: st.floats(allow_nan=False),
     str: st.text(max_size=8),
+    bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
 }
+
+
+def bounded(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
+    """Return a strategy for every value of a type that its bounds allow."""
+    if kind is int:
+        return st.integers(meta.ge, 2**64 - 1 if meta.le is None else meta.le)
+    if kind is float:
+        least = meta.ge if meta.gt is None else meta.gt
+        return st.floats(least, meta.le, exclude_min=meta.gt is not None)
+    if meta.pattern is not None:
+        return st.from_regex(meta.pattern)
+    if kind is str:
+        return st.text(min_size=meta.min_length or 0, max_size=8)
+    return values(kind)
 
 
 @functools.cache
@@ -56,8 +73,13 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for every value that the annotation allows."""
     if annotation in SCALARS:
         return SCALARS[annotation]
+    if typing.get_origin(annotation) is typing.Annotated:
+        kind, meta = typing.get_args(annotation)
+        return bounded(kind, meta)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return st.sampled_from(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Wire):
-        hints = typing.get_type_hints(annotation)
+        hints = typing.get_type_hints(annotation, include_extras=True)
         return st.builds(annotation, **{name: values(hint) for name, hint in hints.items()})
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is list:
@@ -192,7 +214,7 @@ def test_a_frame_with_another_field_is_refused(kind: type[Wire], data: st.DataOb
 @pytest.mark.parametrize("change", ["short", "long"])
 def test_a_struct_inside_another_is_held_to_its_length(change: str) -> None:
     sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None)
-    fields = raw(encode(messages.GenerateRequest("r", [1], [], sampling, "ipc://x")))
+    fields = raw(encode(messages.GenerateRequest("r", [1], [], sampling, "")))
     fields[3] = fields[3][:-1] if change == "short" else [*fields[3], 0]
     assert "$[3]" in str(refused(encode(fields), messages.GenerateRequest))
 
@@ -257,18 +279,84 @@ def test_an_error_names_the_struct_the_place_and_the_length() -> None:
 
 
 def test_a_float_field_reads_an_integer_as_its_nearest_float() -> None:
-    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None)
-    fields = raw(encode(sampling))
-    fields[2] = 2**62 + 512
-    _refused_or_unchanged(encode(fields), messages.Sampling)
+    fields = raw(encode(messages.TokenLogprobs(0.0, 1, [], [])))
+    fields[0] = 2**62 + 512
+    _refused_or_unchanged(encode(fields), messages.TokenLogprobs)
     assert not same_content([float(2**62)], [2**62 + 1024])
 
 
-OURS = messages.header_bytes("aa11")
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ((0,), -0.1),
+        ((0,), float("nan")),
+        ((0,), 2e6),
+        ((1,), -1),
+        ((2,), 0.0),
+        ((3,), float("nan")),
+        ((4,), -1),
+        ((5,), 0),
+        ((6,), [-1]),
+        ((6,), [7] * 513),
+        ((7,), 21),
+        ((8,), -2),
+        ((9, 0), float("inf")),
+        ((9, 1), 2.1),
+        ((9, 2), 0.0),
+        ((9, 3), [-1]),
+        ((9, 3), [1] * 1025),
+        ((9, 4), [float("nan")]),
+        ((9, 4), [-101.0]),
+        ((9, 5), [1]),
+        ((9, 6), -1),
+    ],
+)
+def test_what_no_model_could_take_is_refused_with_its_place(
+    place: tuple[int, ...], found: Any
+) -> None:
+    rules = messages.LogitRules(0.0, 0.0, 1.0, (3,), (1.0,), b"\xff", 0)
+    fields = raw(encode(messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, rules)))
+    decode(encode(fields), messages.Sampling)
+    *path, last = place
+    at = functools.reduce(lambda inner, index: inner[index], path, fields)
+    at[last] = found
+    assert f"$[{place[0]}]" in str(refused(encode(fields), messages.Sampling))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ipc://x", "tcp://host:1", "tcp://1.2.3:4", "tcp://256.1.1.1:1", "tcp://1.2.3.4:1\n", "*"],
+)
+def test_an_address_is_a_number(address: str) -> None:
+    for good in ("", "tcp://10.255.0.9:65535"):
+        assert decode(encode(messages.Watch(good)), messages.Inbound).address == good
+    assert "$[1]" in str(refused(encode(messages.Watch(address)), messages.Watch))
+
+
+def test_a_submission_that_is_none_still_tells_who_asked() -> None:
+    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None)
+    request = messages.GenerateRequest("r", [-1], [], sampling, "tcp://10.0.0.1:9")
+    frame = encode(messages.Submit(request, None))
+    refused(frame, messages.Inbound)
+    assert messages.asker_of(frame) == ("r", "tcp://10.0.0.1:9")
+    for other in (frame[:-1], b"", encode(messages.Abort(["r"])), encode(["Submit", 1, 2])):
+        assert messages.asker_of(other) is None
+
+
+CREDENTIALS = Credentials("aa11", b"s" * 32)
+OURS = CREDENTIALS.header
 
 
 def test_equal_headers_pass() -> None:
-    check_header(messages.header_bytes("aa11"), OURS)
+    CREDENTIALS.check(Credentials("aa11", b"t" * 32).header)
+
+
+def test_nothing_shows_a_secret() -> None:
+    secret = b"never to be seen, 32 bytes long."
+    shown = f"{Credentials('aa11', secret)!r} {Credentials('aa11', secret)}"
+    assert "aa11" in shown and "never" not in shown
+    with pytest.raises(ValueError, match=r"^secret: wanted 32 bytes, found 3$"):
+        Credentials("aa11", b"abc")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +371,7 @@ def test_a_header_mismatch_names_the_field_with_both_values(
     theirs: Header, name: str, wanted: str, found: str
 ) -> None:
     with pytest.raises(FrameError, match=f"^{name}: wanted .*{wanted}, found .*{found}"):
-        check_header(encode(theirs), OURS)
+        CREDENTIALS.check(encode(theirs))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +381,7 @@ def test_a_header_mismatch_names_the_field_with_both_values(
 )
 def test_what_is_no_header_is_refused(data: bytes) -> None:
     with pytest.raises(FrameError, match="Header"):
-        check_header(data, OURS)
+        CREDENTIALS.check(data)
 
 
 def _plan(num_new: list[int], num_decodes: int) -> StepPlan:

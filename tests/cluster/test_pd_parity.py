@@ -26,18 +26,21 @@ from cluster.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from cluster.messages import EngineOutput, GenerateRequest, Sampling, header_bytes
-from cluster.rank.contexts import end_context
+from cluster.credentials import Credentials
+from cluster.messages import EngineOutput, GenerateRequest, Sampling
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.meeting import Meeting
+from cluster.rank.rendezvous import LeaderEndpoints
 from cluster.rank.stats import RankStats
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket
 from serve.router import Router
 from serve.tokens import TokenSocket
 
 SHAPES = ["one kv head", "six heads", "wide heads", "tied", "odd vocabulary", "biases"]
 SHAPES += ["mistral window 7", "qwen2 window in the last layers", "qwen3 wide heads"]
-HASH = "test"
+CREDENTIALS = Credentials("test", b"s" * 32)
 NUM_TOKENS = 64
 
 T = TypeVar("T")
@@ -48,7 +51,7 @@ class LocalPool:
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.parallel.tensor_parallel_size
-        meeting = Meeting(config, host="127.0.0.1", config_hash=HASH, epoch=0)
+        endpoints = LeaderEndpoints(config, host="127.0.0.1", credentials=CREDENTIALS)
         with ThreadPoolExecutor(size) as threads:
             joining = [
                 threads.submit(
@@ -58,8 +61,8 @@ class LocalPool:
                     tp_rank=tp_rank,
                     epoch=0,
                     host="127.0.0.1",
-                    config_hash=HASH,
-                    rendezvous=meeting.rendezvous,
+                    credentials=CREDENTIALS,
+                    rendezvous=endpoints.rendezvous,
                 )
                 for tp_rank in range(1, size)
             ]
@@ -68,8 +71,8 @@ class LocalPool:
                 engine_id=config.role.value,
                 epoch=0,
                 host="127.0.0.1",
-                config_hash=HASH,
-                meeting=meeting,
+                credentials=CREDENTIALS,
+                endpoints=endpoints,
             )
             self.followers = [future.result() for future in joining]
         self._threads = [
@@ -79,11 +82,12 @@ class LocalPool:
         for thread in self._threads:
             thread.start()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH)
+        handshake = CurveHandshake(CREDENTIALS.secret)
+        self._socket = connecting_socket(self._context, zmq.PUSH, handshake, max_waiting=1000)
         self._socket.connect(self.leader.inbox)
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        self._socket.send_multipart([header_bytes(HASH), frame])
+        self._socket.send_multipart(pack(frame, CREDENTIALS))
         return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
 
     def stats(self) -> RankStats:
@@ -179,7 +183,7 @@ def with_router(made: dict[str, LocalPool], work: Callable[[Router], Awaitable[T
     """Return what `work` makes of a router over the pools."""
 
     async def main() -> T:
-        socket = TokenSocket("127.0.0.1", header_bytes(HASH))
+        socket = TokenSocket("127.0.0.1", CREDENTIALS)
         try:
             return await work(Router(dict(made), socket))
         finally:

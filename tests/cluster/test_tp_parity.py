@@ -21,17 +21,19 @@ import torch
 
 from cluster.channel_messages import StepFrame
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.credentials import Credentials
 from cluster.engine.engine import Engine
 from cluster.engine.step_digest import StepDivergence
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
 from cluster.rank import groups
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.meeting import Meeting
+from cluster.rank.rendezvous import LeaderEndpoints
 from compile.config import CompilationConfig
 from model.config import ModelConfig
 
-HOST, HASH = "127.0.0.1", "test"
+HOST = "127.0.0.1"
+CREDENTIALS = Credentials("test", b"s" * 32)
 NUM_TOKENS = 64
 BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 4, 24
 
@@ -49,14 +51,14 @@ class FollowerProcesses:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def follow(self, config: EngineConfig, meeting: Meeting) -> None:
+    def follow(self, config: EngineConfig, endpoints: LeaderEndpoints) -> None:
         """Let as many processes as the group wants load and follow."""
         for tp_rank in range(1, config.parallel.tensor_parallel_size):
             if len(self._processes) < tp_rank:
                 self._processes.append(self._start())
             stdin = self._processes[tp_rank - 1].stdin
             assert stdin is not None
-            stdin.write(pickle.dumps(follower_arguments(config, meeting, tp_rank)))
+            stdin.write(pickle.dumps(follower_arguments(config, endpoints, tp_rank)))
             stdin.flush()
 
     def close(self) -> None:
@@ -88,15 +90,17 @@ def other_followers() -> Iterator[FollowerProcesses]:
     processes.close()
 
 
-def follower_arguments(config: EngineConfig, meeting: Meeting, tp_rank: int) -> dict[str, Any]:
+def follower_arguments(
+    config: EngineConfig, endpoints: LeaderEndpoints, tp_rank: int
+) -> dict[str, Any]:
     return {
         "config": config,
         "dp_rank": 0,
         "tp_rank": tp_rank,
         "epoch": 0,
         "host": HOST,
-        "config_hash": HASH,
-        "rendezvous": meeting.rendezvous,
+        "credentials": CREDENTIALS,
+        "rendezvous": endpoints.rendezvous,
     }
 
 
@@ -163,9 +167,11 @@ def generate(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[
 
 
 def leader_for(config: EngineConfig, followers: FollowerProcesses) -> Leader:
-    meeting = Meeting(config, host=HOST, config_hash=HASH, epoch=0)
-    followers.follow(config, meeting)
-    return Leader(config, engine_id="test", epoch=0, host=HOST, config_hash=HASH, meeting=meeting)
+    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
+    followers.follow(config, endpoints)
+    return Leader(
+        config, engine_id="test", epoch=0, host=HOST, credentials=CREDENTIALS, endpoints=endpoints
+    )
 
 
 def end(leader: Leader) -> None:
@@ -348,12 +354,14 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     # Longer than a busy machine may hold a thread up: earlier collectives have this bound too.
     monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 2.0)
     config = config_for(make_oracle("tied"), 2)
-    meeting = Meeting(config, host=HOST, config_hash=HASH, epoch=0)
+    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
     made: list[Follower] = []
-    arguments = follower_arguments(config, meeting, 1)
+    arguments = follower_arguments(config, endpoints, 1)
     joining = threading.Thread(target=lambda: made.append(Follower(**arguments)))
     joining.start()
-    leader = Leader(config, engine_id="", epoch=0, host=HOST, config_hash=HASH, meeting=meeting)
+    leader = Leader(
+        config, engine_id="", epoch=0, host=HOST, credentials=CREDENTIALS, endpoints=endpoints
+    )
     joining.join()
     [follower] = made
 
@@ -367,13 +375,13 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     follower.loop.receiver = AlteringReceiver(follower._receiver, alter_fourth)
     lost: list[BaseException] = []
 
-    def lead() -> None:
+    def serve() -> None:
         try:
             generate(leader.engine, prompts_for(make_oracle("tied")))
         except RuntimeError as error:  # nobody comes to its collective
             lost.append(error)
 
-    leading = threading.Thread(target=lead, daemon=True)
+    leading = threading.Thread(target=serve, daemon=True)
     leading.start()
     step = 5 if field == "step" else 4
     wanted = rf"rank dp=0 tp=1 epoch=0 step {step}: {field}: wanted \d+, found \d+"
@@ -397,10 +405,12 @@ def test_graphs_are_let_go_of_before_their_group_ends(
         level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
     )
     config = dataclasses.replace(config_for(make_oracle("tied"), 2), compilation=graphs)
-    meeting = Meeting(config, host=HOST, config_hash=HASH, epoch=0)
+    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(Follower, **follower_arguments(config, meeting, 1))
-        leader = Leader(config, engine_id="", epoch=0, host=HOST, config_hash=HASH, meeting=meeting)
+        joining = threads.submit(Follower, **follower_arguments(config, endpoints, 1))
+        leader = Leader(
+            config, engine_id="", epoch=0, host=HOST, credentials=CREDENTIALS, endpoints=endpoints
+        )
         ranks: list[Leader | Follower] = [leader, joining.result()]
 
     def num_graphs(rank: Leader | Follower) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compile.cli import split_arguments
+from compile.aliases import split_arguments
 from compile.config import CompilationConfigError, CUDAGraphMode
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor
-from compile.dispatch import CapturedGraphs, ForwardMode, decide
+from compile.config import CUDAGraphMode
+from compile.dispatch import BatchDescriptor, CapturedGraphs, ForwardMode, decide
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 
-CAPTURED = CapturedGraphs(graph_bs=(1, 2, 4, 8), num_tokens=(1, 2, 4, 12, 24))
+CAPTURED = CapturedGraphs(NONE, graph_bs=(1, 2, 4, 8), num_tokens=(1, 2, 4, 12, 24))
 """Both lists on purpose different: a batch size is no token count."""
 
 BS = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
@@ -32,13 +32,14 @@ ROUTES = {
 """By mode what decode steps and all others replay."""
 
 
-def config(mode: CUDAGraphMode, *, enable_padding: bool = True) -> CompilationConfig:
-    """Return a configuration of level 3, where every mode is legal."""
-    return CompilationConfig(level=3, cudagraph_mode=mode, enable_padding=enable_padding)
+def captured(
+    mode: CUDAGraphMode, *, enable_padding: bool = True, graphs: CapturedGraphs = CAPTURED
+) -> CapturedGraphs:
+    return dataclasses.replace(graphs, mode=mode, enable_padding=enable_padding)
 
 
-def eager(num_tokens: int, num_seqs: int) -> ForwardMode:
-    return ForwardMode(NONE, None, num_tokens, num_seqs)
+def eager(num_tokens: int, num_seqs: int, is_decode: bool) -> ForwardMode:
+    return ForwardMode(NONE, num_tokens, num_seqs if is_decode else 0, is_decode)
 
 
 def expected(
@@ -46,12 +47,10 @@ def expected(
 ) -> ForwardMode:
     """Look the step up in the tables above."""
     if route is PIECEWISE and tokens in TOKENS:
-        padded = TOKENS[tokens]
-        return ForwardMode(PIECEWISE, BatchDescriptor(padded, None, False), padded, seqs)
+        return ForwardMode(PIECEWISE, TOKENS[tokens], seqs if is_decode else 0, is_decode)
     if route is FULL and is_decode and seqs in BS and (padding or BS[seqs] == seqs):
-        bs = BS[seqs]
-        return ForwardMode(FULL, BatchDescriptor(bs * query_len, bs, True), bs * query_len, bs)
-    return eager(tokens, seqs)
+        return ForwardMode(FULL, BS[seqs] * query_len, BS[seqs], True)
+    return eager(tokens, seqs, is_decode)
 
 
 @pytest.mark.feature("D05", "N10")
@@ -69,8 +68,7 @@ def test_every_decode_step_has_its_entry_in_the_table(
             num_tokens=tokens,
             num_seqs=seqs,
             query_len=query_len,
-            config=config(mode, enable_padding=padding),
-            captured=CAPTURED,
+            captured=captured(mode, enable_padding=padding),
             is_graph_allowed=allowed,
         ) == expected(route, True, tokens, seqs, query_len, padding)
 
@@ -88,8 +86,7 @@ def test_every_prefill_and_mixed_step_has_its_entry_in_the_table(
                 is_uniform_decode=False,
                 num_tokens=tokens,
                 num_seqs=seqs,
-                config=config(mode, enable_padding=padding),
-                captured=CAPTURED,
+                captured=captured(mode, enable_padding=padding),
                 is_graph_allowed=allowed,
             ) == expected(route, False, tokens, seqs, 1, padding)
 
@@ -101,8 +98,7 @@ def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
             is_uniform_decode=is_decode,
             num_tokens=tokens,
             num_seqs=seqs,
-            config=config(BOTH),
-            captured=CAPTURED,
+            captured=captured(BOTH),
         ).mode
         for is_decode, tokens, seqs in steps
     ]
@@ -138,22 +134,13 @@ def test_a_mixed_step_replays_a_whole_graph_only_where_one_was_captured(
         is_uniform_decode=False,
         num_tokens=tokens,
         num_seqs=seqs,
-        config=config(FULL, enable_padding=padding),
-        captured=MIXED,
+        captured=captured(FULL, enable_padding=padding, graphs=MIXED),
     )
     if padded is None or not (padding or exact):
-        assert found == eager(tokens, seqs)
+        assert found == eager(tokens, seqs, is_decode=False)
     else:
-        assert found == ForwardMode(FULL, BatchDescriptor(*padded, False), *padded)
-
-
-@pytest.mark.parametrize("mode", CUDAGraphMode)
-def test_nothing_is_replayed_where_graphs_are_off(mode: CUDAGraphMode) -> None:
-    off = CompilationConfig(level=3, cudagraph_mode=mode, use_cudagraph=False)
-    for is_decode in (True, False):
-        assert decide(
-            is_uniform_decode=is_decode, num_tokens=4, num_seqs=4, config=off, captured=MIXED
-        ) == eager(4, 4)
+        assert found == ForwardMode(FULL, *padded, False)
+        assert found.descriptor == BatchDescriptor(*padded)
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "query_len"), [(3, 4, 1), (5, 4, 1), (4, 4, 2)])
@@ -166,8 +153,7 @@ def test_a_decode_step_whose_numbers_disagree_is_an_error(
             num_tokens=tokens,
             num_seqs=seqs,
             query_len=query_len,
-            config=config(FULL),
-            captured=CAPTURED,
+            captured=captured(FULL),
         )
 
 
@@ -177,22 +163,19 @@ def captured_graphs(draw: st.DrawFn) -> CapturedGraphs:
     pairs = st.tuples(st.integers(1, 40), st.integers(1, 40))
     mixed = draw(st.lists(pairs, unique=True, max_size=4).map(sorted))
     descriptors = tuple(BatchDescriptor(*pair) for pair in mixed)
-    return CapturedGraphs(draw(sizes), draw(sizes), descriptors)
+    mode = draw(st.sampled_from(CUDAGraphMode))
+    return CapturedGraphs(mode, draw(sizes), draw(sizes), descriptors, draw(st.booleans()))
 
 
 @given(
     captured_graphs(),
-    st.sampled_from(CUDAGraphMode),
-    st.booleans(),
     st.booleans(),
     st.integers(0, 50),
     st.integers(1, 4),
     st.integers(0, 20),
 )
 def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
-    captured: CapturedGraphs,
-    mode: CUDAGraphMode,
-    padding: bool,
+    graphs: CapturedGraphs,
     is_decode: bool,
     seqs: int,
     query_len: int,
@@ -204,21 +187,22 @@ def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
         num_tokens=tokens,
         num_seqs=seqs,
         query_len=query_len,
-        config=config(mode, enable_padding=padding),
-        captured=captured,
+        captured=graphs,
     )
     key = found.descriptor
     assert (key is None) == (found.mode is NONE)
-    assert found.num_tokens >= tokens and found.num_seqs >= seqs
+    assert found.num_tokens >= tokens
+    assert found.graph_bs == 0 or found.graph_bs >= seqs
     if key is None:
-        assert (found.num_tokens, found.num_seqs) == (tokens, seqs)
+        assert (found.num_tokens, found.graph_bs) == (tokens, seqs if is_decode else 0)
         return
     assert key.num_tokens == found.num_tokens
     if found.mode is PIECEWISE:
-        assert key == BatchDescriptor(found.num_tokens) and found.num_seqs == seqs
-        assert key.num_tokens in captured.num_tokens
+        assert key == BatchDescriptor(found.num_tokens)
+        assert key.num_tokens in graphs.num_tokens
+        assert found.graph_bs == (seqs if is_decode else 0)
     elif is_decode:
-        assert key.uniform_decode and key.num_tokens == found.num_seqs * query_len
-        assert key.num_seqs == found.num_seqs and key.num_seqs in captured.graph_bs
+        assert key.uniform_decode and key.num_tokens == found.graph_bs * query_len
+        assert key.num_seqs == found.graph_bs and key.num_seqs in graphs.graph_bs
     else:
-        assert key in captured.mixed and key.num_seqs == found.num_seqs
+        assert key in graphs.mixed and key.num_seqs == found.graph_bs

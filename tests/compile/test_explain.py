@@ -13,9 +13,9 @@ import pytest
 from torch import fx
 
 from compile import explain
-from compile.cache import CompileCache
+from compile.cache.index import CompileCache
+from compile.cache.manager import CompilerManager
 from compile.config import CompilationConfig
-from compile.manager import CompilerManager
 from compile.report import (
     COMPUTATION_GRAPH,
     DYNAMO_GRAPH,

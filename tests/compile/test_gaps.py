@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile.boundary import boundary
-from compile.capture import capture_window
 from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
-from compile.cpu_pool import CpuGraphPool
 from compile.gaps import GapTimer
-from compile.graphs import GraphPools
-from compile.wrapper import CUDAGraphWrapper
+from compile.graphs.boundary import boundary
+from compile.graphs.capture import capture_window
+from compile.graphs.cpu.pool import CpuGraphPool
+from compile.graphs.pools import GraphPools
+from compile.graphs.wrapper import CUDAGraphWrapper
 
 PIECEWISE, KEY = CUDAGraphMode.PIECEWISE, BatchDescriptor(4)
 

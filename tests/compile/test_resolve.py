@@ -364,9 +364,12 @@ def test_token_counts_are_sorted_deduped_and_bounded_by_the_budget(
             CompilationConfig(capture_num_tokens=sizes)
 
 
-def test_token_counts_matter_only_where_pieces_are_captured() -> None:
-    config = CompilationConfig(level=3, cudagraph_mode=FULL, capture_num_tokens=(100,))
+def test_token_counts_matter_only_where_steps_with_prompts_are_captured() -> None:
+    config = CompilationConfig(level=3, cudagraph_mode=DECODE_ONLY, capture_num_tokens=(100,))
     assert resolve(config, StepLimits(4, 8)).graph_bs == (1, 2, 4)
+    for mode in (FULL, PIECEWISE, BOTH):
+        with pytest.raises(CompilationConfigError, match=r"capture_num_tokens: wanted a size of"):
+            resolve(replace(config, cudagraph_mode=mode), StepLimits(4, 8))
 
 
 def test_listed_batch_sizes_are_token_counts_where_only_pieces_were_asked_for() -> None:

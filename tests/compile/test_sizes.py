@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile.sizes import DEFAULT_NUM_TOKENS, StepLimits, capture_sizes, padded_size, within
+from compile.resolve import StepLimits
+from compile.sizes import DEFAULT_NUM_TOKENS, capture_sizes, padded_size, within
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 

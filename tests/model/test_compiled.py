@@ -10,10 +10,9 @@ import torch
 
 from compile.config import CompilationConfig, DynamicShapes
 from compile.counters import counter
-from compile.decorator import compile_as_is
-from compile.scope import CompileScope, compile_scope
-from compile.split import placeholders
-from compile.toolchain import Opened, Runnable
+from compile.pieces.decorator import compile_as_is
+from compile.pieces.split import placeholders
+from compile.scope import CompileScope, Opened, Runnable, compile_scope
 
 
 class Tools:

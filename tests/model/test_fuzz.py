@@ -1,8 +1,8 @@
 """Damaged checkpoints: each is refused by name, or was not damaged in anything that is used.
 
-The one thing to know: what cannot be told from a good checkpoint is no part of the claim: a bit
-inside a weight's bytes that leaves it finite, tensors of one shape in each other's place, a number
-in the configuration that fits the weights as well.
+What cannot be told from a good checkpoint is no part of the claim: a bit inside a weight's bytes
+that leaves it finite, tensors of one shape in each other's place, a number in the configuration
+that fits the weights as well.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile import private_dir
 from model.kernels import native
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -129,7 +128,7 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    monkeypatch.setattr(private_dir, "ROOT", owner + 2)
+    monkeypatch.setattr("compile.cache.disk.ROOT", owner + 2)
     with pytest.raises(native.NativeError, match=f"wanted a directory of user {owner + 1}"):
         native.build_library(tmp_path)
 

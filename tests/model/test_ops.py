@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import dispatch
-from model.kernels.packed_linear import PackedWeight
+from model.kernels.packed_linear import PackedWeight, can_pack
 from model.layers.activation import silu_and_mul
 from model.layers.attention import Attention, AttentionMetadata
 from model.parallel import Shard
@@ -56,33 +56,45 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
     """Return arguments for every op, by its name."""
     x, weight = torch.randn(T, E, dtype=dtype), torch.randn(E, dtype=dtype)
     wide = torch.randn(T, 3 * E, dtype=dtype)[:, :E]
-    packed = PackedWeight(torch.randn(32, E, dtype=dtype))
-    rows = torch.randint(32, (T,))
-    scores, handles = torch.randn(T, 1, dtype=dtype), packed.handle.view(1)
-    back = PackedWeight(torch.randn(E, 16, dtype=dtype))
     matrices = (torch.randn(3, 32, E, dtype=dtype), torch.randn(3, E, 16, dtype=dtype))
     qkv = torch.randn(T, H + 2 * HKV, D)
     q, k, v = qkv.split_with_sizes([H, HKV, HKV], dim=1)
-    return {
+    found: dict[str, list[tuple[Any, ...]]] = {
         "rms_norm": [(x, weight, 1e-5), (torch.randn(T, 3, E, dtype=dtype), weight, 1e-5)],
         "add_rms_norm": [(x, x.clone(), weight, 1e-5)],
         "fused_add_rms_norm": [(x, x.clone(), weight, 1e-5), (wide, wide.clone(), weight, 1e-5)],
         "silu_and_mul": [(x,), (torch.randn(T, 3, E, dtype=dtype),)],
-        "packed_linear": [
-            (x, packed.handle, None, 32),
-            (x[:1], packed.handle, torch.randn(32, dtype=dtype), 32),
-        ],
-        "packed_rows": [(rows, packed.handle, E, dtype)] if packed.has_rows else [],
+        "packed_linear": [],
+        "packed_rows": [],
         "routed_experts": [
-            (x, scores, handles, back.handle.view(1), 1, True, 16, "", ""),
             (wide, torch.randn(T, 3, dtype=dtype), *matrices, 2, False, 16, "", ""),
         ],
         "unified_attention_with_output": [(q, k, v, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
         "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
-        # The handles' table is this process's own; the cases keep the weights alive.
-        "": [(packed, back)],
+        "": [],
     }
+    if can_pack(dtype, torch.device("cpu")):
+        _add_packed(found, x)
+    return found
+
+
+def _add_packed(found: dict[str, list[tuple[Any, ...]]], x: torch.Tensor) -> None:
+    """Add the cases of weights that are packed."""
+    dtype = x.dtype
+    packed = PackedWeight(torch.randn(32, E, dtype=dtype))
+    back = PackedWeight(torch.randn(E, 16, dtype=dtype))
+    found["packed_linear"] += [
+        (x, packed.handle, None, 32),
+        (x[:1], packed.handle, torch.randn(32, dtype=dtype), 32),
+    ]
+    if packed.has_rows:
+        found["packed_rows"].append((torch.randint(32, (T,)), packed.handle, E, dtype))
+    scores, handles = torch.randn(T, 1, dtype=dtype), packed.handle.view(1)
+    back_handles = back.handle.view(1)
+    found["routed_experts"].append((x, scores, handles, back_handles, 1, True, 16, "", ""))
+    # The handles' table is this process's own; the cases keep the weights alive.
+    found[""].append((packed, back))
 
 
 @pytest.mark.feature("K02")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from compile.capture import capture_window
 from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context, get_forward_context
-from compile.graphs import GraphPools, new_graph_pool
-from compile.wrapper import CUDAGraphWrapper
+from compile.graphs.capture import capture_window
+from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.graphs.wrapper import CUDAGraphWrapper
 from model.layers.attention import AttentionMetadata
 from model.speculation import SpecDecodeMetadata
 

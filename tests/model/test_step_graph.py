@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from compile.capture import capture_window
 from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
-from compile.graphs import GraphPools, new_graph_pool
-from compile.wrapper import CUDAGraphWrapper
+from compile.graphs.capture import capture_window
+from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.graphs.wrapper import CUDAGraphWrapper
 from model.layers.attention import AttentionMetadata
 
 MAX_BLOCKS_PER_SEQ = 16

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from compile.context import ForwardContext, forward_context
-from compile.lint import recompile_hazards
+from compile.pieces.diagnose import recompile_hazards
 from model import collectives
 from model.kernels import elementwise
 from model.kv_cache import KVCacheSpec

@@ -1,10 +1,9 @@
-"""Break the code on purpose, one patch at a time, and print which test noticed.
+"""Break the code on purpose, one planted bug at a time, and print which test noticed.
 
     python tests/mutations/run.py [NAME ...]
 
-Each `NAME.patch` beside this file opens with `Tests:` lines, the tests that have to fail once it is
-applied, and the text of what it breaks. A patch is applied to a copy of the tracked files, so the
-checkout is never touched. The exit code is the number of patches that no test noticed.
+A bug of `planted.py` is planted in a copy of the tracked files, so the checkout is never touched.
+The exit code is the number of bugs that no test noticed.
 """
 
 from __future__ import annotations
@@ -14,44 +13,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+from planted import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """One patch: what it breaks, and the tests that must notice."""
-
-    path: Path
-    claim: str
-    tests: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
-
-def read_mutation(path: Path) -> Mutation:
-    """Read a patch's head.
+def mutated(mutation: Mutation, source: str) -> str:
+    """Return the source of the mutation's file with its bug.
 
     Raises:
-        ValueError: it names no tests.
+        ValueError: what it replaces is not there exactly once.
     """
-    head = path.read_text().split("\ndiff --git ", 1)[0].splitlines()
-    tests = [line.removeprefix("Tests:").split() for line in head if line.startswith("Tests:")]
-    claim = " ".join(line for line in head if line and not line.startswith("Tests:"))
-    if not tests:
-        raise ValueError(f"{path.name}: wanted a line that starts with 'Tests:', found none")
-    return Mutation(path, claim, tuple(name for names in tests for name in names))
-
-
-def mutations() -> list[Mutation]:
-    """Return all patches in the order of their names."""
-    return [read_mutation(path) for path in sorted(HERE.glob("*.patch"))]
+    for old, new in mutation.edits.items():
+        if (found := source.count(old)) != 1:
+            raise ValueError(f"{mutation.path}: {old!r}: wanted once, found {found} times")
+        source = source.replace(old, new)
+    return source
 
 
 def copy_tracked(target: Path) -> None:
@@ -66,11 +46,12 @@ def copy_tracked(target: Path) -> None:
 
 
 def failing_tests(mutation: Mutation) -> list[str]:
-    """Apply the patch to a copy and return the ids of the tests that fail there."""
+    """Plant the bug in a copy and return the ids of the tests that fail there."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         tree = Path(name)
         copy_tracked(tree)
-        subprocess.run(["git", "apply", str(mutation.path)], cwd=tree, check=True)
+        path = tree / mutation.path
+        path.write_text(mutated(mutation, path.read_text()))
         environment = {**os.environ, "PYTHONPATH": str(tree), "LOCKSTEP_CACHE_ROOT": f"{tree}/.c"}
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-rfE", *mutation.tests],
@@ -85,9 +66,9 @@ def failing_tests(mutation: Mutation) -> list[str]:
 
 
 def main(names: list[str]) -> int:
-    """Run the named patches, or all; return how many went unnoticed."""
+    """Plant the named bugs, or all; return how many went unnoticed."""
     unnoticed = 0
-    for mutation in mutations():
+    for mutation in MUTATIONS:
         if names and mutation.name not in names:
             continue
         found = failing_tests(mutation)

@@ -70,4 +70,4 @@ def check_debug(app: Any) -> None:
             for rank in replica["ranks"]
         )
         assert first and first == second
-        assert any(0 in step["num_tokens_across_dp"] for step in first)
+        assert any(0 in step["num_scheduled_tokens"] for step in first)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.rank_group import GroupReport, RankDied
+from cluster.credentials import Credentials
 from serve import pools
 from serve.pools import Pool
 from serve.router import PoolUnavailable
@@ -64,7 +65,7 @@ class PoolOfOneLeader(PoolWithoutRanks):
         super().__init__(state, "rank dp=0 tp=1 epoch=0 ended")
         self._router = LeaderRouter(Routing.LEAST_REQUESTS, 1)
         self._leaders = [self]
-        self._header, self._config_hash = b"", "ours"
+        self._credentials, self._config_hash = Credentials("ours", b"s" * 32), "ours"
         self._open: dict[str, asyncio.Future[Any]] = {}
         self.closed, self._hold_s = False, 0.01
 

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.rank.faults import Action, Fault, Place
+from examples.bench.fault_injection import Action, Fault, Place, arm_actor
 
 pytestmark = pytest.mark.ray
 
@@ -187,12 +187,10 @@ def strike(
     board = ray.get_actor(f"status:{name}", namespace="lockstep")
     [actors] = ray.get(board.actors.remote())[pool].values()
     place, action, altered = fault
-    arm = actors[rank].arm.options(concurrency_group="ctl")
-    # Not waited for: the rank may be gone before it answers.
-    armed = arm.remote(Fault(place, action, str(note), altered))
+    arm_actor(actors[rank], Fault(place, action, str(note), altered))
     deadline = time.monotonic() + 60
     while not note.exists():
-        assert time.monotonic() < deadline, (armed, app.log.read_text())
+        assert time.monotonic() < deadline, app.log.read_text()
         time.sleep(0.01)
     return int(note.read_text().split()[0])
 
@@ -214,7 +212,7 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
             [
                 (1, Place.PREFILL, Action.KILL, ""),
                 (0, Place.DECODE, Action.DIVERGE, "num_tokens_across_dp"),
-                (1, Place.DECODE, Action.DIVERGE, "graph_mode"),
+                (1, Place.DECODE, Action.DIVERGE, "mode"),
             ]
         ):
             load.wait_until_new()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit, decode
@@ -23,14 +24,37 @@ def output(
     return EngineOutput("", position, token_ids, [], finish_reason, -1, 0, None, error, [])
 
 
+def serve_pd(
+    prefill: list[Callable[[Mailbox], Any]], decode: list[Callable[[Mailbox], Any]]
+) -> tuple[list[EngineOutput], Pool, Pool]:
+    """Run one request through two pools."""
+
+    async def main() -> tuple[list[EngineOutput], Pool, Pool]:
+        tokens = Tokens()
+        pools = {"prefill": Pool(tokens, *prefill), "decode": Pool(tokens, *decode)}
+        router = Router(pools, tokens)  # type: ignore[arg-type]
+        async with asyncio.timeout(20), aclosing(router.generate(REQUEST)) as outputs:
+            found = [o async for o in outputs]
+        return found, pools["prefill"], pools["decode"]
+
+    return asyncio.run(main())
+
+
 class Tokens:
     """The token socket without a socket: pools put outputs into its mailboxes."""
 
-    address = "here"
+    address = "tcp://10.0.0.1:1"
 
     def __init__(self) -> None:
         self.mailboxes: dict[str, Mailbox] = {}
         self.aborted: list[str] = []
+        self.late: list[tuple[str, EngineOutput]] = []
+        """What has come and waits in the socket."""
+
+    async def caught_up(self) -> None:
+        for request_id, found in self.late:
+            self.mailboxes[request_id].put(found, "engine")
+        self.late.clear()
 
     def open(self, request_id: str) -> Mailbox:
         self.mailboxes[request_id] = Mailbox(request_id)
@@ -63,6 +87,8 @@ class Pool:
 
 
 def serve(*scripts: Callable[[Mailbox], Any]) -> tuple[list[EngineOutput], Pool, Tokens]:
+    """Run one request through a mixed pool."""
+
     async def main() -> tuple[list[EngineOutput], Pool, Tokens]:
         tokens = Tokens()
         pool = Pool(tokens, *scripts)
@@ -81,6 +107,11 @@ def refuse(mailbox: Mailbox) -> Any:
 
 def crash(mailbox: Mailbox) -> Any:
     raise RuntimeError("traceback\nrank dp=0 tp=0 epoch=0 ended: killed")
+
+
+def lose(mailbox: Mailbox) -> Any:
+    mailbox.put(output([], "kv_lost", "ticket 7 ended"), "engine")
+    return "kv_lost"
 
 
 def two_then_crash(mailbox: Mailbox) -> Any:
@@ -135,12 +166,87 @@ def test_an_output_that_comes_twice_ends_the_request_with_the_reason() -> None:
 
 
 def test_a_request_that_is_lost_again_and_again_ends_with_the_reason() -> None:
+    found, pool, _ = serve(lose)
+    assert len(pool.submitted) == router_module.MAX_LOSSES
+    [last] = found
+    assert (last.finish_reason, last.error) == (
+        "error",
+        "lost 3 times on its way, at last: ticket 7 ended",
+    )
+
+
+def test_a_request_whose_ranks_die_in_its_own_trials_ends_with_the_reason() -> None:
     found, pool, _ = serve(crash)
-    assert len(pool.submitted) == router_module.MAX_ATTEMPTS
+    assert len(pool.submitted) == router_module.SHARED_DEATHS + router_module.MAX_FAILED_TRIALS
     [last] = found
     assert last.finish_reason == "error"
+    assert last.error.startswith("its ranks died 4 times, at last: mixed replica")
     assert "rank dp=0 tp=0 epoch=0 ended: killed" in last.error
-    assert "mixed replica" in last.error
+
+
+def test_a_request_that_dies_again_and_again_of_others_is_served() -> None:
+    def three_then_crash(position: int) -> Callable[[Mailbox], Any]:
+        def script(mailbox: Mailbox) -> Any:
+            for i in range(3):
+                mailbox.put(output([5], position=position + i), "engine")
+            raise RuntimeError("rank ended")
+
+        return script
+
+    scripts = [three_then_crash(3 * i) for i in range(5)]
+    found, pool, _ = serve(*scripts, lambda mailbox: finish(mailbox, position=15))
+    assert [t for o in found for t in o.token_ids] == [5] * 15 + [7]
+    assert len(pool.submitted) == 6
+
+
+class Group:
+    """A pool of one rank group: whoever is in it when it dies has lost its ranks."""
+
+    def __init__(self, tokens: Tokens, killer: str) -> None:
+        self._tokens = tokens
+        self._killer = killer
+        self._death = asyncio.Event()
+
+    def generate(self, request_id: str, frame: bytes) -> Any:
+        return asyncio.ensure_future(self._run(request_id, decode(frame, Submit).request))
+
+    async def _run(self, request_id: str, request: GenerateRequest) -> str:
+        mailbox, death = self._tokens.mailboxes[request_id], self._death
+        await asyncio.sleep(0.02)
+        if request_id.startswith(self._killer):
+            self._death = asyncio.Event()
+            death.set()
+        for i in range(2):
+            if death.is_set():
+                raise RuntimeError("rank ended")
+            position = len(request.output_token_ids) + i
+            mailbox.put(output([5], position=position), "engine")
+            await asyncio.sleep(0.05)
+        mailbox.put(output([7], "length", position=position + 1), "engine")
+        return "length"
+
+
+@pytest.mark.feature("R22")
+def test_requests_beside_one_that_kills_its_ranks_are_served() -> None:
+    """Four requests share a group with one of which it dies: they end well, that one does not."""
+
+    async def main() -> dict[str, str]:
+        tokens = Tokens()
+        router = Router({"mixed": Group(tokens, "killer")}, tokens)  # type: ignore[arg-type]
+
+        async def run(name: str) -> str:
+            request = msgspec.structs.replace(REQUEST, request_id=name)
+            async with aclosing(router.generate(request)) as outputs:
+                return [o async for o in outputs][-1].finish_reason
+
+        names = ["a", "killer", "b", "c", "d"]
+        async with asyncio.timeout(60):
+            ends = await asyncio.gather(*map(run, names))
+        return dict(zip(names, ends, strict=True))
+
+    ends = asyncio.run(main())
+    assert ends.pop("killer") == "error"
+    assert set(ends.values()) == {"length"}
 
 
 def test_a_call_that_returns_without_a_last_output_is_a_loss(
@@ -149,6 +255,53 @@ def test_a_call_that_returns_without_a_last_output_is_a_loss(
     monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
     found, _, _ = serve(lambda mailbox: "length", finish)
     assert [o.token_ids for o in found] == [[7]]
+
+
+def test_an_output_that_waits_in_the_socket_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long: a loop that has much to do must not have its requests computed again."""
+    monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
+
+    def finish_late(mailbox: Mailbox) -> str:
+        tokens.late.append((mailbox.request_id, output([7], "length")))
+        return "length"
+
+    tokens = Tokens()
+
+    async def main() -> tuple[list[EngineOutput], Pool]:
+        pool = Pool(tokens, finish_late)
+        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
+        async with asyncio.timeout(20), aclosing(router.generate(REQUEST)) as outputs:
+            return [o async for o in outputs], pool
+
+    found, pool = asyncio.run(main())
+    assert [(o.token_ids, o.finish_reason) for o in found] == [([7], "length")]
+    assert len(pool.submitted) == 1
+
+
+def test_a_request_that_its_engine_gave_up_is_computed_again() -> None:
+    """An engine takes an ingress that it cannot reach for dead; the client is still there."""
+
+    def give_up(mailbox: Mailbox) -> str:
+        mailbox.put(output([5]), "engine")
+        mailbox.put(output([], "abort", position=1), "engine")
+        return "abort"
+
+    found, pool, _ = serve(give_up, lambda mailbox: finish(mailbox, position=1))
+    assert [(o.token_ids, o.finish_reason) for o in found] == [([5], ""), ([7], "length")]
+    assert len(pool.submitted) == 2
+
+
+def test_a_prefill_replica_that_dies_after_its_handoff_wastes_no_decode() -> None:
+    def hand_over_and_die(mailbox: Mailbox) -> Any:
+        mailbox.put(output([5], "handoff"), "prefill")
+        raise RuntimeError("replica died")
+
+    def go_on(mailbox: Mailbox) -> str:
+        return finish(mailbox, position=1)
+
+    found, prefill, decode = serve_pd([hand_over_and_die], [go_on])
+    assert [t for o in found for t in o.token_ids] == [5, 7]
+    assert len(prefill.submitted) == len(decode.submitted) == 1
 
 
 def cancel(mailbox: Mailbox) -> Any:

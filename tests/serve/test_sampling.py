@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.messages import LogitRules, Sampling
-from serve.sampling import ParameterError, SamplingParams, resolve
+from serve.sampling import ParameterError, Resolver, SamplingParams
 
 
 def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100) -> Any:
@@ -18,13 +18,8 @@ def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 
 def resolve_all(
     params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100
 ) -> list[Sampling]:
-    return resolve(
-        params,
-        prompt_len=prompt_len,
-        max_model_len=max_model_len,
-        vocab_size=50,
-        eos_token_ids=(2, 3),
-    )
+    resolver = Resolver(params, max_model_len=max_model_len, vocab_size=50, eos_token_ids=(2, 3))
+    return resolver.choices(prompt_len)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +47,7 @@ def resolve_all(
         ("stop", ""),
         ("stop", [1]),
         ("stop", ("a",)),
+        ("stop", ["a" * 257]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 5),
@@ -76,6 +72,7 @@ def resolve_all(
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {"1": 1}),
         ("logit_bias", {-1: 1}),
+        ("logit_bias", dict.fromkeys(range(1025), 1)),
         ("logit_bias", [(1, 2)]),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [1.0]),
@@ -128,7 +125,8 @@ def test_rules_are_sent_only_where_they_change_something() -> None:
             min_tokens=5,
         )
     )
-    assert found.rules == LogitRules(1.0, -1.0, 2.0, (7, 4), (3.0, -2.5), (9, 4), 5)
+    # Bits 4 and 9, the lowest first.
+    assert found.rules == LogitRules(1.0, -1.0, 2.0, (7, 4), (3.0, -2.5), b"\x10\x02", 5)
     assert found.rules.has_penalties
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         assert resolved(SamplingParams(**{name: 0.5})).rules.has_penalties

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from serve.text import StopMatcher, TextStream
+from serve.text import StopMatcher, StopStrings, TextStream
 from serve.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -73,7 +73,7 @@ def stream(
     """Push in pieces; return the deltas, the stop string, and how many tokens were used."""
     text = TextStream(
         tokenizer,
-        stop=stop or [],
+        stop=StopStrings(stop or []),
         include_stop=include_stop,
         skip_special_tokens=skip_special_tokens,
         prompt_token_ids=prompt,
@@ -200,7 +200,7 @@ def test_text_ends_at_the_first_complete_stop_string(
 
 @given(text=st.text("abc", max_size=20), stop=st.lists(st.text("abc", min_size=1), max_size=3))
 def test_matcher_holds_back_only_what_a_stop_string_starts_with(text: str, stop: list[str]) -> None:
-    matcher = StopMatcher(stop, include_stop=False)
+    matcher = StopMatcher(StopStrings(stop), include_stop=False)
     certain = ""
     for char in text:
         new, found = matcher.push(char)
@@ -247,7 +247,8 @@ def test_leading_space_of_later_words_is_kept() -> None:
 def test_token_that_completes_a_stop_string_is_the_last_one_used() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = tokenizer.encode("hi END more", add_special_tokens=False)
-    text = TextStream(tokenizer, stop=["END"], include_stop=False, skip_special_tokens=True)
+    end = StopStrings(["END"])
+    text = TextStream(tokenizer, stop=end, include_stop=False, skip_special_tokens=True)
     delta = text.push(token_ids)
     assert (delta.text, delta.stopped, delta.stop_string) == ("hi ", True, "END")
     assert tokenizer.decode(token_ids[: delta.num_tokens_used]) == "hi END"
@@ -258,7 +259,8 @@ def test_token_that_completes_a_stop_string_is_the_last_one_used() -> None:
 def test_token_that_ended_the_sequence_has_text_only_when_included(include: bool) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    text = TextStream(tokenizer, stop=[], include_stop=include, skip_special_tokens=False)
+    none = StopStrings([])
+    text = TextStream(tokenizer, stop=none, include_stop=include, skip_special_tokens=False)
     delta = text.push([*tokenizer.encode("h", add_special_tokens=False), end], stop_token_id=end)
     assert delta.text + text.finish() == ("h<|im_end|>" if include else "h")
     assert delta.num_tokens_used == 2
@@ -314,7 +316,7 @@ def test_stop_strings_wait_for_min_tokens(stop: list[str], min_tokens: int, want
     for size in (1, 5, len(ids)):
         stream = TextStream(
             tokenizer,
-            stop=stop,
+            stop=StopStrings(stop),
             include_stop=False,
             skip_special_tokens=True,
             min_tokens=min_tokens,
@@ -323,3 +325,29 @@ def test_stop_strings_wait_for_min_tokens(stop: list[str], min_tokens: int, want
         for start in range(0, len(ids), size):
             text += stream.push(ids[start : start + size]).text
         assert text + stream.finish() == wanted
+
+
+def test_offsets_count_characters_and_not_what_stands_for_their_pieces() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("é日本hi", add_special_tokens=False)
+    stream = TextStream(
+        tokenizer, stop=StopStrings(["zz"]), include_stop=False, skip_special_tokens=True
+    )
+    found = [offset for token_id in ids for offset in stream.push([token_id]).offsets]
+    assert found == [0, 1, 1, 1, 2, 2, 2, 3, 4]
+
+
+def test_a_text_that_nearly_stops_all_the_time_is_read_once() -> None:
+    steps = 0
+
+    class Counting(StopStrings):
+        def step(self, node: int, char: str) -> int:
+            nonlocal steps
+            steps += 1
+            return super().step(node, char)
+
+    stop = Counting(["a" * 255 + chr(ord("b") + i) for i in range(20)])
+    matcher, steps = StopMatcher(stop, include_stop=False), 0
+    certain = "".join(matcher.push("a")[0] for _ in range(5000))
+    assert certain == "a" * (5000 - 255)
+    assert steps == 5000

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from serve.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from serve import tokenizer as tokenizer_module
+from serve.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TooManyTokens
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 CHAT = [
@@ -41,6 +42,30 @@ def test_text_has_the_ids_of_transformers(tokenizer: Tokenizer, oracle: Any, tex
             tokenizer.encode(text), skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
         assert tokenizer.decode(tokenizer.encode(text), skip) == wanted
+
+
+def test_a_long_text_is_refused_by_its_pieces_and_else_tokenized_whole(
+    tokenizer: Tokenizer, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 1000)
+    text = "hello wörld 日本 count to 31. " * 400
+    wanted = oracle(text)["input_ids"]
+    assert tokenizer.encode(text, max_tokens=len(wanted)) == wanted
+    num_checks = 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+
+    with pytest.raises(TooManyTokens) as raised:
+        tokenizer.encode(text, max_tokens=2000, check=check)
+    assert 2000 < raised.value.num_tokens < len(wanted)
+    assert 1 < num_checks < len(text) / 1000
+
+
+def test_no_text_has_more_characters_than_its_tokens_stand_for(tokenizer: Tokenizer) -> None:
+    for text in ("<|im_start|>" * 50, "hello " * 50, " " * 500, "日本" * 50):
+        assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text))
 
 
 def test_chat_has_the_ids_of_transformers(tokenizer: Tokenizer, oracle: Any) -> None:

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import contextlib
+import gc
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 import zmq
 
-from cluster.messages import Abort, EngineOutput, OutputFrame, decode, encode, header_bytes
+from cluster.credentials import Credentials
+from cluster.messages import Abort, EngineOutput, OutputFrame, TokenLogprobs, decode, encode
+from cluster.rank.output_sender import MAX_OUTPUT_BYTES, frames_of
+from cluster.wire.message_parts import Part, pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
 from serve import tokens as tokens_module
 from serve.tokens import TokenSocket
 
-HEADER = header_bytes("same")
+CREDENTIALS = Credentials("same", b"s" * 32)
+HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
 
 
 def frame(
     epoch: int, inbox: str, token: int, engine_id: str = "mixed/a/0", finish_reason: str = ""
 ) -> bytes:
     output = EngineOutput("r", 0, [token], [], finish_reason, -1, 0, None, "", [])
-    return encode(OutputFrame(epoch, engine_id, inbox, [output]))
+    return encode(OutputFrame(epoch, engine_id, inbox, [encode(output)]))
+
+
+def message(body: bytes) -> Sequence[Part]:
+    return pack(body, CREDENTIALS)
+
+
+def receiver(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    return listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000)
 
 
 @asynccontextmanager
 async def token_socket() -> AsyncIterator[tuple[TokenSocket, zmq.Socket[bytes]]]:
     """Open a token socket, and an engine's end that leads to it."""
-    tokens = TokenSocket("127.0.0.1", HEADER)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as engine:
+    tokens = TokenSocket("127.0.0.1", CREDENTIALS)
+    with (
+        zmq.Context() as context,
+        connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000) as engine,
+    ):
         engine.linger = 0
         engine.connect(tokens.address)
         try:
@@ -42,8 +64,10 @@ def test_outputs_of_an_old_epoch_are_refused_by_name(caplog: pytest.LogCaptureFi
         async with token_socket() as (tokens, engine):
             mailbox = tokens.open("r")
             for epoch, token in ((1, 5), (2, 6), (1, 7), (2, 8)):
-                engine.send_multipart([HEADER, frame(epoch, f"inbox {epoch}", token)])
-            engine.send_multipart([HEADER, frame(0, "another's", 9, "mixed/b/0")])
+                engine.send_multipart(
+                    pack(frame(epoch, f"tcp://127.0.0.1:{epoch}", token), CREDENTIALS)
+                )
+            engine.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 9, "mixed/b/0")))
             async with asyncio.timeout(5):
                 return [(await mailbox.get()).token_ids[0] for _ in range(4)]
 
@@ -51,18 +75,39 @@ def test_outputs_of_an_old_epoch_are_refused_by_name(caplog: pytest.LogCaptureFi
     assert "mixed/a/0: epoch: wanted 2, found 1" in caplog.text
 
 
+def test_caught_up_is_when_all_that_came_is_in_its_mailbox() -> None:
+    async def main() -> list[int]:
+        async with token_socket() as (tokens, engine):
+            mailbox = tokens.open("r")
+            async with asyncio.timeout(5):
+                await tokens.caught_up()  # at once where nothing has come
+            found = []
+            for num in (1, 200):
+                for _ in range(num):
+                    engine.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 5)))
+                time.sleep(0.3)  # all of them come while the loop has other things to do
+                async with asyncio.timeout(5):
+                    await tokens.caught_up()
+                found.append(len(mailbox._waiting))
+            return found
+
+    assert asyncio.run(main()) == [1, 201]
+
+
 def test_aborts_go_to_the_newest_epoch_of_an_engine_alone() -> None:
     """An old one's address may be another's by now."""
 
     async def main() -> tuple[list[str], int]:
         context = zmq.Context()
-        with context, context.socket(zmq.PULL) as old, context.socket(zmq.PULL) as new:
+        with context, receiver(context) as old, receiver(context) as new:
             async with token_socket() as (tokens, engine):
                 ends = (old, new)
                 ports = [end.bind_to_random_port("tcp://127.0.0.1") for end in ends]
                 mailbox = tokens.open("r")
                 for epoch, port in enumerate(ports):
-                    engine.send_multipart([HEADER, frame(epoch, f"tcp://127.0.0.1:{port}", 5)])
+                    engine.send_multipart(
+                        pack(frame(epoch, f"tcp://127.0.0.1:{port}", 5), CREDENTIALS)
+                    )
                     async with asyncio.timeout(5):
                         await mailbox.get()
                 tokens.abort(mailbox)
@@ -74,6 +119,40 @@ def test_aborts_go_to_the_newest_epoch_of_an_engine_alone() -> None:
     assert asyncio.run(main()) == (["r"], 0)
 
 
+def test_an_abort_goes_to_the_engine_of_the_present_stage_alone() -> None:
+    """Before that one has spoken, to all that it may be on its way to."""
+
+    async def main() -> tuple[list[bool], list[bool]]:
+        with ExitStack() as open_ends:
+            context = open_ends.enter_context(zmq.Context())
+            ends = [open_ends.enter_context(receiver(context)) for _ in range(3)]
+            ports = [end.bind_to_random_port("tcp://127.0.0.1") for end in ends]
+            async with token_socket() as (tokens, engine):
+                mailbox = tokens.open("r")
+                for i, reason in ((0, ""), (1, "handoff")):
+                    inbox = f"tcp://127.0.0.1:{ports[i]}"
+                    engine.send_multipart(message(frame(0, inbox, 5, f"mixed/{i}/0", reason)))
+                    await mailbox.get()
+                tokens.abort(mailbox)
+                early = await told(ends, [True, True, False])
+                inbox = f"tcp://127.0.0.1:{ports[2]}"
+                engine.send_multipart(message(frame(0, inbox, 5, "mixed/2/0")))
+                await mailbox.get()
+                tokens.abort(mailbox)
+                return early, await told(ends, [False, False, True])
+
+    async def told(ends: list[zmq.Socket[bytes]], wanted: list[bool]) -> list[bool]:
+        times_ms = [5000 if is_wanted else 200 for is_wanted in wanted]
+        polls = [asyncio.to_thread(end.poll, ms) for end, ms in zip(ends, times_ms, strict=True)]
+        found = [bool(events) for events in await asyncio.gather(*polls)]
+        for end in ends:
+            while end.poll(0):
+                end.recv_multipart()
+        return found
+
+    assert asyncio.run(main()) == ([True, True, False], [False, False, True])
+
+
 @pytest.mark.parametrize(
     ("finish_reason", "wanted"), [("", ["r"]), ("handoff", ["r"]), ("stop", None)]
 )
@@ -83,13 +162,15 @@ def test_an_engine_that_works_for_nobody_is_told_so(
     """It had been silent for long, so the abort of a client that left at once did not reach it."""
 
     async def main() -> list[str] | None:
-        with zmq.Context() as context, context.socket(zmq.PULL) as end:
+        with zmq.Context() as context, receiver(context) as end:
             async with token_socket() as (tokens, engine):
                 inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
                 mailbox = tokens.open("r")
                 tokens.close(mailbox)
                 tokens.abort(mailbox)
-                engine.send_multipart([HEADER, frame(0, inbox, 5, finish_reason=finish_reason)])
+                engine.send_multipart(
+                    pack(frame(0, inbox, 5, finish_reason=finish_reason), CREDENTIALS)
+                )
                 if not await asyncio.to_thread(end.poll, 5000 if wanted else 300):
                     return None
                 return decode(end.recv_multipart()[1], Abort).request_ids
@@ -104,22 +185,168 @@ def test_engines_that_are_gone_take_no_sockets_and_no_aborts_of_others(
 
     async def main() -> tuple[list[str], set[str]]:
         context = zmq.Context()
-        with context, context.socket(zmq.PULL) as alive:
+        with context, receiver(context) as alive:
             address = f"tcp://127.0.0.1:{alive.bind_to_random_port('tcp://127.0.0.1')}"
             async with token_socket() as (tokens, engine):
                 mailbox = tokens.open("r")
-                for name, inbox in (("old", "tcp://127.0.0.1:9"), ("bad", "no address")):
-                    engine.send_multipart([HEADER, frame(0, inbox, 5, f"mixed/{name}/0")])
-                engine.send_multipart([HEADER, frame(0, address, 5)])
+                for name, inbox in (("old", "tcp://127.0.0.1:9"), ("bad", "")):
+                    engine.send_multipart(message(frame(0, inbox, 5, f"mixed/{name}/0")))
+                engine.send_multipart(message(frame(0, address, 5)))
                 async with asyncio.timeout(5):
                     for _ in range(3):
                         await mailbox.get()
                 tokens._heard_at["tcp://127.0.0.1:9"] -= 2 * tokens_module.FORGET_AFTER_S
-                tokens.abort(mailbox)
+                tokens.abort(tokens.open("q"))  # nobody has spoken for it: all are told
                 await asyncio.sleep(0)
                 assert await asyncio.to_thread(alive.poll, 5000)
                 return decode(alive.recv_multipart()[1], Abort).request_ids, set(tokens._newest)
 
     found, known = asyncio.run(main())
-    assert found == ["r"] and known == {"mixed/bad/0", "mixed/a/0"}
-    assert "no address cannot be told of aborts" in caplog.text
+    assert found == ["q"] and known == {"mixed/bad/0", "mixed/a/0"}
+    assert "cannot be told of aborts: Invalid argument" in caplog.text
+
+
+async def longest_gap(until: asyncio.Event) -> tuple[float, float]:
+    """Return the longest time without a turn of the event loop, and all; of the thread's own."""
+    longest, began = 0.0, time.thread_time()
+    last = began
+    while not until.is_set():
+        await asyncio.sleep(0.001)
+        now = time.thread_time()
+        longest, last = max(longest, now - last), now
+    return longest, last - began
+
+
+FLOODS: dict[str, Callable[[], Sequence[Part]]] = {
+    "two bytes": lambda: [b"x", b"y"],
+    "another deployment's": lambda: pack(b"", Credentials("other", b"s" * 32)),
+    "outputs of nobody": lambda: message(frame(0, "tcp://127.0.0.1:9", 5, finish_reason="stop")),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_a_flood_leaves_the_loop_its_time(
+    flood: Callable[[], Sequence[Part]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process that has the secret; tokens of others arrive meanwhile."""
+    monkeypatch.setattr(logging.getLogger("lockstep.receiving"), "disabled", True)
+    is_over = threading.Event()
+
+    def send(address: str) -> None:
+        with (
+            zmq.Context() as context,
+            connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000) as end,
+        ):
+            end.linger, end.sndtimeo = 0, 100
+            end.connect(address)
+            parts = flood()
+            while not is_over.is_set():
+                with contextlib.suppress(zmq.Again):
+                    end.send_multipart(parts)
+
+    async def main() -> tuple[tuple[float, float], int]:
+        async with token_socket() as (tokens, engine):
+            thread = threading.Thread(target=send, args=(tokens.address,))
+            thread.start()
+            try:
+                await asyncio.sleep(0.2)
+                done = asyncio.Event()
+                gap = asyncio.create_task(longest_gap(done))
+                mailbox, num_tokens = tokens.open("r"), 0
+                ends_at = time.monotonic() + 0.7
+                while time.monotonic() < ends_at:
+                    engine.send_multipart(message(frame(0, "tcp://127.0.0.1:8", 5)))
+                    async with asyncio.timeout(5):
+                        await mailbox.get()
+                    num_tokens += 1
+                done.set()
+                return await gap, num_tokens
+            finally:
+                is_over.set()
+                thread.join()
+
+    (gap, total), num_tokens = asyncio.run(main())
+    assert gap < max(0.03, total * 2 / 3) and num_tokens > 3
+
+
+def test_a_long_prompts_logprobs_arrive_as_one_output_and_hold_nothing_up() -> None:
+    """Tens of megabytes beside one token, were the prompt six times as long."""
+    entries = [TokenLogprobs(-float(i), 1, [i] * 20, [-1.5] * 20) for i in range(20_000)]
+    whole = EngineOutput("r", 0, [5], [], "stop", -1, 3, None, "", entries)
+    [encoded] = frames_of([whole])
+    assert max(map(len, encoded)) <= MAX_OUTPUT_BYTES + 100 and len(encoded) > 90
+    body = encode(OutputFrame(0, "mixed/a/0", "tcp://127.0.0.1:9", encoded))
+
+    async def main() -> tuple[EngineOutput, tuple[float, float]]:
+        async with token_socket() as (tokens, engine):
+            done = asyncio.Event()
+            gap = asyncio.create_task(longest_gap(done))
+            mailbox = tokens.open("r")
+            await asyncio.to_thread(engine.send_multipart, message(body))
+            async with asyncio.timeout(10):
+                found = await mailbox.get()
+            done.set()
+            assert mailbox.num_ends == 1
+            return found, await gap
+
+    gc.disable()  # whose own pause depends on all that the tests before have left
+    try:
+        found, (gap, total) = asyncio.run(main())
+    finally:
+        gc.enable()
+    assert found == whole
+    assert gap < max(0.03, total * 2 / 3)
+
+
+@pytest.mark.parametrize(
+    "spoken", [b"xy" * 999, b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48]
+)
+def test_a_stranger_reaches_no_mailbox(spoken: bytes) -> None:
+    async def main() -> list[int]:
+        async with token_socket() as (tokens, engine):
+            port = int(tokens.address.rpartition(":")[2])
+            mailbox = tokens.open("r")
+            with zmq.Context() as context, context.socket(zmq.PUSH) as other:
+                other.linger = 0
+                other.connect(tokens.address)
+                other.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 6)))
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(spoken)
+                    engine.send_multipart(message(frame(0, "tcp://127.0.0.1:8", 5)))
+                    async with asyncio.timeout(5):
+                        return (await mailbox.get()).token_ids
+
+    assert asyncio.run(main()) == [5]
+
+
+def test_aborts_of_many_at_once_are_frames_that_an_engine_takes() -> None:
+    async def main() -> list[int]:
+        with zmq.Context() as context, receiver(context) as end:
+            inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
+            async with token_socket() as (tokens, _):
+                for i in range(2500):
+                    tokens._abort_at(inbox, f"r{i}")
+                await asyncio.sleep(0)
+                sizes: list[int] = []
+                while sum(sizes) < 2500:
+                    assert await asyncio.to_thread(end.poll, 5000)
+                    sizes.append(len(decode(end.recv_multipart()[1], Abort).request_ids))
+                return sizes
+
+    assert asyncio.run(main()) == [1024, 1024, 452]
+
+
+def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "MAX_ENGINES", 4)
+
+    async def main() -> tuple[int, int]:
+        async with token_socket() as (tokens, _):
+            for i in range(100):
+                output = EngineOutput("r", 0, [5], [], "stop", -1, 0, None, "", [])
+                tokens._deliver(f"tcp://127.0.0.1:{i}", output)
+                tokens._newest[f"mixed/{i}/0"] = (0, f"tcp://127.0.0.1:{i}")
+                await asyncio.sleep(0)
+            return len(tokens._heard_at), len(tokens._newest)
+
+    num_heard, num_engines = asyncio.run(main())
+    assert num_heard <= 8 and num_engines <= 9

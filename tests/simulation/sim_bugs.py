@@ -1,6 +1,6 @@
 """Planted bugs: what the simulator must find, each in place of one part of a simulation.
 
-The one thing to know: nothing of the code under test is edited. A bug is a subclass or a wrapper
+Nothing of the code under test is edited. A bug is a subclass or a wrapper
 that does what a plausible slip in that code would do.
 """
 
@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from sim_group import SimGroup
-from sim_model import shape_of
 from sim_owner import SimPool
 from sim_rank import SimFollower, SimLeader, SimRunner
 from sim_world import Plants
 
 from cluster.channel_messages import StepFrame
-from cluster.engine.group_kv import GroupReader
-from cluster.engine.handoff import KVHolder
-from cluster.engine.kv_reads import KVReads
-from cluster.engine.lockstep import LockstepMachine
+from cluster.engine import sequence
+from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import Sequence
 from cluster.engine.watchdog import Phase
-from cluster.lockstep_messages import StepShape
-from cluster.messages import KVAnswer, KVSource, StepAgreement, StepPlan, Submit, decode, encode
+from cluster.kv.group import GroupReader
+from cluster.kv.handoff import KVHolder
+from cluster.kv.reads import KVReads
+from cluster.messages import (
+    KVAnswer,
+    KVSource,
+    StepAgreement,
+    StepPlan,
+    Submit,
+    Vote,
+    decode,
+    encode,
+)
 from cluster.rank.follower_loop import FollowerLoop
 
 
@@ -75,16 +82,25 @@ class _DropsAborts(SimLeader):
         """Forget it."""
 
 
-class _DispatchesOnItsBatch(SimLeader):
-    def shape_of(self, agreed: StepAgreement) -> StepShape:
-        num_tokens = agreed.num_tokens_across_dp[self.dp_rank]
-        return shape_of(msgspec.structs.replace(agreed, max_tokens=max(num_tokens, 1)))
+class _DispatchesOnItsBatch(LockstepMachine):
+    def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
+        agreed, mine = super()._agree(votes), agree([votes[self._dp_rank]], self._captured)
+        across = mine.num_tokens_across_dp * len(votes)
+        return msgspec.structs.replace(
+            agreed, graph_bs=mine.graph_bs, num_tokens=across[0], num_tokens_across_dp=across
+        )
 
 
 class _DispatchesOnItsClock(SimLeader):
-    def shape_of(self, agreed: StepAgreement) -> StepShape:
+    def start(self) -> None:
+        super().start()
+        if (machine := self.machine) is not None:
+            agree = machine._agree
+            machine._agree = lambda votes: agree(self._if_early(votes))  # type: ignore[method-assign]
+
+    def _if_early(self, votes: Sequence[Vote]) -> Sequence[Vote]:
         is_late = self.group.loop.now % 1.0 > 0.9
-        return shape_of(msgspec.structs.replace(agreed, graph_allowed=not is_late))
+        return [msgspec.structs.replace(vote, graph_allowed=not is_late) for vote in votes]
 
 
 class _HidesItsVote(SimLeader):
@@ -92,14 +108,14 @@ class _HidesItsVote(SimLeader):
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
-        self.pulse.vote = lambda: None  # type: ignore[method-assign]
+        self.phases.vote = lambda: None  # type: ignore[method-assign]
 
 
 class _SleepsThroughVotes(SimLeader):
     """Sleeps in a wait over its inbox and doorbell alone, and without a bound."""
 
     def sleep(self) -> None:
-        self.pulse.wait(self.last_step, is_asleep=True)
+        self.phases.wait(self.last_step, is_asleep=True)
         while not (self.inbox or self.has_rung):
             self.is_asleep = True
             self.process.wait()
@@ -152,7 +168,7 @@ class _HasOneClock(SimGroup):
 class _LeaksOnAbort(Scheduler):
     """A request that is aborted while it runs keeps its blocks."""
 
-    def _abort(self, seq: Sequence) -> None:
+    def _abort(self, seq: sequence.Sequence) -> None:
         held, seq.block_table = seq.block_table, []
         super()._abort(seq)
         seq.block_table = held
@@ -161,7 +177,7 @@ class _LeaksOnAbort(Scheduler):
 class _PreemptsToThePrompt(Scheduler):
     """A sequence that is pre-empted starts over from its prompt, and says its output again."""
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: sequence.Sequence) -> None:
         del seq.token_ids[seq.num_prompt_tokens :]
         super()._preempt(seq)
 
@@ -189,8 +205,8 @@ class _HidesItsWait(SimFollower):
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
-        pulse = self.pulse
-        pulse.wait = lambda step, *, is_asleep: pulse._enter(step, Phase.BOOKING)  # type: ignore[method-assign]
+        phases = self.phases
+        phases.wait = lambda step, *, is_asleep: phases._enter(step, Phase.BOOKING)  # type: ignore[method-assign]
 
 
 class _AwaitsLeadersAlone(SimGroup):
@@ -206,10 +222,10 @@ class _WaitsAsIfAsleep(SimLeader):
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
-        pulse = self.pulse
-        pulse.vote = lambda: pulse.wait(self.last_step, is_asleep=True)  # type: ignore[method-assign]
-        pulse.agree = pulse.vote  # type: ignore[method-assign]
-        pulse.build = lambda step, num_tokens: pulse.wait(step, is_asleep=True)  # type: ignore[method-assign]
+        phases = self.phases
+        phases.vote = lambda: phases.wait(self.last_step, is_asleep=True)  # type: ignore[method-assign]
+        phases.agree = phases.vote  # type: ignore[method-assign]
+        phases.build = lambda step, num_tokens: phases.wait(step, is_asleep=True)  # type: ignore[method-assign]
 
 
 class _BelievesHalfARead(GroupReader):
@@ -262,7 +278,7 @@ BUGS: dict[str, Plants] = {
     "a collective before the confirms": _plants(runner=_NeverConfirms),
     "an epoch off by one": _plants(leader=_StaysInItsEpoch),
     "a dropped abort": _plants(leader=_DropsAborts),
-    "dispatch on a rank's own batch": _plants(leader=_DispatchesOnItsBatch),
+    "dispatch on a rank's own batch": _plants(machine=_DispatchesOnItsBatch),
     "dispatch on a rank's own clock": _plants(leader=_DispatchesOnItsClock),
     "a sleep that votes do not end": _plants(leader=_SleepsThroughVotes),
     "a rank that ends before the others": _plants(leader=_EndsWithTheFirst),

@@ -3,7 +3,7 @@
 Real are the watch over heartbeats and sentinels, and who is blamed. Simulated are collectives, and
 the faults that strike ranks.
 
-The one thing to know: what all ranks must do alike is checked here, as they do it.
+What all ranks must do alike is checked here, as they do it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
 from cluster.actors.rank_actor import RankPlace
 from cluster.actors.rank_group import RankDied, RankGroup
 from cluster.config import ParallelConfig, Role
-from cluster.engine.handoff import HandoffTerms
 from cluster.engine.step_digest import StepDivergence
+from cluster.kv.handoff import HandoffMetadata
 from cluster.messages import EngineOutput, StepAgreement
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SimGroup(RankGroup):
                 mine = [rank for rank in self.ranks if rank.dp_rank == leader.dp_rank]
                 leader.sender.connect([rank for rank in mine if isinstance(rank, SimFollower)])
 
-    def terms(self, dp_rank: int) -> HandoffTerms | None:
+    def metadata(self, dp_rank: int) -> HandoffMetadata | None:
         """Return what the ranks under a leader write into tickets, and want to find there."""
         if self.role is Role.MIXED:
             return None
@@ -138,7 +138,7 @@ class SimGroup(RankGroup):
         rank.process.wait()
 
     def _check_padding(self, name: str, met: dict[int, tuple[str, int]]) -> None:
-        across = self.world.tokens_to_run(self._agreed[max(self._num_agreed)])
+        across = self._agreed[max(self._num_agreed)].num_tokens_across_dp
         wanted = [num_tokens for num_tokens in across for _ in range(self.tp_size)]
         found = [met[index][1] for index in range(len(self.ranks))]
         if wanted != found:

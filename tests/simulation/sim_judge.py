@@ -1,7 +1,6 @@
 """Who must be named when a group ends: what each fault looks like to the owner.
 
-The one thing to know: where nobody can tell which of several ranks is at fault, any of them will
-do, and no other.
+Where nobody can tell which of several ranks is at fault, any of them will do, and no other.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Real are the tickets and leases (`KVHolder`), the reads (`KVReads`) and what makes one of all ranks'
 slices (`GroupHolder`, `GroupReader`). Simulated are the two threads, their sockets and the memory.
 
-The one thing to know: both threads run on while the rank steps. What they call runs in the loop, or
-later if the process is stopped, and never once it is dead. The blocks of an answer are looked at
-when the reader writes them: a ticket that ended meanwhile must not be believed.
+Both threads run on while the rank steps. What they call runs in the loop, or later if the process
+is stopped, and never once it is dead. The blocks of an answer are looked at when the reader writes
+them: a ticket that ended meanwhile must not be believed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.handoff import HandoffTerms, KVReadResult
-from cluster.engine.kv_reads import CHUNK_BYTES
+from cluster.kv.handoff import HandoffMetadata, KVReadResult
+from cluster.kv.reads import CHUNK_BYTES
 from cluster.messages import (
     KVAnswer,
     KVCall,
@@ -41,9 +41,18 @@ WAKE_S = 0.0001
 Block = list[int]
 
 
+POOLS = ("mixed", "prefill", "decode")
+
+
 def kv_address(pool: str, epoch: int, index: int) -> str:
     """Return where a rank's slice is read."""
-    return f"{pool}/{epoch}/{index}"
+    return f"tcp://10.{POOLS.index(pool)}.{epoch}.{index}:1"
+
+
+def place_of(address: str) -> tuple[str, int, int]:
+    """Return pool, epoch and index of the rank whose slice is read there."""
+    _, pool, epoch, index = address.removeprefix("tcp://").removesuffix(":1").split(".")
+    return POOLS[int(pool)], int(epoch), int(index)
 
 
 def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
@@ -54,12 +63,12 @@ def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
 
 def handoff_terms(
     pool: str, epoch: int, dp_rank: int, tp_size: int, lease_s: float
-) -> HandoffTerms:
+) -> HandoffMetadata:
     """Return what the ranks under one leader write into their tickets, and want to find there."""
     sources = []
     for tp_rank in range(tp_size):
         sources.append(kv_source(pool, epoch, tp_rank, dp_rank * tp_size + tp_rank))
-    return HandoffTerms(sources, BLOCK_BYTES, LAYOUT, lease_s)
+    return HandoffMetadata(sources, BLOCK_BYTES, LAYOUT, lease_s)
 
 
 class SimServer:

@@ -1,7 +1,7 @@
 """Connections between the ranks of a group: frames arrive in order, each after its own while.
 
-The one thing to know: a link fault strikes a frame of its sender to its receiver, in or after the
-fault's step. What was lost never arrives, and nobody is told.
+A link fault strikes a frame of its sender to its receiver, in or after the fault's step. What was
+lost never arrives, and nobody is told.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class SimSender:
 
     def __init__(self, leader: SimLeader) -> None:
         self._leader = leader
-        self._digester = StepDigester(leader.shape_of)
+        self._digester = StepDigester()
         self._links: dict[int, Link] = {}
         self.reports: deque[tuple[int, bytes]] = deque()
 
@@ -237,7 +237,7 @@ def _alter_plan(group: SimGroup, fault: Fault, body: bytes) -> bytes:
             digest = replace(frame.digest, previous_step=frame.digest.previous_step + 1)
             return encode(replace(frame, digest=digest))
         case "agreed":
-            agreed = replace(frame.agreed, max_tokens=frame.agreed.max_tokens + 1)
+            agreed = replace(frame.agreed, num_tokens=frame.agreed.num_tokens + 1)
             return encode(replace(frame, agreed=agreed))
         case "step":
             plan = replace(frame.plan, step=frame.plan.step + 1)

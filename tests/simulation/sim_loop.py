@@ -5,8 +5,8 @@
 2. `Process` is a rank's process: a greenlet. Its code blocks like a real rank's; each wait
    switches back to the loop, which goes on with whatever comes next.
 
-The one thing to know: events of one time run in the order in which they were asked for, so that a
-schedule is a function of its seed.
+Events of one time run in the order in which they were asked for, so that a schedule is a function
+of its seed.
 """
 
 from __future__ import annotations

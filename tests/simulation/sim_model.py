@@ -1,30 +1,20 @@
 """The simulated model: tokens that one can do by hand, read back out of a paged cache.
 
-The one thing to know: a token is the hash of all tokens before it. One that is lost, repeated or
-computed from a wrong block changes all that follow.
+A token is the hash of all tokens before it. One that is lost, repeated or computed from a wrong
+block changes all that follow.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from sim_schedule import MAX_MODEL_LEN, VOCAB
 
 from cluster.engine.blocks import SCRATCH
-from cluster.engine.lockstep import PURE_DECODE
-from cluster.lockstep_messages import StepShape
-from cluster.messages import StepAgreement, StepPlan
+from cluster.messages import StepPlan
+from compile.config import CUDAGraphMode
+from compile.dispatch import CapturedGraphs
 
-GRAPH_SIZES = (1, 2, 4, 8)
-
-
-def shape_of(agreed: StepAgreement) -> StepShape:
-    """Dispatch over a few captured sizes: all ranks padded alike, or each as it is."""
-    is_decode = agreed.kind == PURE_DECODE
-    if not is_decode or not agreed.graph_allowed or agreed.max_tokens > GRAPH_SIZES[-1]:
-        return StepShape(0, agreed.max_tokens, agreed.max_seqs, is_decode)
-    size = GRAPH_SIZES[bisect_left(GRAPH_SIZES, agreed.max_tokens)]
-    return StepShape(2, size, size, True)
+GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, graph_bs=(1, 2, 4, 8))
+"""What every rank of a simulation has captured."""
 
 
 def continuation(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> list[int]:

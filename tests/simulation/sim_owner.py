@@ -3,8 +3,8 @@
 Real are the accounts of open requests, the rebuild under a new epoch, and where outputs go.
 Simulated are the sockets, and the actors (a rank's process with its calls).
 
-The one thing to know: frames that were under way when a process died still arrive, and arrive
-late, as they do over sockets.
+Frames that were under way when a process died still arrive, and arrive late, as they do over
+sockets.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sim_rank import SimLeader, SimRank
 from sim_schedule import Shape
 
 from cluster.actors.rank_group import RankGroup
+from cluster.credentials import Credentials
 from cluster.messages import Abort, EngineOutput, encode
 from serve.pools import Pool, hold_s
 from serve.routing import LeaderRouter, Routing
@@ -66,7 +67,7 @@ class SimActor:
 
     def _tell(self, answer: asyncio.Future[Any]) -> None:
         if not answer.done():
-            answer.set_result(self._rank.pulse.heartbeat())
+            answer.set_result(self._rank.phases.heartbeat())
 
     def _stop(self) -> None:
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"
@@ -97,10 +98,15 @@ class SimTokens(TokenSocket):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.address = "ingress"
+        self.address = "tcp://10.0.0.1:1"
         self._mailboxes = {}
         self._aborts = defaultdict(list)
         self._heard_at = {}
+
+    def on_outputs(self, inbox: str, outputs: list[EngineOutput]) -> None:
+        """Do what `_receive` does with a frame."""
+        for output in outputs:
+            self._deliver(inbox, output)
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, defaultdict(list)
@@ -117,7 +123,8 @@ class _LeaderSocket:
         self._inbox = inbox
 
     def send_multipart(self, parts: list[bytes]) -> asyncio.Future[None]:
-        self._world.send_to_leader(f"{self._inbox} pool", self._inbox, parts[1])
+        _, body = parts
+        self._world.send_to_leader(f"{self._inbox} pool", self._inbox, body)
         sent: asyncio.Future[None] = self._world.loop.create_future()
         sent.set_result(None)
         return sent
@@ -136,7 +143,7 @@ class SimPool(Pool):
         self._is_ready = asyncio.Event()
         self._hold_s = hold_s(world.schedule.lease_s)
         self._enter("loading")
-        self._header = b""
+        self._credentials = Credentials(CONFIG_HASH, b"s" * 32)
         self._open = {}
         self._leaders = []
         self._tasks = []

@@ -1,11 +1,11 @@
 """Simulated ranks: the real engine, lockstep and follower's loop over the simulated model.
 
-Real are `Engine.step` with scheduler and blocks, `JoinedLockstep` with its machine, `FollowerLoop`
-with its digests, `Pulse`, and every frame on its way. Simulated are the model, the time that it
-takes, and what carries frames.
+Real are `Engine.step` with scheduler and blocks, `JoinedLockstep` with its machine and dispatch,
+`FollowerLoop` with its digests, `PhaseRecorder`, and every frame on its way. Simulated are the
+model, the time that it takes, and what carries frames.
 
-The one thing to know: code of a rank runs in its `Process` and blocks there; what is said to be
-called from the loop must not.
+Code of a rank runs in its `Process` and blocks there; what is said to be called from the loop must
+not.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING
 from sim_kv import SimPuller, SimServer
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
-from sim_model import PagedModel, shape_of
+from sim_model import GRAPHS, PagedModel
 from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
 from cluster.channel_messages import ReadEnded, StepFrame, TicketsEnded
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.engine import Engine
-from cluster.engine.group_kv import GroupHolder, GroupReader
-from cluster.engine.lockstep import num_tokens_to_run
+from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_digest import StepDigester
 from cluster.engine.step_log import StepLog
 from cluster.engine.watchdog import Phase
-from cluster.lockstep_messages import StepShape
+from cluster.kv.group import GroupHolder, GroupReader
 from cluster.messages import (
     Abort,
     EngineOutput,
@@ -44,7 +43,7 @@ from cluster.messages import (
 from cluster.rank.channel import NoFollowers
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.lockstep import Lockstep
-from cluster.rank.pulse import Pulse
+from cluster.rank.phases import PhaseRecorder
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
@@ -55,7 +54,7 @@ COLLECTIVES = 1
 
 
 class SimRank:
-    """What all ranks are: a process with a pulse, where faults strike."""
+    """What all ranks are: a process whose phases are recorded, where faults strike."""
 
     def __init__(self, group: SimGroup, index: int) -> None:
         self.group = group
@@ -64,8 +63,8 @@ class SimRank:
         self.dp_rank, self.tp_rank = place.dp_rank, place.tp_rank
         self.epoch = group.epoch
         self.name = f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
-        self.pulse = Pulse(group.loop.time)
-        self.pulse.learn(8, 0.004)  # as a rank that has timed a step before it is ready
+        self.phases = PhaseRecorder(group.loop.time)
+        self.phases.learn(8, 0.004)  # as a rank that has timed a step before it is ready
         self.process = Process(group.loop, self._main)
         schedule = group.schedule
         self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)
@@ -75,10 +74,6 @@ class SimRank:
     def ring(self) -> None:
         """Ring the doorbell: wake the rank if it sleeps. Called from the loop."""
         raise NotImplementedError
-
-    def shape_of(self, agreed: StepAgreement) -> StepShape:
-        """Dispatch."""
-        return shape_of(agreed)
 
     def start(self) -> None:
         """Run. Called from the loop."""
@@ -127,27 +122,27 @@ class SimRunner:
 
     def __init__(self, rank: SimRank) -> None:
         self._rank = rank
-        self.pulse = rank.pulse
+        self.phases = rank.phases
         self.steps = StepLog()
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
         """Do what `ModelRunner.execute` does, in its order."""
-        rank, pulse = self._rank, self.pulse
-        across = num_tokens_to_run(agreed, rank.shape_of(agreed))
-        pulse.build(agreed.step, across[rank.dp_rank])
+        rank, phases = self._rank, self.phases
+        across = agreed.num_tokens_across_dp
+        phases.build(agreed.step, across[rank.dp_rank])
         rank.pass_time(Phase.BUILDING, 0.0005)
         if confirm is not None:
             self.confirm(confirm)
             rank.group.on_agreement(rank.dp_rank, agreed)
-        pulse.run()
+        phases.run()
         rank.pass_time(Phase.RUNNING, 0.0)
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
         self.forward(plan, agreed, self.num_tokens(plan, across))
         rank.group.on_sampled(rank, agreed.step, sampled)
-        pulse.book()
+        phases.book()
         rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
 
@@ -184,6 +179,7 @@ class SimLeader(SimRank):
         """Requests whose abort was in the inbox before this step."""
         self.holder: GroupHolder | None = None
         self.reader: GroupReader | None = None
+        self.machine: LockstepMachine | None = None
         self.scheduler = self._scheduler()
 
     def _scheduler(self) -> Scheduler:
@@ -201,7 +197,7 @@ class SimLeader(SimRank):
             blocks=BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching),
             epoch=self.epoch,
             holder=self.holder,
-            terms=self.group.terms(self.dp_rank),
+            metadata=self.group.metadata(self.dp_rank),
             reader=self.reader,
             vocab_size=VOCAB,
         )
@@ -211,16 +207,16 @@ class SimLeader(SimRank):
         """Make the engine and run. Called from the loop."""
         plants, lockstep = self.group.plants, None
         if self.group.dp_size > 1:
-            machine = plants.machine(
+            self.machine = plants.machine(
                 dp_rank=self.dp_rank,
                 dp_size=self.group.dp_size,
                 epoch=self.epoch,
-                shape_of=self.shape_of,
+                captured=GRAPHS,
             )
-            lockstep = Lockstep.joined(machine, self.peers, self.pulse)
+            lockstep = Lockstep.joined(self.machine, self.peers, self.phases)
         self.engine = Engine(
             self.scheduler,
-            lockstep or Lockstep.alone(),
+            lockstep or Lockstep.alone(GRAPHS),
             self.sender or NoFollowers(),
             plants.runner(self),
         )
@@ -257,7 +253,7 @@ class SimLeader(SimRank):
 
     def sleep(self) -> None:
         """Wait until something is to be done, here or on a peer."""
-        self.pulse.wait(self.last_step, is_asleep=True)
+        self.phases.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
         if not (self.inbox or self.peers.has_frames or self.has_rung or has_report):
             self.is_asleep = True
@@ -274,7 +270,7 @@ class SimLeader(SimRank):
     def step(self) -> None:
         """Take what waits in the inbox, run one step and send its outputs."""
         engine = self.engine
-        self.pulse.plan(self.last_step + 1)
+        self.phases.plan(self.last_step + 1)
         self.pass_time(Phase.PLANNING, 0.0002)
         if self.inbox:
             self.take_inbox()
@@ -335,7 +331,7 @@ class SimFollower(SimRank):
             self.name,
             receiver=self.receiver,
             runner=group.plants.runner(self),
-            digester=StepDigester(self.shape_of),
+            digester=StepDigester(),
             holder=self.server,
             reader=self.puller,
         )

@@ -1,7 +1,7 @@
 """A schedule: what happens in one simulation, drawn from a seed.
 
-The one thing to know: the same seed gives the same schedule on every machine; nothing here or in
-the simulation asks for a clock, an address or the order of a set.
+The same seed gives the same schedule on every machine; nothing here or in the simulation asks for a
+clock, an address or the order of a set.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 5. An aborted request gets no token any more, no token of a step leaves that ranks were told
    different things about, and in the end all blocks are free and no ticket is held.
 
-The one thing to know: the first `Violation` ends a simulation; `run_schedule` never raises.
+The first `Violation` ends a simulation; `run_schedule` never raises.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any
 
 from sim_group import SimGroup
 from sim_judge import is_named
+from sim_kv import place_of
 from sim_loop import SimLoop, Violation
-from sim_model import continuation, shape_of
+from sim_model import continuation
 from sim_owner import PoolHandle, SimPool, SimTokens
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
 
-from cluster.engine.group_kv import GroupHolder, GroupReader
-from cluster.engine.handoff import KVHolder
-from cluster.engine.kv_reads import KVReads
-from cluster.engine.lockstep import LockstepMachine, num_tokens_to_run
+from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
+from cluster.kv.group import GroupHolder, GroupReader
+from cluster.kv.handoff import KVHolder
+from cluster.kv.reads import KVReads
 from cluster.messages import (
     EngineOutput,
     GenerateRequest,
-    OutputFrame,
     Sampling,
     StepAgreement,
     decode,
@@ -164,7 +164,7 @@ class World:
     def _where(self) -> str:
         texts = [f"struck {self.outcome.struck}"]
         for name, pool in self.pools.items():
-            beats = [(rank.name, rank.pulse.heartbeat()) for rank in pool.group.ranks]
+            beats = [(rank.name, rank.phases.heartbeat()) for rank in pool.group.ranks]
             ranks = [f"{who} {beat.phase.name} step {beat.step}" for who, beat in beats]
             texts.append(f"{name} {pool._state}: {', '.join(ranks)}")
         return "; ".join(texts)
@@ -263,16 +263,15 @@ class World:
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self._note(self.loop.now, epoch, num_tokens)
         inbox = f"{pool}/{epoch}/{dp_rank}"
-        frame = OutputFrame(epoch, pool, inbox, outputs)
-        self.loop.at(self._arrival(inbox, "ingress"), self.tokens._deliver, frame)
+        self.loop.at(self._arrival(inbox, "ingress"), self.tokens.on_outputs, inbox, outputs)
         if ended := [output for output in outputs if output.finish_reason]:
             self.outcome.num_handoffs += sum(output.handoff is not None for output in ended)
             self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].on_ends, ended)
 
     def rank_at(self, address: str) -> SimRank:
         """Return the rank whose KV is read there, dead or alive."""
-        pool, epoch, index = address.split("/")
-        return self._groups[pool, int(epoch)].ranks[int(index)]
+        pool, epoch, index = place_of(address)
+        return self._groups[pool, epoch].ranks[index]
 
     def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
         """Put a call or an answer between ranks of two pools on its way."""
@@ -301,11 +300,7 @@ class World:
     def on_step(self, agreed: StepAgreement) -> None:
         """A group goes by a new agreement."""
         self.outcome.num_steps += agreed.has_work
-        self._note(self.loop.now, agreed.step, agreed.max_tokens, agreed.epoch)
-
-    def tokens_to_run(self, agreed: StepAgreement) -> tuple[int, ...]:
-        """Return what every rank must run in a step."""
-        return num_tokens_to_run(agreed, shape_of(agreed))
+        self._note(self.loop.now, agreed.step, max(agreed.num_scheduled_tokens), agreed.epoch)
 
     def on_strike(self, fault: Fault) -> None:
         """The next fault struck."""

@@ -12,18 +12,21 @@ import zmq
 import zmq.asyncio
 
 from cluster.config import EngineConfig
+from cluster.credentials import Credentials
 from cluster.messages import (
+    EngineOutput,
     GenerateRequest,
     OutputFrame,
     Sampling,
     Submit,
     decode,
     encode,
-    header_bytes,
 )
-from cluster.rank.contexts import end_context
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import join, pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
 
-HASH = "test"
+CREDENTIALS = Credentials("test", b"s" * 32)
 
 RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
 """(config, epoch=0): a group that has started; its ranks are killed at the end."""
@@ -50,7 +53,12 @@ async def _running_group(engine: EngineConfig, epoch: int = 0) -> AsyncIterator[
 
     placement = create_placement_group(engine)
     group = RankGroup(
-        engine, placement, first_bundle=0, engine_id="test", config_hash=HASH, epoch=epoch
+        engine,
+        placement,
+        first_bundle=0,
+        engine_id="test",
+        credentials=CREDENTIALS,
+        epoch=epoch,
     )
     try:
         await group.start()
@@ -69,8 +77,12 @@ async def _generate(
     """
     context = zmq.asyncio.Context()
     tokens: list[list[int]] = [[] for _ in prompts]
-    replies = context.socket(zmq.PULL)
-    leaders = {inbox: context.socket(zmq.PUSH) for inbox in set(inboxes)}
+    handshake = CurveHandshake(CREDENTIALS.secret)
+    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
+    leaders = {
+        inbox: connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000)
+        for inbox in set(inboxes)
+    }
     try:
         reply_to = f"tcp://127.0.0.1:{replies.bind_to_random_port('tcp://127.0.0.1')}"
         sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None)
@@ -78,13 +90,14 @@ async def _generate(
             leader.connect(inbox)
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
             frame = encode(Submit(GenerateRequest(str(i), prompt, [], sampling, reply_to), None))
-            await leaders[inbox].send_multipart([header_bytes(HASH), frame])
+            await leaders[inbox].send_multipart(pack(frame, CREDENTIALS))
             await asyncio.sleep(pause_s)
         num_left, num_cached = len(prompts), 0
         async with asyncio.timeout(60):
             while num_left:
-                _, body = await replies.recv_multipart()
-                for output in decode(body, OutputFrame).outputs:
+                _, *parts = await replies.recv_multipart()
+                for data in decode(join(parts, 1 << 20), OutputFrame).outputs:
+                    output = decode(data, EngineOutput)
                     assert not output.error, output
                     tokens[int(output.request_id)] += output.token_ids
                     if output.finish_reason:

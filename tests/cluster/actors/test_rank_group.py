@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.credentials import Credentials
 
 pytestmark = pytest.mark.ray
+
+CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def config(oracle: Any) -> EngineConfig:
@@ -38,7 +41,7 @@ def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
     engine = config(make_oracle("tied"))
     placement = create_placement_group(engine)
     group = RankGroup(
-        engine, placement, first_bundle=0, engine_id="test", config_hash="test", epoch=3
+        engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS, epoch=3
     )
 
     async def scenario() -> None:
@@ -75,7 +78,7 @@ def test_a_group_that_is_stopped_ends_its_ranks(
 
     engine = config(make_oracle("tied"))
     placement = create_placement_group(engine)
-    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", config_hash="test")
+    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS)
 
     async def scenario() -> None:
         await group.start()
@@ -103,7 +106,7 @@ def test_a_rank_that_cannot_load_is_named_with_the_reason(
     oracle = type("Broken", (), {"path": tmp_path / "broken"})
     engine = config(oracle)
     placement = create_placement_group(engine)
-    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", config_hash="test")
+    group = RankGroup(engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS)
     with pytest.raises(RankDied, match=r"rank dp=0 tp=0 epoch=0 .*model\.safetensors"):
         asyncio.run(group.start())
     ray.util.remove_placement_group(placement)
@@ -177,7 +180,7 @@ def test_engines_that_step_apart_are_judged_apart(
         (("met", None), "rank dp=1 tp=0 epoch=2: no word of it for 2.3 s before loading"),
     ],
 )
-def test_a_leader_that_does_not_come_to_the_meeting_is_named(
+def test_a_leader_that_does_not_open_its_endpoints_is_named(
     ends: tuple[str | None, str | None], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
@@ -211,6 +214,7 @@ def test_a_leader_that_does_not_come_to_the_meeting_is_named(
     ("nodes", "wanted"),
     [
         ("aaaaa", [1, 2, 3, 4]),
+        ("baaaa", [1, 2, 3, 4]),
         ("ababa", [1, 3, 2, 4]),  # b comes first: bundle 0 is the owner's
         ("aabba", [1, 4, 2, 3]),
         ("a", [1, 2, 3, 4]),  # not placed yet
@@ -223,7 +227,10 @@ def test_ranks_of_one_node_stand_in_a_row(
 
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
     monkeypatch.setattr(placement.ray.util, "placement_group_table", lambda group: table)
-    assert placement.bundles_by_node(None, 1, 4) == wanted  # type: ignore[arg-type]
+    found = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
+    assert found == wanted
+    is_near = placement.is_on_one_node(None, found)  # type: ignore[arg-type]
+    assert is_near == (nodes[1:] == "aaaa")  # the owner's may be another
 
 
 def test_replicas_of_another_deployment_are_outdated() -> None:

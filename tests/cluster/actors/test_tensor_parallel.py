@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.credentials import Credentials
 from cluster.engine.step_digest import StepDivergence
 from compile.config import CompilationConfig
 
 pytestmark = pytest.mark.ray
 
 NUM_TOKENS = 32
+
+CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def config(oracle: Any, tensor_parallel_size: int) -> EngineConfig:
@@ -155,7 +158,7 @@ def test_a_follower_that_stops_while_it_loads_is_named(
 
         placement = create_placement_group(engine)
         group = rank_group.RankGroup(
-            engine, placement, first_bundle=0, engine_id="test", config_hash="test"
+            engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS
         )
         try:
             start = asyncio.create_task(group.start())

@@ -1,10 +1,9 @@
 """Fakes around the scheduler: a rank whose cache holds tokens, a reader, a router with weather.
 
-The one thing to know: the fake model draws each token from what it reads back out of its paged
-cache, and every cell names its whole context. A block that is shared wrongly, freed too early or
-believed too soon therefore shows as an assertion or as another text than `continuation` gives.
-With a sliding window it reads only what is inside, and an entry of the block table that it reads
-or writes is never scratch.
+The fake model draws each token from what it reads back out of its paged cache, and every cell names
+its whole context. A block that is shared wrongly, freed too early or believed too soon therefore
+shows as an assertion or as another text than `continuation` gives. With a sliding window it reads
+only what is inside, and an entry of the block table that it reads or writes is never scratch.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from hypothesis import strategies as st
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.handoff import HandoffTerms, KVHolder, KVReadResult
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
+from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
 from cluster.messages import (
     EngineOutput,
     GenerateRequest,
@@ -155,7 +154,7 @@ class FakeEngine:
         self.role = role
         self.rank = Rank(shape)
         self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
-        arguments: dict[str, object] = {"holder": None, "terms": None, "reader": None, **seams}
+        arguments: dict[str, object] = {"holder": None, "metadata": None, "reader": None, **seams}
         self.scheduler = Scheduler(
             SchedulerConfig(shape.max_num_seqs, shape.budget),
             max_model_len=MAX_MODEL_LEN,
@@ -374,9 +373,9 @@ class Pair:
         self.reader = FakeReader(self.holder, weather)
         block_bytes = 64
         source = KVSource(0, "boot", 1, -1, "tcp://p", RankProcess(1, ""))
-        terms = HandoffTerms([source], block_bytes, "kv", lease_s)
-        self.prefill = FakeEngine(prefill, Role.PREFILL, holder=self.holder, terms=terms)
-        self.decode = FakeEngine(decode, Role.DECODE, reader=self.reader, terms=terms)
+        metadata = HandoffMetadata([source], block_bytes, "kv", lease_s)
+        self.prefill = FakeEngine(prefill, Role.PREFILL, holder=self.holder, metadata=metadata)
+        self.decode = FakeEngine(decode, Role.DECODE, reader=self.reader, metadata=metadata)
         self.reader.connect(self.prefill, self.decode)
 
     @property

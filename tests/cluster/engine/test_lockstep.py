@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,29 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.lockstep import (
-    LockstepMachine,
-    PeersSilent,
-    agree,
-    get_dp_padding,
-    num_tokens_to_run,
-)
+from cluster.engine import lockstep
+from cluster.engine.lockstep import LockstepMachine, PeersSilent, get_dp_padding
 from cluster.engine.step_digest import StepDivergence
-from cluster.engine.step_log import StepLog, StepRecord
-from cluster.lockstep_messages import StepConfirm, StepShape
-from cluster.messages import StepAgreement, Vote
+from cluster.engine.step_log import StepLog
+from cluster.lockstep_messages import StepConfirm
+from cluster.messages import StepAgreement, StepKind, Vote
+from compile.config import CUDAGraphMode
+from compile.dispatch import CapturedGraphs
 
 EPOCH = 3
 
 
-def shape_of(agreed: StepAgreement) -> StepShape:
-    return StepShape(0, agreed.max_tokens, agreed.max_seqs, agreed.kind == 1)
+NO_GRAPHS = CapturedGraphs()
+GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8), (4, 16, 64))
+
+
+def agree(votes: Iterable[Vote], captured: CapturedGraphs = NO_GRAPHS) -> StepAgreement:
+    return lockstep.agree(tuple(votes), captured)
 
 
 def vote(step: int = 1, **fields: Any) -> Vote:
     given = {
         "epoch": EPOCH,
-        "kind": 1,
+        "kind": StepKind.DECODE,
         "num_tokens": 2,
         "num_seqs": 2,
         "max_query_len": 1,
@@ -46,7 +48,7 @@ def vote(step: int = 1, **fields: Any) -> Vote:
 
 @st.composite
 def votes_of(draw: st.DrawFn, step: int) -> Vote:
-    kind = draw(st.integers(0, 2))
+    kind = draw(st.sampled_from(StepKind))
     num_seqs = draw(st.integers(1, 8)) if kind else 0
     longest = {0: 0, 1: 1, 2: draw(st.integers(2, 40))}[kind]
     return vote(
@@ -65,7 +67,7 @@ class Leader:
     """One machine in a simulated network, doing what the driver over sockets does."""
 
     def __init__(self, rank: int, size: int, votes: list[Vote]) -> None:
-        self.machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, shape_of=shape_of)
+        self.machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, captured=GRAPHS)
         self.votes = deque(votes)
         self.agreements: list[StepAgreement] = []
         self.state = "voting"
@@ -126,17 +128,43 @@ def test_whatever_the_order_of_frames_all_ranks_agree_on_the_same(
         assert leader.state == "voting"
     assert [agreed.step for agreed in leaders[0].agreements] == [*range(1, num_steps + 1)]
     for votes, agreed in zip(rounds, leaders[0].agreements, strict=True):
-        assert agreed.num_tokens_across_dp == tuple(v.num_tokens for v in votes)
-        assert agreed.max_tokens == max(v.num_tokens for v in votes)
+        assert agreed.num_scheduled_tokens == tuple(v.num_tokens for v in votes)
         assert agreed.draining == all(v.draining for v in votes)
         assert agreed.has_work == (any(v.has_work for v in votes) and not agreed.draining)
-        # All or none use a graph, and a decode step is one on all ranks.
-        assert agreed.graph_allowed == all(v.graph_allowed for v in votes)
-        assert (agreed.kind <= 1) == all(v.kind <= 1 for v in votes)
+        check_sizes(votes, agreed)
+
+
+def check_sizes(votes: list[Vote], agreed: StepAgreement) -> None:
+    """All or none replay a graph, of a size that holds every rank's batch."""
+    tokens, seqs = max(v.num_tokens for v in votes), max(v.num_seqs for v in votes)
+    across = agreed.num_tokens_across_dp
+    is_decode = all(v.kind <= StepKind.DECODE for v in votes)
+    assert (agreed.kind <= StepKind.DECODE) == is_decode
+    assert all(ran >= asked for ran, asked in zip(across, agreed.num_scheduled_tokens, strict=True))
+    assert not agreed.has_work or min(across) > 0
+    if not all(v.graph_allowed for v in votes) or not tokens:
+        assert agreed.mode == CUDAGraphMode.NONE.value
+    elif is_decode:
+        assert agreed.mode == CUDAGraphMode.FULL.value
+        assert agreed.graph_bs == min(size for size in GRAPHS.graph_bs if size >= seqs)
+    elif tokens <= GRAPHS.num_tokens[-1]:
+        assert agreed.mode == CUDAGraphMode.PIECEWISE.value
+        assert agreed.num_tokens == min(size for size in GRAPHS.num_tokens if size >= tokens)
+    if agreed.mode or agreed.kind is StepKind.DECODE:
+        assert set(across) == {agreed.num_tokens}
+    else:
+        assert agreed.graph_bs == 0
+
+
+def test_ranks_whose_sequences_decode_different_numbers_of_tokens_do_not_decode_together() -> None:
+    drafted = vote(num_tokens=6, num_seqs=2, max_query_len=3)
+    assert agree([drafted, drafted], GRAPHS).kind is StepKind.DECODE
+    agreed = agree([drafted, vote()], GRAPHS)
+    assert (agreed.kind, agreed.mode) == (StepKind.MIXED, CUDAGraphMode.PIECEWISE.value)
 
 
 def machine(size: int = 2) -> LockstepMachine:
-    made = LockstepMachine(dp_rank=0, dp_size=size, epoch=EPOCH, shape_of=shape_of)
+    made = LockstepMachine(dp_rank=0, dp_size=size, epoch=EPOCH, captured=NO_GRAPHS)
     made.vote(vote())
     return made
 
@@ -160,8 +188,7 @@ def test_a_vote_that_does_not_come_next_is_named(frames: list[Vote], message: st
 
 
 def test_a_confirm_that_does_not_come_next_is_named() -> None:
-    agreed = agree((vote(), vote()))
-    confirm = StepConfirm(agreed, shape_of(agreed))
+    confirm = StepConfirm(agree((vote(), vote())))
     for frames, message in [
         ([confirm], "step 1: step: wanted 0, found 1"),
         ([vote(), confirm, confirm], "step 1: confirms: wanted 1, found 2"),
@@ -176,23 +203,15 @@ def test_a_confirm_that_does_not_come_next_is_named() -> None:
 @pytest.mark.feature("P13")
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
-    ("part", "field"),
-    [
-        ("agreed", field)
-        for field in StepAgreement.__struct_fields__
-        if field not in ("epoch", "step")
-    ]
-    + [("shape", field) for field in StepShape.__struct_fields__],
+    "field", [name for name in StepAgreement.__struct_fields__ if name not in ("epoch", "step")]
 )
 def test_a_peer_that_made_something_else_of_the_votes_is_named_by_the_field(
-    part: str, field: str, is_late: bool
+    field: str, is_late: bool
 ) -> None:
     agreed = agree((vote(), vote()))
-    right = StepConfirm(agreed, shape_of(agreed))
-    value = getattr(getattr(right, part), field)
+    value = getattr(agreed, field)
     other: Any = (2, 3) if isinstance(value, tuple) else 1 - value
-    altered = msgspec.structs.replace(getattr(right, part), **{field: other})
-    wrong = msgspec.structs.replace(right, **{part: altered})
+    wrong = StepConfirm(msgspec.structs.replace(agreed, **{field: other}))
     mine = machine()
     mine.on_frame(1, vote())
     message = rf"^rank dp=1 tp=0 epoch=3 step 1: {field}: wanted .*, found .*$"
@@ -207,7 +226,7 @@ def test_a_peer_that_made_something_else_of_the_votes_is_named_by_the_field(
 
 
 def test_a_leader_that_skips_a_step_of_its_own_is_named() -> None:
-    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, shape_of=shape_of)
+    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, captured=NO_GRAPHS)
     with pytest.raises(StepDivergence, match=r"^rank dp=1 tp=0 epoch=3 step 1: step: wanted 1, fo"):
         mine.vote(vote(step=2))
     with pytest.raises(StepDivergence, match=r"epoch: wanted 3, found 2"):
@@ -225,14 +244,13 @@ def test_who_is_waited_for_in_vain_is_named() -> None:
 def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> None:
     log = StepLog()
     for step in range(1, 1201):
-        agreed = agree((vote(step), vote(step, num_tokens=3, num_seqs=3)))
-        log.add(StepRecord(agreed, shape_of(agreed), 3))
+        log.add(agree((vote(step), vote(step, num_tokens=3, num_seqs=3)), GRAPHS))
     assert [record["step"] for record in log.as_dicts()] == [*range(201, 1201)]
     error = StepDivergence("rank dp=1 tp=0 epoch=3", 1201, "kind", 1, 2).after(log.tail())
     *told, last = str(error).splitlines()
     assert last == "rank dp=1 tp=0 epoch=3 step 1201: kind: wanted 1, found 2"
-    assert told[-1].startswith("ran epoch 3 step 1200: kind=1 max_tokens=3")
-    assert "num_tokens_across_dp=(2, 3)" in told[-1]
+    assert told[-1].startswith("ran epoch 3 step 1200: kind=1 mode=2 graph_bs=4 num_tokens=4 ")
+    assert "num_scheduled_tokens=(2, 3)" in told[-1]
     assert len(told) == 8
     kind, arguments = error.__reduce__()
     assert str(kind(*arguments)) == str(error)  # as it arrives from another process
@@ -240,17 +258,23 @@ def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> Non
 
 @pytest.mark.feature("P03")
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=5), st.booleans())
-def test_padding_fills_up_to_the_longest_rank(tokens: list[int], is_padded: bool) -> None:
-    votes = [vote(num_tokens=n, num_seqs=n, kind=int(n > 0), has_work=n > 0) for n in tokens]
+def test_padding_fills_up_to_what_the_rank_runs(tokens: list[int], is_decode: bool) -> None:
+    kind = StepKind.DECODE if is_decode else StepKind.MIXED
+    votes = [
+        vote(
+            num_tokens=n,
+            num_seqs=n if is_decode else min(n, 1),
+            max_query_len=1 if is_decode else n,
+            kind=kind if n else StepKind.NOTHING,
+            has_work=n > 0,
+        )
+        for n in tokens
+    ]
     agreed = agree(votes)
+    longest = max(tokens)
+    # A rank without work runs something: it would miss a collective.
+    run = tuple(longest if is_decode else max(1, n) if longest else 0 for n in tokens)
     for rank, own in enumerate(tokens):
         padding, across = get_dp_padding(agreed, rank)
-        if len(tokens) == 1:
-            assert (padding, across) == (0, None)
-        else:
-            assert own + padding == max(tokens)
-            assert across == tuple(tokens)
-    shape = StepShape(2 * is_padded, 512, 512, is_padded)
-    run = num_tokens_to_run(agreed, shape)
-    # Nobody has nothing to run: it would miss a collective.
-    assert run == ((512,) * len(tokens) if is_padded else tuple(max(1, n) for n in tokens))
+        assert own + padding == run[rank]
+        assert across == (run if len(tokens) > 1 else None)

@@ -1,11 +1,12 @@
 """Random traces against an oracle without cache, batches or pools; every step is checked.
 
-The one thing to know: `FakeEngine.step` asserts the invariants of a step, so a trace only has to
-run to its end. A failure prints the trace and a blob that replays it.
+`FakeEngine.step` asserts the invariants of a step, so a trace only has to run to its end. A failure
+prints the trace and a blob that replays it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -21,9 +22,17 @@ traces = settings(
 )
 
 
-def run_mixed(sim: SimpleNamespace, trace: list, shape: object) -> SimpleNamespace:
-    """Run a trace on one engine; return the engine, texts and last outputs."""
+def run_mixed(
+    sim: SimpleNamespace, trace: list, shape: object, *, forgets: bool = False
+) -> SimpleNamespace:
+    """Run a trace on one engine; return the engine, texts and last outputs.
+
+    Args:
+        forgets: the scheduler looks up the head of its queue in every step.
+    """
     engine = sim.FakeEngine(shape)
+    if forgets:
+        engine.scheduler._may_fit = lambda seq, batch: True
     texts = {a.request.request_id: list(a.request.output_token_ids) for a in trace}
     ends: dict[str, object] = {}
     # The first running sequence is never pre-empted and gains a token in every step.
@@ -119,3 +128,17 @@ def test_equal_traces_give_equal_plans(sim: SimpleNamespace, data: st.DataObject
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
     first, second = run_mixed(sim, trace, shape), run_mixed(sim, trace, shape)
     assert first.engine.plans == second.engine.plans
+
+
+@settings(traces, max_examples=300)
+@given(data=st.data())
+def test_what_is_remembered_of_the_head_changes_no_plan_where_nothing_is_cached(
+    sim: SimpleNamespace, data: st.DataObject
+) -> None:
+    """Blocks of a cached head that others take count as needed until they have ended."""
+    trace = data.draw(sim.arrivals())
+    shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
+    shape = dataclasses.replace(shape, caching=False)
+    remembering = run_mixed(sim, trace, shape)
+    forgetting = run_mixed(sim, trace, shape, forgets=True)
+    assert remembering.engine.plans == forgetting.engine.plans

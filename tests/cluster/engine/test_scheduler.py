@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.config import Role, SchedulerConfig
+from cluster.engine import scheduler as scheduler_module
 from cluster.engine.blocks import BlockManager
-from cluster.engine.early_aborts import MAX_EARLY_ABORTS
-from cluster.engine.scheduler import Scheduler
+from cluster.engine.scheduler import MAX_EARLY_ABORTS, Scheduler
+from cluster.engine.sequence import Sequence
 from cluster.messages import SampledTokens, TokenLogprobs
 
 
@@ -95,6 +96,24 @@ def test_the_last_come_is_pre_empted_and_recomputed(sim: SimpleNamespace) -> Non
     assert stats.num_preemptions == 1
     assert stats.prompt_tokens_computed == 12, "the second prompt was computed twice"
     assert len(outputs["a"]) == 10
+
+
+@pytest.mark.feature("T03")
+def test_a_pre_empted_sequence_goes_on_before_those_that_came_after_it(
+    sim: SimpleNamespace,
+) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=6, max_num_seqs=2, caching=False))
+    for i, name in enumerate("abc"):
+        engine.submit(sim.make_request(name, [i] * 4, max_tokens=10))
+    order: list[str] = []
+    while engine.scheduler.has_unfinished:
+        had = engine.scheduler.stats().num_preemptions
+        outputs = engine.step()
+        if engine.scheduler.stats().num_preemptions > had:
+            order = []  # of outputs since b lost its blocks
+        order += [output.request_id for output in outputs]
+    assert engine.scheduler.stats().num_preemptions == 1
+    assert 0 < order.index("b") < order.index("c")
 
 
 def test_the_first_running_sequence_is_never_pre_empted(sim: SimpleNamespace) -> None:
@@ -242,6 +261,89 @@ def test_an_abort_while_the_step_runs_drops_its_token(sim: SimpleNamespace) -> N
     engine.scheduler.check()
 
 
+# --- the blocked head of the queue ----------------------------------------------------------------
+
+
+def count_matches(engine: SimpleNamespace) -> list[str]:
+    """Return the list to which every look-up in the prefix cache adds its request."""
+    found: list[str] = []
+    match = engine.blocks.match
+
+    def counted(seq: Sequence) -> list[int]:
+        found.append(seq.request_id)
+        return match(seq)
+
+    engine.blocks.match = counted
+    return found
+
+
+def test_a_head_that_does_not_fit_is_looked_up_once(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=10, max_num_seqs=3, budget=40))
+    for name in "ab":  # two blocks each, and four when they end
+        engine.submit(sim.make_request(name, [ord(name)] * 7, max_tokens=9))
+    engine.step()
+    matches = count_matches(engine)
+    engine.submit(sim.make_request("head", [3] * 30, max_tokens=2))  # eight blocks
+    engine.submit(sim.make_request("tail", [4], max_tokens=2))
+    for _ in range(7):
+        assert "head" not in [output.request_id for output in engine.step()]
+    assert matches == ["head"]
+    outputs = engine.run()
+    assert matches == ["head", "head", "tail"]
+    assert set(outputs) == {"a", "b", "head", "tail"}
+
+
+def test_a_head_is_looked_up_again_when_more_of_it_is_cached(sim: SimpleNamespace) -> None:
+    """It then needs fewer blocks than it did: those of another sequence that begins alike."""
+    engine = sim.FakeEngine(sim.Shape(num_blocks=9, max_num_seqs=2, budget=40))
+    other = sim.make_request("a", [7] * 4, max_tokens=20)
+    engine.submit(other)
+    engine.step()
+    matches = count_matches(engine)
+    shared = [*other.prompt_token_ids, *sim.continuation(other)[:8]]
+    engine.submit(sim.make_request("head", [*shared, *[3] * 22], max_tokens=1))  # nine blocks
+    looked_up_at = []
+    for step in range(2, 14):
+        before = len(matches)
+        engine.step()
+        looked_up_at += [step] * (len(matches) - before)
+    # The second and the third block of it are full, and cached, from these steps on.
+    assert looked_up_at == [2, 6, 10]
+    engine.run()
+
+
+def test_a_head_behind_a_window_waits_for_free_blocks_alone(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=6, max_num_seqs=2, budget=40, window=9))
+    engine.submit(sim.make_request("a", [7] * 16, max_tokens=9))
+    engine.step()
+    matches = count_matches(engine)
+    engine.submit(sim.make_request("head", [3] * 16, max_tokens=1))
+    engine.run()
+    assert matches.count("head") <= 2
+
+
+def test_a_head_that_is_aborted_or_overtaken_keeps_nobody_out(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(num_blocks=10, max_num_seqs=3, budget=40))
+    engine.submit(sim.make_request("a", [1] * 7, max_tokens=20))
+    engine.step()
+    engine.submit(sim.make_request("head", [3] * 36, max_tokens=2))
+    engine.submit(sim.make_request("next", [4], max_tokens=2))
+    engine.step()
+    engine.scheduler.abort(["head"])
+    assert "next" in [output.request_id for output in engine.step()]
+
+
+def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape(max_num_seqs=1))
+    names = [f"r{i}" for i in range(40)]
+    for name in names:
+        engine.submit(sim.make_request(name, [1], max_tokens=1))
+    engine.scheduler.abort(names[::2])
+    engine.scheduler.check()
+    finished = [o.request_id for _ in range(30) for o in engine.step() if o.token_ids]
+    assert finished == names[1::2]
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -275,6 +377,28 @@ def test_the_largest_request_that_fits_the_pool_is_served(sim: SimpleNamespace) 
     assert len(engine.run()["a"]) == 3
 
 
+def test_more_than_can_ever_run_are_refused(
+    sim: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_UNFINISHED_TIMES", 3)
+    engine = sim.FakeEngine(sim.Shape(max_num_seqs=2))
+    for i in range(8):
+        engine.submit(sim.make_request(f"r{i}", [1, 2], max_tokens=1))
+    errors = {o.request_id: o.error for outputs in engine.run().values() for o in outputs}
+    wanted = "requests: wanted at most 6 unfinished ones, found one more"
+    assert [name for name, error in errors.items() if error] == ["r6", "r7"]
+    assert errors["r6"] == wanted
+
+
+def test_a_request_that_could_not_be_read_ends_with_why(sim: SimpleNamespace) -> None:
+    engine = sim.FakeEngine(sim.Shape())
+    engine.scheduler.refuse("a", "frame: wanted Submit, found another")
+    engine.submitted["a"] += 1
+    (output,) = engine.step()
+    assert (output.finish_reason, output.token_ids) == ("error", [])
+    assert output.error == "frame: wanted Submit, found another"
+
+
 def test_an_unfinished_id_is_refused(sim: SimpleNamespace) -> None:
     engine = sim.FakeEngine(sim.Shape())
     for _ in range(2):
@@ -283,7 +407,7 @@ def test_an_unfinished_id_is_refused(sim: SimpleNamespace) -> None:
 
 
 def test_a_prefill_engine_needs_a_holder() -> None:
-    with pytest.raises(ValueError, match="holder and terms: wanted both"):
+    with pytest.raises(ValueError, match="holder and metadata: wanted both"):
         Scheduler(
             SchedulerConfig(),
             max_model_len=8,
@@ -291,6 +415,6 @@ def test_a_prefill_engine_needs_a_holder() -> None:
             blocks=BlockManager(4, 4, True),
             epoch=1,
             holder=None,
-            terms=None,
+            metadata=None,
             reader=None,
         )

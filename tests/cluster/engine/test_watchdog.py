@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
-from cluster.rank.pulse import Pulse
+from cluster.rank.phases import PhaseRecorder
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
 PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (
@@ -51,7 +51,7 @@ def test_a_rank_that_does_not_answer_is_named_followers_included() -> None:
 @pytest.mark.feature("P09")
 def test_while_a_rank_is_silent_nobody_is_taken_for_stuck() -> None:
     """Stopped in a collective, it was there last: its old answer makes the other look guilty."""
-    watchdog = Watchdog(NAMES[:2], watchdog_s=10, now=0.0, silent_s=10)
+    watchdog = Watchdog(NAMES[:2], watchdog_s=3, now=0.0, silent_s=10)
     watchdog.on_heartbeat(1, beat(7, RUNNING, 0.1), 0.5)
     for now in range(1, 11):
         watchdog.on_heartbeat(0, beat(7, RUNNING, now), float(now))
@@ -170,57 +170,57 @@ class Clock:
 
 def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None:
     clock = Clock()
-    pulse = Pulse(clock)
-    assert pulse.heartbeat() == beat(0, WAITING, 0, is_asleep=True)
-    pulse.plan(1)
+    phases = PhaseRecorder(clock)
+    assert phases.heartbeat() == beat(0, WAITING, 0, is_asleep=True)
+    phases.plan(1)
     clock.now = 0.5
-    assert pulse.heartbeat() == beat(1, PLANNING, 0.5)
-    pulse.vote()
-    assert pulse.heartbeat() == beat(1, AGREEING, 0)
-    pulse.build(1, 10)
+    assert phases.heartbeat() == beat(1, PLANNING, 0.5)
+    phases.vote()
+    assert phases.heartbeat() == beat(1, AGREEING, 0)
+    phases.build(1, 10)
     clock.now = 1.5
-    pulse.run()
-    assert pulse.heartbeat() == beat(1, RUNNING, 0)
+    phases.run()
+    assert phases.heartbeat() == beat(1, RUNNING, 0)
     clock.now = 2.5
-    pulse.book()
-    assert pulse.heartbeat().phase is Phase.BOOKING
-    pulse.build(2, 40)  # ten tokens took two seconds
-    pulse.run()
-    assert pulse.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0)
-    pulse.book()
-    pulse.wait(3, is_asleep=False)
-    assert pulse.heartbeat() == beat(3, WAITING, 0)
+    phases.book()
+    assert phases.heartbeat().phase is Phase.BOOKING
+    phases.build(2, 40)  # ten tokens took two seconds
+    phases.run()
+    assert phases.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0)
+    phases.book()
+    phases.wait(3, is_asleep=False)
+    assert phases.heartbeat() == beat(3, WAITING, 0)
 
 
-def took(pulse: Pulse, clock: Clock, num_tokens: int, seconds: float) -> float:
+def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -> float:
     """Run a step; return what it was expected to take."""
-    pulse.build(1, num_tokens)
-    expected_s = pulse.heartbeat().expected_s
+    phases.build(1, num_tokens)
+    expected_s = phases.heartbeat().expected_s
     clock.now += seconds
-    pulse.book()
+    phases.book()
     return expected_s
 
 
 def test_what_a_step_should_take_is_learned_by_its_size() -> None:
     clock = Clock()
-    pulse = Pulse(clock)
-    assert took(pulse, clock, 0, 0.0) == 0
-    pulse.learn(8, 0.4)
-    assert took(pulse, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)  # nothing larger is known
-    assert took(pulse, clock, 1, 0.3) == pytest.approx(0.4)  # as much as eight tokens
+    phases = PhaseRecorder(clock)
+    assert took(phases, clock, 0, 0.0) == 0
+    phases.learn(8, 0.4)
+    assert took(phases, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)  # nothing larger is known
+    assert took(phases, clock, 1, 0.3) == pytest.approx(0.4)  # as much as eight tokens
     for _ in range(200):
-        took(pulse, clock, 1, 0.3)
+        took(phases, clock, 1, 0.3)
     # Decodes, whose tokens cost more, tell nothing of prefills, and the other way round.
-    assert took(pulse, clock, 2048, 60.0) == pytest.approx(60.0)
-    assert took(pulse, clock, 3000, 90.0) == pytest.approx(60.0 * 3000 / 2048)
-    assert took(pulse, clock, 1, 0.3) == pytest.approx(0.3)
-    assert took(pulse, clock, 512, 1.0) == pytest.approx(512 * 0.05)
+    assert took(phases, clock, 2048, 60.0) == pytest.approx(60.0)
+    assert took(phases, clock, 3000, 90.0) == pytest.approx(60.0 * 3000 / 2048)
+    assert took(phases, clock, 1, 0.3) == pytest.approx(0.3)
+    assert took(phases, clock, 512, 1.0) == pytest.approx(512 * 0.05)
 
 
 def test_a_step_that_was_held_up_says_nothing_of_larger_ones() -> None:
     clock = Clock()
-    pulse = Pulse(clock)
-    pulse.learn(8, 0.4)
-    took(pulse, clock, 1, 30.0)
-    took(pulse, clock, 40, 80.0)
-    assert took(pulse, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)
+    phases = PhaseRecorder(clock)
+    phases.learn(8, 0.4)
+    took(phases, clock, 1, 30.0)
+    took(phases, clock, 40, 80.0)
+    assert took(phases, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.rank.available_memory import available_memory_bytes
+from cluster.rank.free_memory import available_memory_bytes
 
 FREE_KIB = 1000
 STAT = """anon 100

@@ -17,29 +17,30 @@ from cluster.channel_messages import (
     DropKV,
     EndOfSteps,
     FollowerHello,
+    LeaderHello,
     ReadEnded,
     StepFrame,
     TicketsEnded,
 )
-from cluster.lockstep_messages import StepShape
+from cluster.credentials import Credentials
 from cluster.messages import (
     PROTOCOL_VERSION,
     FrameError,
     KVSource,
     RankProcess,
-    StepAgreement,
     StepPlan,
+    encode,
 )
-from cluster.rank.channel import ChannelAddress, StepReceiver, StepSender
-from cluster.rank.contexts import end_context
-from cluster.rank.doorbell import Doorbell
+from cluster.rank import channel
+from cluster.rank.channel import StepReceiver, StepSender
+from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import Lockstep
+from cluster.wire.contexts import end_context
+from cluster.wire.doorbell import Doorbell
 
+CREDENTIALS = Credentials("abc", b"s" * 32)
+OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")
 PLAN = StepPlan(1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
-
-
-def shape_of(agreed: StepAgreement) -> StepShape:
-    return StepShape(0, agreed.max_tokens, agreed.max_seqs, False)
 
 
 @pytest.fixture
@@ -51,24 +52,30 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 @pytest.fixture
 def sender(context: Any) -> Iterator[StepSender]:
-    made = StepSender(context, 2, host="127.0.0.1", config_hash="abc", epoch=1)
+    made = StepSender(context, 2, host="127.0.0.1", credentials=CREDENTIALS)
     yield made
-    if not made.sockets[0].closed:
+    if not made.links[0].socket.closed:
         made.close()
 
 
 def hello(tp_rank: int, **fields: Any) -> FollowerHello:
-    given = {"protocol": PROTOCOL_VERSION, "config_hash": "abc", "epoch": 1, **fields}
+    given = {"protocol": PROTOCOL_VERSION, "config_hash": "abc", "epoch": 1, "nonce": "n", **fields}
     source = KVSource(tp_rank, "", 0, -1, "", RankProcess(1, ""))
-    return FollowerHello(tp_rank=tp_rank, num_blocks=9, layout="kv", source=source, **given)
+    return FollowerHello(
+        tp_rank=tp_rank, num_blocks=9, layout="kv", source=source, graphs=0, **given
+    )
+
+
+def accept(sender: StepSender) -> list[FollowerHello]:
+    return sender.accept(OURS, lambda name: None)
 
 
 class End:
     """A follower's end, opened on a thread: it waits for the leader's answer."""
 
-    def __init__(self, context: Any, address: ChannelAddress, hello: FollowerHello) -> None:
+    def __init__(self, context: Any, address: LinkAddress, hello: FollowerHello) -> None:
         self.doorbell = Doorbell()
-        self.receiver = StepReceiver(context, address, self.doorbell)
+        self.receiver = StepReceiver(context, address, self.doorbell, credentials=CREDENTIALS)
         self.error = ""
         self._thread = threading.Thread(target=self._open, args=(hello,), daemon=True)
         self._thread.start()
@@ -85,14 +92,14 @@ class End:
             self.error = str(error)
 
 
-Connect = Callable[[ChannelAddress, FollowerHello], End]
+Connect = Callable[[LinkAddress, FollowerHello], End]
 
 
 @pytest.fixture
 def connect(context: Any) -> Iterator[Connect]:
     ends: list[End] = []
 
-    def make(address: ChannelAddress, hello: FollowerHello) -> End:
+    def make(address: LinkAddress, hello: FollowerHello) -> End:
         ends.append(End(context, address, hello))
         return ends[-1]
 
@@ -110,7 +117,7 @@ def test_every_follower_gets_everything_in_order(
         for address in sender.addresses
     ]
     opening = [connect(address, hello(i + 1)) for i, address in enumerate(addresses)]
-    assert [h.tp_rank for h in sender.accept(shape_of)] == [1, 2]
+    assert [h.tp_rank for h in accept(sender)] == [1, 2]
     ends = [end.wait_until_open() for end in opening]
     agreed = Lockstep.alone().agree(PLAN.vote())
     for ticket in range(100):
@@ -136,7 +143,7 @@ def test_every_follower_gets_everything_in_order(
 
 def test_a_ring_ends_a_wait_for_a_frame(connect: Connect, sender: StepSender) -> None:
     ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    sender.accept(shape_of)
+    accept(sender)
     receiver = ends[0].wait_until_open()
     threading.Timer(0.05, ends[0].doorbell.ring).start()
     began = time.monotonic()
@@ -159,7 +166,7 @@ def test_a_stranger_is_refused_on_both_sides(
 ) -> None:
     end = connect(sender.addresses[0], hello(1, **fields))
     with pytest.raises(FrameError, match=message):
-        sender.accept(shape_of)
+        accept(sender)
     end.wait_until_open()
     [field] = fields
     assert end.error.startswith(f"{field}: wanted {fields[field]}, found ")
@@ -168,14 +175,14 @@ def test_a_stranger_is_refused_on_both_sides(
 def test_a_rank_at_the_wrong_place_is_refused(connect: Connect, sender: StepSender) -> None:
     connect(sender.addresses[0], hello(2))
     with pytest.raises(FrameError, match="tp_rank: wanted 1, found 2"):
-        sender.accept(shape_of)
+        accept(sender)
 
 
 def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
     connect: Connect, sender: StepSender
 ) -> None:
     ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    sender.accept(shape_of)
+    accept(sender)
     ends[1].wait_until_open().close()
     deadline = time.monotonic() + 5
     with pytest.raises(ConnectionError, match="follower tp=2: wanted an open channel"):
@@ -187,12 +194,12 @@ def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
 class Cable:
     """A TCP connection that can be cut: the two ends of it notice, nothing else does."""
 
-    def __init__(self, address: ChannelAddress) -> None:
+    def __init__(self, address: LinkAddress) -> None:
         self._to = ("127.0.0.1", int(address.tcp.rpartition(":")[2]))
         self._server = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
         port = self._server.getsockname()[1]
-        self.address = ChannelAddress("another", "", f"tcp://127.0.0.1:{port}")
+        self.address = LinkAddress("another", "", f"tcp://127.0.0.1:{port}")
         self._pumps: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()
@@ -233,7 +240,7 @@ def test_a_connection_that_broke_is_named_though_there_is_a_new_one(
 ) -> None:
     with contextlib.closing(Cable(sender.addresses[1])) as cable:
         ends = [connect(sender.addresses[0], hello(1)), connect(cable.address, hello(2))]
-        sender.accept(shape_of)
+        accept(sender)
         follower = ends[1].wait_until_open()
         follower.report(TicketsEnded([1]))
         deadline = time.monotonic() + 5
@@ -246,3 +253,46 @@ def test_a_connection_that_broke_is_named_though_there_is_a_new_one(
             while time.monotonic() < deadline:
                 sender.check()
                 time.sleep(0.01)
+
+
+@pytest.mark.parametrize("body", [b"xy", b"", encode(DropKV(1)), encode(TicketsEnded([-1]))[:-1]])
+def test_a_follower_that_reports_nonsense_is_named(
+    connect: Connect, sender: StepSender, body: bytes
+) -> None:
+    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    accept(sender)
+    ends[1].wait_until_open()._link.send(body)
+    deadline = time.monotonic() + 5
+    with pytest.raises(FrameError, match=r"^follower tp=2: frame: wanted "):
+        while time.monotonic() < deadline:
+            sender.take_reports()
+            time.sleep(0.01)
+
+
+def test_a_leader_that_sends_nonsense_is_named(connect: Connect, sender: StepSender) -> None:
+    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    accept(sender)
+    for link, body in zip(sender.links, (b"xy", encode(TicketsEnded([1]))), strict=True):
+        link.send(body)
+    for end in ends:
+        with pytest.raises(FrameError, match=r"^leader: frame: wanted "):
+            end.wait_until_open().receive()
+
+
+def test_reports_beyond_a_borders_share_are_taken_at_the_next(
+    connect: Connect, sender: StepSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of one follower do not keep another's waiting."""
+    monkeypatch.setattr(channel, "MAX_REPORTS_S", 1000.0)
+    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    accept(sender)
+    for i in range(3 * channel.MAX_REPORTS):
+        ends[0].wait_until_open().report(TicketsEnded([i]))
+    ends[1].wait_until_open().report(ReadEnded("r", ""))
+    time.sleep(0.3)
+    first = sender.take_reports()
+    assert channel.MAX_REPORTS - 2 <= len(first) <= channel.MAX_REPORTS
+    assert (2, ReadEnded("r", "")) in first[:2]
+    rest = [report for _ in range(3) for report in sender.take_reports()]
+    found = [report.tickets[0] for tp, report in [*first, *rest] if tp == 1]  # type: ignore[union-attr]
+    assert found == list(range(3 * channel.MAX_REPORTS))

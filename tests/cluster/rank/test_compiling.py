@@ -12,7 +12,7 @@ from cluster.config import EngineConfig, Role, SchedulerConfig
 from cluster.rank import compiling
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.groups import GroupMembership
-from compile.config import CompilationConfig, CUDAGraphMode
+from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
 from compile.scope import CompileScope
 from model.parallel import Shard
 
@@ -48,8 +48,11 @@ def test_a_rank_captures_what_its_role_replays(
 
 @pytest.mark.feature("B08")
 def test_attention_that_cannot_be_in_every_graph_lessens_the_mode_with_one_warning(
-    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = scope_of(tiny_checkpoint, Role.MIXED, level=3, cudagraph_mode="FULL")
+    assert found.config.cudagraph_mode is CUDAGraphMode.FULL and not caplog.records
+    monkeypatch.setattr(compiling, "ATTENTION", AttentionGraphSupport.UNIFORM_DECODE)
     found = scope_of(tiny_checkpoint, Role.MIXED, level=3, cudagraph_mode="FULL")
     assert found.config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
     [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.engine.lockstep import agree, get_dp_padding
-from cluster.messages import Vote
+from cluster.messages import StepKind, Vote
 from compile.context import DPMetadata
+from compile.dispatch import CapturedGraphs
 
 CASES = [(3, 9), (5, 5), (1, 7, 4), (12, 2, 12, 1)]
+
+
+def vote(kind: StepKind, num_tokens: int, num_seqs: int, query_len: int) -> Vote:
+    return Vote(0, 1, kind, num_tokens, num_seqs, query_len, True, True, False)
 
 
 def all_reduced(rank: int, tokens: tuple[int, ...], store: Any) -> torch.Tensor:
@@ -33,11 +38,12 @@ def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]
     store, size = dist.HashStore(), len(tokens)
     with ThreadPoolExecutor(size) as threads:
         counts = list(threads.map(lambda rank: all_reduced(rank, tokens, store), range(size)))
-    votes = [Vote(0, 1, 2, n, 1, n, True, True, False) for n in tokens]
+    decode = agree([vote(StepKind.DECODE, n, n, 1) for n in tokens], CapturedGraphs())
+    mixed = agree([vote(StepKind.MIXED, n, 1, n) for n in tokens], CapturedGraphs())
     for rank, across in enumerate(counts):
-        padding, found = get_dp_padding(agree(votes), rank)
-        assert padding == int(across.max()) - tokens[rank]
-        assert found == tuple(across.tolist())
+        longest = int(across.max())
+        assert get_dp_padding(decode, rank) == (longest - tokens[rank], (longest,) * size)
+        assert get_dp_padding(mixed, rank) == (0, tuple(across.tolist()))
         made = DPMetadata.make(tokens, rank, tokens[rank])
         assert made is not None
         assert made.max_tokens_across_dp == int(across.max())

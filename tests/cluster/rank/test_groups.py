@@ -13,29 +13,41 @@ import torch
 
 from cluster.channel_messages import LeaderHello
 from cluster.config import EngineConfig, ParallelConfig
+from cluster.credentials import Credentials
 from cluster.messages import PROTOCOL_VERSION, FrameError
 from cluster.rank import groups
-from cluster.rank.channel import ChannelAddress
-from cluster.rank.contexts import end_context
 from cluster.rank.groups import GroupMembership
-from cluster.rank.meeting import Meeting, Rendezvous
+from cluster.rank.links import LinkAddress
+from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
+from cluster.wire.contexts import end_context
+from model.parallel import Shard
 
 HOST = "127.0.0.1"
+CREDENTIALS = Credentials("test", b"s" * 32)
 
 
-def run_ranks(size: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
+def run_ranks(
+    size: int,
+    work: Callable[[GroupMembership], Any],
+    host: str = HOST,
+    is_on_one_node: bool = False,
+) -> list[Any]:
     """Join `size` ranks on threads, do the work on each and leave; return the results."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(size))
-    meeting = Meeting(config, host=HOST, config_hash="test", epoch=0)
+    endpoints = LeaderEndpoints(
+        config, host=host, credentials=CREDENTIALS, is_on_one_node=is_on_one_node
+    )
 
     def run(rank: int) -> Any:
-        if rank == 0:
-            group = GroupMembership.lead(meeting, size, "cpu")
+        where = endpoints.rendezvous
+        if where is None:
+            group = GroupMembership(None, Shard())
+        elif rank == 0:
+            hello = where.hello(CREDENTIALS, 0)
+            group = GroupMembership.lead(where, endpoints.listener, size, "cpu", host, hello=hello)
         else:
-            assert meeting.rendezvous is not None
-            group = GroupMembership.follow(
-                meeting.rendezvous, rank, "cpu", HOST, hello=meeting.hello
-            )
+            hello = where.hello(CREDENTIALS, 0)
+            group = GroupMembership.follow(where, rank, "cpu", host, hello=hello)
         try:
             return work(group)
         finally:
@@ -45,9 +57,9 @@ def run_ranks(size: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(run, range(size)))
     finally:
-        for end in meeting.channel.sockets:
-            end.close(linger=0)
-        end_context(meeting.context, "test")
+        for end in endpoints.channel.links:
+            end.close()
+        end_context(endpoints.context, "test")
 
 
 def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
@@ -59,28 +71,51 @@ def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
     assert run_ranks(3, work) == [(rank, [6.0, 6.0], 98) for rank in range(3)]
 
 
+def test_ranks_of_one_node_meet_where_no_other_node_reaches() -> None:
+    """Their own address is of no use to them: nobody has this one."""
+
+    def work(group: GroupMembership) -> list[float]:
+        return group.shard.all_reduce(torch.ones(2)).tolist()
+
+    assert run_ranks(2, work, host="192.0.2.1", is_on_one_node=True) == [[2.0, 2.0]] * 2
+    config = EngineConfig("model", 64, parallel=ParallelConfig(2, 2))
+    endpoints = LeaderEndpoints(
+        config, host="192.0.2.1", credentials=CREDENTIALS, is_on_one_node=True
+    )
+    offer, listener = endpoints.rendezvous, endpoints.listener
+    assert offer is not None and listener is not None
+    assert listener.getsockname()[0] == offer.store_host == "127.0.0.1"
+    assert [address.tcp for address in (*offer.channels, *offer.later)] == ["", ""]
+    listener.close()
+    end_context(endpoints.context, "test", linger=0)
+
+
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        (LeaderHello(PROTOCOL_VERSION, "test", 1), "epoch: wanted 1, found 0"),
-        (LeaderHello(PROTOCOL_VERSION, "other", 0), "config_hash: wanted other, found test"),
-        (LeaderHello(99, "test", 0), f"protocol: wanted 99, found {PROTOCOL_VERSION}"),
+        (LeaderHello(PROTOCOL_VERSION, "test", 1, "n"), "epoch: wanted 1, found 0"),
+        (LeaderHello(PROTOCOL_VERSION, "other", 0, "n"), "config_hash: wanted other, found test"),
+        (LeaderHello(99, "test", 0, "n"), f"protocol: wanted 99, found {PROTOCOL_VERSION}"),
+        (
+            LeaderHello(PROTOCOL_VERSION, "test", 0, "m"),
+            "nonce: wanted the store of this group, found another group's",
+        ),
     ],
 )
 def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
     hello: LeaderHello, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 1.0)  # the leader joins in vain
-    meeting = Meeting(EngineConfig("model", 64), host=HOST, config_hash="test", epoch=0)
-    meeting.listener = socket.create_server((HOST, 0))
-    where = Rendezvous(HOST, meeting.listener.getsockname()[1], (ChannelAddress("", "", ""),))
+    listener = socket.create_server((HOST, 0))
+    where = Rendezvous(HOST, listener.getsockname()[1], "n", (LinkAddress("", "", ""),))
+    ours = where.hello(CREDENTIALS, 0)
     with ThreadPoolExecutor(1) as threads:
-        leader = threads.submit(GroupMembership.lead, meeting, 2, "cpu", where=where)
+        lead = GroupMembership.lead
+        leader = threads.submit(lead, where, listener, 2, "cpu", HOST, hello=ours)
         with pytest.raises(FrameError, match=f"^{message}$"):
             GroupMembership.follow(where, 1, "cpu", HOST, hello=hello)
         with pytest.raises(TimeoutError, match=r"joining: wanted all 2 ranks .*\[1\]"):
             leader.result(timeout=20)
-    end_context(meeting.context, "test")
 
 
 def test_a_rank_may_start_later_than_a_collective_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,49 +16,54 @@ import pytest
 import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.credentials import Credentials
 from cluster.engine.lockstep import LockstepMachine, PeersSilent
 from cluster.engine.step_digest import StepDivergence
 from cluster.engine.watchdog import Phase
-from cluster.lockstep_messages import PeerHello, StepShape, ToPeer
+from cluster.lockstep_messages import PeerHello, ToPeer
 from cluster.messages import (
     PROTOCOL_VERSION,
+    EngineOutput,
     FrameError,
     GenerateRequest,
     OutputFrame,
     Sampling,
     StepAgreement,
+    StepKind,
     Submit,
     Vote,
     decode,
     encode,
-    header_bytes,
 )
 from cluster.rank import groups, peers
-from cluster.rank.contexts import end_context
-from cluster.rank.faults import Action, Fault, Place, arm
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
-from cluster.rank.meeting import Meeting, introduce
-from cluster.rank.pulse import Pulse
-from compile.config import CompilationConfig, CUDAGraphMode
-from compile.dispatch import ForwardMode
+from cluster.rank.phases import PhaseRecorder
+from cluster.rank.rendezvous import LeaderEndpoints, introduce
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from compile.config import CompilationConfig
+from compile.dispatch import CapturedGraphs
+from examples.bench.fault_injection import Action, Fault, Place, arm
 
-HOST, HASH, EPOCH = "127.0.0.1", "test", 2
-
-
-def shape_of(agreed: StepAgreement) -> StepShape:
-    return StepShape(0, agreed.max_tokens, agreed.max_seqs, False)
+HOST, EPOCH = "127.0.0.1", 2
+CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def vote(step: int, rank: int) -> Vote:
-    return Vote(EPOCH, step, 1, rank + 1, rank + 1, 1, True, True, False)
+    return Vote(EPOCH, step, StepKind.DECODE, rank + 1, rank + 1, 1, True, True, False)
+
+
+def machine_of(rank: int, size: int = 2) -> LockstepMachine:
+    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, captured=CapturedGraphs())
 
 
 class ScriptedChannel:
-    """Frames of a peer that are there at once; notes what the pulse says at each wait."""
+    """Frames of a peer that are there at once; notes the recorded phase at each wait."""
 
-    def __init__(self, pulse: Pulse, frames: list[bytes]) -> None:
-        self._pulse = pulse
+    def __init__(self, phases: PhaseRecorder, frames: list[bytes]) -> None:
+        self._phases = phases
         self._frames = frames
         self.phases: list[Phase] = []
 
@@ -66,18 +71,17 @@ class ScriptedChannel:
         """Send it to nobody."""
 
     def receive(self, dp_rank: int) -> bytes:
-        self.phases.append(self._pulse.heartbeat().phase)
+        self.phases.append(self._phases.heartbeat().phase)
         return self._frames.pop(0)
 
 
 def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes() -> None:
-    peer = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, shape_of=shape_of)
+    peer = machine_of(1)
     peer.vote(vote(1, 1))
     peer.on_frame(0, vote(1, 0))
-    pulse = Pulse()
-    channel = ScriptedChannel(pulse, [encode(vote(1, 1)), encode(peer.conclude())])
-    machine = LockstepMachine(dp_rank=0, dp_size=2, epoch=EPOCH, shape_of=shape_of)
-    lockstep = Lockstep.joined(machine, channel, pulse)
+    phases = PhaseRecorder()
+    channel = ScriptedChannel(phases, [encode(vote(1, 1)), encode(peer.conclude())])
+    lockstep = Lockstep.joined(machine_of(0), channel, phases)
     lockstep.agree(vote(1, 0))
     lockstep.confirm()
     assert channel.phases == [Phase.AGREEING, Phase.BUILDING]
@@ -86,30 +90,30 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
 def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     """Yield what joining came to on each rank, lockstep or error; `hello` alters fields by rank."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(1, size))
-    meetings = [
-        Meeting(config, host=HOST, config_hash=HASH, epoch=EPOCH, dp_rank=rank)
+    opened = [
+        LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
         for rank in range(size)
     ]
-    told = introduce([m.rendezvous for m in meetings if m.rendezvous is not None])
+    told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
 
     def join(rank: int) -> JoinedLockstep | FrameError:
-        mine = PeerHello(PROTOCOL_VERSION, HASH, EPOCH, rank, size, 0)
+        mine = PeerHello(PROTOCOL_VERSION, "test", EPOCH, told[rank].nonce, rank, size, 0)
         changed = {name: by_rank[rank] for name, by_rank in hello.items() if rank in by_rank}
-        sockets = meetings[rank].peers
+        sockets = opened[rank].peers
         assert sockets is not None
         try:
-            sockets.open(told[rank].earlier, msgspec.structs.replace(mine, **changed))
+            altered = msgspec.structs.replace(mine, **changed)
+            sockets.open(told[rank].earlier, altered, lambda name: None)
         except FrameError as error:
             return error
-        machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, shape_of=shape_of)
-        return Lockstep.joined(machine, sockets)
+        return Lockstep.joined(machine_of(rank, size), sockets)
 
     with ThreadPoolExecutor(size) as threads:
         yield list(threads.map(join, range(size)))
-    for meeting in meetings:
-        if meeting.listener is not None:
-            meeting.listener.close()
-        end_context(meeting.context, "test", linger=0)
+    for endpoints in opened:
+        if endpoints.listener is not None:
+            endpoints.listener.close()
+        end_context(endpoints.context, "test", linger=0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -125,7 +129,7 @@ def test_leaders_agree_over_sockets(size: int) -> None:
         with ThreadPoolExecutor(size) as threads:
             results = list(threads.map(step, range(size), joined))
     assert all(found == results[0] for found in results)
-    assert results[0][-1].num_tokens_across_dp == tuple(range(1, size + 1))
+    assert results[0][-1].num_scheduled_tokens == tuple(range(1, size + 1))
 
 
 @pytest.mark.parametrize(
@@ -172,14 +176,15 @@ class Pair:
         sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None)
         request = GenerateRequest(request_id, [1, 2, 3], [], sampling, self.reply_to)
         body = encode(Submit(request, None))
-        self.inboxes[rank].send_multipart([header_bytes(HASH), body])
+        self.inboxes[rank].send_multipart(pack(body, CREDENTIALS))
 
     def receive(self, timeout_s: float) -> list[tuple[str, list[int], str]]:
         """Return request, tokens and finish reason of each output of the next frame, or nothing."""
         if not self.replies.poll(int(timeout_s * 1000)):
             return []
         frame = decode(self.replies.recv_multipart()[1], OutputFrame)
-        return [(o.request_id, o.token_ids, o.finish_reason) for o in frame.outputs]
+        outputs = [decode(data, EngineOutput) for data in frame.outputs]
+        return [(o.request_id, o.token_ids, o.finish_reason) for o in outputs]
 
 
 @pytest.fixture
@@ -193,18 +198,21 @@ def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
         cache=CacheConfig(block_size=4, num_kv_blocks=64),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
         parallel=ParallelConfig(1, 2),
-        compilation=CompilationConfig(level=0, cudagraph_mode="NONE"),
+        compilation=CompilationConfig(
+            level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
+        ),
     )
-    common: dict[str, Any] = {"host": HOST, "config_hash": HASH, "epoch": EPOCH}
-    meetings = [Meeting(config, dp_rank=rank, **common) for rank in range(2)]
-    told = introduce([m.rendezvous for m in meetings if m.rendezvous is not None])
+    common: dict[str, Any] = {"host": HOST, "credentials": CREDENTIALS}
+    opened = [LeaderEndpoints(config, dp_rank=rank, **common) for rank in range(2)]
+    told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
 
     def lead(rank: int) -> Leader:
         return Leader(
             config,
             engine_id="",
+            epoch=EPOCH,
             dp_rank=rank,
-            meeting=meetings[rank],
+            endpoints=opened[rank],
             rendezvous=told[rank],
             **common,
         )
@@ -212,13 +220,12 @@ def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     with ThreadPoolExecutor(2) as threads:
         leaders = list(threads.map(lead, range(2)))
     # The first step of a process may have to build the attention kernel.
-    runner = leaders[0].runner
-    batch = runner.inputs.dummy(2, 1)
-    runner.forward.run(batch, ForwardMode(CUDAGraphMode.NONE, None, 2, 1), 1)
+    leaders[0].runner.forward.run_sizes()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    replies = context.socket(zmq.PULL)
+    handshake = CurveHandshake(CREDENTIALS.secret)
+    replies = listening_socket(context, zmq.PULL, handshake, max_waiting=1000)
     port = replies.bind_to_random_port(f"tcp://{HOST}")
-    inboxes = [context.socket(zmq.PUSH) for _ in leaders]
+    inboxes = [connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000) for _ in leaders]
     for inbox, leader in zip(inboxes, leaders, strict=True):
         inbox.connect(leader.inbox)
     made = Pair(leaders, context, replies, inboxes, f"tcp://{HOST}:{port}")
@@ -266,51 +273,33 @@ class AlteringChannel:
         self._sockets.send(body)
 
 
-def alter_dispatch(machine: Any, step: int, fields: dict[str, Any]) -> None:
-    """Let a leader make something else of the votes of one step."""
-    shape_of = machine._shape_of
-
-    def altered(agreed: StepAgreement) -> StepShape:
-        shape: StepShape = shape_of(agreed)
-        return msgspec.structs.replace(shape, **fields) if agreed.step == step else shape
-
-    machine._shape_of = altered
-
-
 @pytest.mark.feature("P13")
 @pytest.mark.parametrize(
-    ("kind", "fields", "named"),
+    ("fields", "named"),
     [
-        (Vote, {"epoch": 1}, "epoch: wanted 2, found 1"),
-        (Vote, {"step": 7}, "step: wanted 4, found 7"),
-        (Vote, {"kind": 2}, "kind: wanted 2, found 1"),
-        (Vote, {"num_tokens": 2}, "num_tokens: wanted 1, found 2"),
-        (Vote, {"num_seqs": 3}, "num_tokens: wanted 3, found 1"),
-        (Vote, {"max_query_len": 9}, "num_tokens: wanted 9, found 1"),
-        (Vote, {"num_tokens": 2, "num_seqs": 2}, "max_tokens: wanted 2, found 1"),
-        (Vote, {"kind": 0, "max_query_len": 9}, "max_query_len: wanted 9, found 1"),
-        (Vote, {"graph_allowed": False}, "graph_allowed: wanted False, found True"),
+        ({"epoch": 1}, "epoch: wanted 2, found 1"),
+        ({"step": 7}, "step: wanted 4, found 7"),
+        ({"kind": StepKind.MIXED}, "kind: wanted 2, found 1"),
+        ({"num_tokens": 2}, "num_tokens: wanted 1, found 2"),
+        ({"num_seqs": 3}, "num_tokens: wanted 3, found 1"),
+        ({"max_query_len": 9}, "num_tokens: wanted 9, found 1"),
+        ({"num_tokens": 2, "num_seqs": 2}, "graph_bs: wanted 2, found 1"),
+        ({"graph_allowed": False}, "mode: wanted 0, found 2"),
         (
-            Vote,
             {"num_tokens": 0, "num_seqs": 0},
-            r"num_tokens_across_dp: wanted \(1, 0\), found \(1, 1\)",
+            r"num_scheduled_tokens: wanted \(1, 0\), found \(1, 1\)",
         ),
-        (StepShape, {"graph_mode": 2}, "graph_mode: wanted 0, found 2"),
-        (StepShape, {"num_tokens": 8}, "num_tokens: wanted 1, found 8"),
     ],
 )
 def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
-    pair: Pair, kind: type, fields: dict[str, Any], named: str
+    pair: Pair, fields: dict[str, Any], named: str
 ) -> None:
     """Whose frames are altered from step 4 on is named by its peer; no token of step 4 is told."""
     lockstep: Any = pair.leaders[1].engine.lockstep
-    if kind is Vote:
-        lockstep._channel = AlteringChannel(lockstep._channel, 4, fields)
-    else:
-        alter_dispatch(lockstep._machine, 4, fields)
+    lockstep._channel = AlteringChannel(lockstep._channel, 4, fields)
     pair.submit(0, "a", 20)
     pair.submit(1, "b", 20)
-    while not all(leader._inbox.poll(10) for leader in pair.leaders):
+    while not all(leader._inbox.socket.poll(10) for leader in pair.leaders):
         pass
     began = time.monotonic()
     errors = run_both(pair)
@@ -334,16 +323,16 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
 
 
 @pytest.mark.feature("P13")
-@pytest.mark.parametrize("field", [*StepAgreement.__struct_fields__, *StepShape.__struct_fields__])
+@pytest.mark.parametrize("field", StepAgreement.__struct_fields__)
 def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_step(
     pair: Pair, field: str, tmp_path: Path
 ) -> None:
-    """Whatever field of the agreement, or of what dispatch made of it, differs on one rank."""
+    """Whatever field of the agreement differs on one rank."""
     note = tmp_path / "note"
     arm(pair.leaders[1], Fault(Place.DECODE, Action.DIVERGE, str(note), field))
     pair.submit(0, "a", 20)
     pair.submit(1, "b", 20)
-    while not all(leader._inbox.poll(10) for leader in pair.leaders):
+    while not all(leader._inbox.socket.poll(10) for leader in pair.leaders):
         pass
     errors = run_both(pair, stays_open=True)
     for thread in pair.threads:
@@ -353,7 +342,7 @@ def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_
     told = step + 1 if field == "step" else step  # by whom it is altered
     wanted = rf"rank dp=1 tp=0 epoch=2 step {told}: {field}: wanted .*, found .*"
     assert re.fullmatch(wanted, str(errors[0]).splitlines()[-1])
-    # Its own dispatch may refuse what it agreed on: it told its peer before.
+    # It may not be able to run what it agreed on: it told its peer before.
     assert isinstance(errors[1], StepDivergence | ValueError)
     tokens = {"a": 0, "b": 0}
     while outputs := pair.receive(0.1):
@@ -388,7 +377,7 @@ def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together
     # The rank without a request ran all the same steps, as dummies.
     first, second = (leader.runner.steps.as_dicts() for leader in pair.leaders)
     assert first == second
-    assert [step["num_tokens_across_dp"] for step in first[:4]] == [(3, 0), (1, 0), (0, 3), (0, 1)]
+    assert [step["num_scheduled_tokens"] for step in first[:4]] == [(3, 0), (1, 0), (0, 3), (0, 1)]
     pair.leaders[1].stop()
     pair.threads[1].join(timeout=0.2)
     assert pair.threads[1].is_alive()  # its peer was not told to end

@@ -21,9 +21,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
+from cluster.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
+from serve.admission import Admission
+from serve.llm import LLM
 from serve.openai.app import ApiSettings, build_app
-from serve.openai.backend import Overloaded
 from serve.openai.endpoint import Serving
 from serve.tokenizer import Tokenizer
 
@@ -54,8 +55,6 @@ class ScriptedBackend:
         self.num_cached_tokens = 0
         self.ready = True
         self.is_healthy = True
-        self.overload: Overloaded | None = None
-        self.num_admitted = 0
         self.requests: list[GenerateRequest] = []
         self.num_open = 0
         self.closed_at: list[float] = []
@@ -69,13 +68,11 @@ class ScriptedBackend:
     async def status(self) -> tuple[int, dict[str, Any]]:
         return (200, {"status": "ready"}) if self.ready else (503, {"status": "loading"})
 
-    def admit(self, num_sequences: int) -> None:
-        if self.overload is not None:
-            raise self.overload
-        self.num_admitted += num_sequences
+    def debug_ingress(self) -> dict[str, Any]:
+        return {"num_live": 0}
 
-    def leave(self, num_sequences: int) -> None:
-        self.num_admitted -= num_sequences
+    async def debug_ranks(self) -> dict[str, Any]:
+        return {"pools": {}}
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         self.requests.append(request)
@@ -120,6 +117,48 @@ class ScriptedBackend:
         )
 
 
+class EngineBackend:
+    """An engine that steps between the requests' events."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._waiting: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self.requests: list[GenerateRequest] = []
+
+    def is_ready(self) -> bool:
+        return True
+
+    def healthy(self) -> bool:
+        return True
+
+    async def status(self) -> tuple[int, dict[str, Any]]:
+        return 200, {"status": "ready"}
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        self.requests.append(request)
+        queue = self._waiting[request.request_id] = asyncio.Queue()
+        self._engine.submit(Submit(request, None))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._step())
+        try:
+            is_running = True
+            while is_running:
+                output = await queue.get()
+                is_running = not output.finish_reason
+                yield output
+        finally:
+            del self._waiting[request.request_id]
+            self._engine.abort([request.request_id])
+
+    async def _step(self) -> None:
+        while self._engine.has_unfinished:
+            for output in self._engine.step():
+                if output.request_id in self._waiting:
+                    self._waiting[output.request_id].put_nowait(output)
+            await asyncio.sleep(0)
+
+
 def _logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
     top = [token_id + i for i in range(num_logprobs)]
     values = [-0.5 - i for i in range(num_logprobs)]
@@ -161,6 +200,32 @@ def backend(tokenizer: Tokenizer) -> ScriptedBackend:
     return scripted
 
 
+@pytest.fixture(scope="session")
+def llm(tiny_checkpoint: Path) -> LLM:
+    """A model in process. One thread: two on shared cores wait for each other everywhere."""
+    return LLM(
+        tiny_checkpoint,
+        dtype="float32",
+        device="cpu",
+        max_model_len=512,
+        kv_memory="64MiB",
+        threads_per_rank=1,
+    )
+
+
+@pytest.fixture
+def engine_backend(llm: LLM) -> Iterator[EngineBackend]:
+    yield EngineBackend(llm.engine)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.fixture
+def engine_app(llm: LLM, engine_backend: EngineBackend, admission: Admission) -> Starlette:
+    """The app over a model in process."""
+    settings = ApiSettings(served_model_name="tiny", max_model_len=llm.config.max_model_len)
+    return build_app(Serving(settings, engine_backend, lambda: llm.tokenizer, admission))
+
+
 @pytest.fixture
 def settings() -> ApiSettings:
     return ApiSettings(
@@ -169,23 +234,58 @@ def settings() -> ApiSettings:
 
 
 @pytest.fixture
-def app(settings: ApiSettings, backend: ScriptedBackend, tokenizer: Tokenizer) -> Starlette:
-    return build_app(Serving(settings, backend, lambda: tokenizer))
+def admission() -> Admission:
+    return make_admission()
+
+
+def make_admission(max_live: int = 2048, **limits: Any) -> Admission:
+    """Return an admission with room for whatever a test does not limit."""
+    given = {"max_queue_wait_s": 60.0, "max_body_bytes": 8 << 20, "retry_after_s": 3.0}
+    return Admission(max_running=max_live, max_queued=0, **{**given, **limits})
+
+
+@pytest.fixture
+def serving(
+    settings: ApiSettings, backend: ScriptedBackend, tokenizer: Tokenizer, admission: Admission
+) -> Serving:
+    return Serving(settings, backend, lambda: tokenizer, admission)
+
+
+@pytest.fixture
+def app(serving: Serving) -> Starlette:
+    return build_app(serving)
 
 
 Call = Callable[..., httpx.Response]
 
 
-@pytest.fixture
-def call(app: Starlette) -> Call:
-    """Send one request to the app in process: `call("POST", "/v1/completions", json={...})`."""
+def send(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    """Send one request to an app in process."""
 
-    async def send(method: str, path: str, **kwargs: Any) -> httpx.Response:
+    async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **kwargs)
 
-    return lambda method, path, **kwargs: asyncio.run(send(method, path, **kwargs))
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def call(app: Starlette) -> Call:
+    """Send one request to the app: `call("POST", "/v1/completions", json={...})`."""
+    return lambda method, path, **kwargs: send(app, method, path, **kwargs)
+
+
+@pytest.fixture
+def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
+    """Send one request to an app with these settings: `call_with({...}, "POST", ...)`."""
+
+    def ask(limits: dict[str, Any], method: str, path: str, **kwargs: Any) -> httpx.Response:
+        settings = ApiSettings(**{"served_model_name": "m", "max_model_len": 256, **limits})
+        serving = Serving(settings, backend, lambda: tokenizer, make_admission())
+        return send(build_app(serving), method, path, **kwargs)
+
+    return ask
 
 
 @pytest.fixture

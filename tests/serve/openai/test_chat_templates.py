@@ -13,6 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from transformers import AutoTokenizer
 
+from serve.admission import Admission
 from serve.openai.app import ApiSettings, build_app
 from serve.openai.endpoint import Serving
 from serve.tokenizer import ChatTemplateError, Tokenizer
@@ -90,11 +91,17 @@ def with_template(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
 class Api:
     """The app over a checkpoint, and transformers' tokenizer of it."""
 
-    def __init__(self, path: Path, backend: Any, call_app: Callable[..., httpx.Response]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        backend: Any,
+        admission: Admission,
+        call_app: Callable[..., httpx.Response],
+    ) -> None:
         self.oracle = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         self._tokenizer = Tokenizer.from_dir(path)
         settings = ApiSettings(served_model_name="m", max_model_len=512)
-        self._app = build_app(Serving(settings, backend, lambda: self._tokenizer))
+        self._app = build_app(Serving(settings, backend, lambda: self._tokenizer, admission))
         self._call = call_app
 
     def post(self, **body: Any) -> httpx.Response:
@@ -113,7 +120,9 @@ class Api:
 
 
 @pytest.fixture
-def api(backend: Any, with_template: Callable[..., Path]) -> Callable[..., Api]:
+def api(
+    backend: Any, admission: Admission, with_template: Callable[..., Path]
+) -> Callable[..., Api]:
     async def send(app: Starlette, body: Any) -> httpx.Response:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -122,7 +131,9 @@ def api(backend: Any, with_template: Callable[..., Path]) -> Callable[..., Api]:
     def call_app(app: Starlette, json: Any) -> httpx.Response:
         return asyncio.run(send(app, json))
 
-    return lambda template, **named: Api(with_template(template, **named), backend, call_app)
+    return lambda template, **named: Api(
+        with_template(template, **named), backend, admission, call_app
+    )
 
 
 @pytest.mark.feature("R11")

@@ -13,13 +13,13 @@ import msgspec
 import openai
 import pytest
 
-from serve.openai import chat, completions, direct, endpoint
-from serve.openai.app import ApiSettings, build_app
-from serve.openai.backend import Overloaded
+from serve import threads
+from serve.admission import Admission, Overloaded
+from serve.openai import body as body_module
+from serve.openai import direct
 from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving
 from serve.openai.errors import MAX_MESSAGE_CHARS
-from serve.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -93,7 +93,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "stream_options.speed",
         "unknown",
     ),
-    ({"messages": [{"role": "user", "content": "cat " * 2000}]}, "messages", "at most 255 tokens"),
+    ({"messages": [{"role": "user", "content": "cat " * 600}]}, "messages", "at most 255 tokens"),
+    ({"messages": [{"role": "user", "content": "cat " * 2000}]}, "messages", "3328 characters"),
+    ({"messages": HI * 257}, "messages", "at most 256, a token"),
 ]
 
 BAD_SAMPLING: list[tuple[str, Any, str]] = [
@@ -162,7 +164,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, 100_000]}, "prompt", "found 100000"),
     ({"prompt": [-1]}, "prompt", "found -1"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts"),
-    ({"prompt": "cat " * 2000}, "prompt", "at most 255 tokens"),
+    ({"prompt": "cat " * 600}, "prompt", "at most 255 tokens"),
+    ({"prompt": "cat " * 2000}, "prompt", "at most 3328 characters"),
     ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", "at most 6"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "0 to 20"),
     ({"prompt": "a", "logprobs": True}, "logprobs", "found bool"),
@@ -276,15 +279,12 @@ def test_before_ready_is_503_with_retry_after(call: Any, backend: Any) -> None:
     assert call("GET", "/ready").status_code == 200
 
 
-def test_before_the_tokenizer_is_loaded_is_503(settings: ApiSettings, backend: Any) -> None:
-    app = build_app(Serving(settings, backend, lambda: None))
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(CHAT, json={"messages": HI})
-
-    error_of(asyncio.run(send()), 503, "service_unavailable_error", None)
+def test_before_the_tokenizer_is_loaded_is_503(
+    call: Any, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_tokenizer", lambda: None)
+    answer = call("POST", CHAT, json={"messages": HI})
+    error_of(answer, 503, "service_unavailable_error", None)
 
 
 def test_unhealthy_backend_is_503(call: Any, backend: Any) -> None:
@@ -292,18 +292,31 @@ def test_unhealthy_backend_is_503(call: Any, backend: Any) -> None:
     error_of(call("GET", "/health"), 503, "service_unavailable_error", None)
 
 
+@pytest.mark.feature("R13")
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["admit", "generate"])
-def test_overload_is_503_with_the_backends_retry_after(
-    call: Any, backend: Any, stream: bool, where: str
+def test_a_request_without_a_place_is_429_before_its_body_is_looked_at(
+    call: Any, admission: Admission, backend: Any, stream: bool
 ) -> None:
-    overload = Overloaded(retry_after_s=6.2)
-    if where == "admit":
-        backend.overload = overload
-    else:
-        backend.pieces, backend.raises = [], overload
+    places = [admission.enter() for _ in range(admission.max_live)]
+    answer = call("POST", TEXT, content=b"not even JSON")
+    message = error_of(answer, 429, "rate_limit_error", None)
+    assert f"no room for 1 more beside {admission.max_live}" in message
+    assert answer.headers["retry-after"] == "3"
+    places.pop().leave()
+    answer = call("POST", TEXT, json={"prompt": ["a", "a"], "stream": stream})
+    assert "no room for 1 more" in error_of(answer, 429, "rate_limit_error", None)
+    assert admission.num_live == len(places)
+    assert call("POST", TEXT, json={"prompt": "a", "stream": stream}).status_code == 200
+    assert admission.num_live == len(places) and len(backend.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_overload_is_429_with_the_backends_retry_after(
+    call: Any, backend: Any, stream: bool
+) -> None:
+    backend.pieces, backend.raises = [], Overloaded(retry_after_s=6.2)
     answer = call("POST", TEXT, json={"prompt": "a", "stream": stream})
-    error_of(answer, 503, "service_unavailable_error", None)
+    error_of(answer, 429, "rate_limit_error", None)
     assert answer.headers["retry-after"] == "7"
 
 
@@ -355,36 +368,23 @@ def test_failure_within_a_stream_raises_in_the_official_client(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_that_takes_too_long_is_504_and_aborted(
-    backend: Any, tokenizer: Tokenizer, stream: bool
+    call_with: Any, backend: Any, stream: bool
 ) -> None:
     backend.pieces, backend.hangs = [], True
-    settings = ApiSettings(served_model_name="m", max_model_len=256, request_timeout_s=0.05)
-    app = build_app(Serving(settings, backend, lambda: tokenizer))
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(TEXT, json={"prompt": "a", "stream": stream})
-
-    error_of(asyncio.run(send()), 504, "timeout_error", None)
+    body = {"prompt": "a", "stream": stream}
+    answer = call_with({"request_timeout_s": 0.05}, "POST", TEXT, json=body)
+    error_of(answer, 504, "timeout_error", None)
     assert backend.num_open == 0 and len(backend.closed_at) == 1
 
 
-def test_body_that_comes_too_slowly_is_408(backend: Any, tokenizer: Tokenizer) -> None:
-    settings = ApiSettings(served_model_name="m", max_model_len=256, request_timeout_s=0.05)
-    app = build_app(Serving(settings, backend, lambda: tokenizer))
-
+def test_body_that_comes_too_slowly_is_408(call_with: Any) -> None:
     async def drip() -> AsyncIterator[bytes]:
         yield b'{"prompt": '
         await asyncio.sleep(10)
         yield b'"a"}'
 
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(TEXT, content=drip())
-
-    error_of(asyncio.run(send()), 408, "timeout_error", None)
+    answer = call_with({"request_timeout_s": 0.05}, "POST", TEXT, content=drip())
+    error_of(answer, 408, "timeout_error", None)
 
 
 def test_large_body_is_refused_by_its_length_before_it_is_read(url: str) -> None:
@@ -398,7 +398,7 @@ def test_large_body_is_refused_by_its_length_before_it_is_read(url: str) -> None
 def test_large_body_without_a_length_is_refused_while_it_is_read(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "MAX_DISCARDED_BYTES", 10_000)
+    monkeypatch.setattr(body_module, "MAX_DISCARDED_BYTES", 10_000)
     num_sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -418,12 +418,23 @@ def test_client_that_sends_a_large_body_reads_the_413(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, openai.BadRequestError), (404, openai.NotFoundError), (503, openai.InternalServerError)],
+    [
+        (400, openai.BadRequestError),
+        (404, openai.NotFoundError),
+        (429, openai.RateLimitError),
+        (503, openai.InternalServerError),
+    ],
 )
 def test_official_client_raises_its_own_errors(
-    client: openai.OpenAI, backend: Any, status: int, kind: type[openai.APIStatusError]
+    client: openai.OpenAI,
+    backend: Any,
+    admission: Admission,
+    status: int,
+    kind: type[openai.APIStatusError],
 ) -> None:
-    backend.overload = Overloaded(1) if status == 503 else None
+    backend.ready = status != 503
+    for _ in range(admission.max_live if status == 429 else 0):
+        admission.enter()
     model = "gpt" if status == 404 else "scripted"
     with pytest.raises(kind) as raised:
         client.completions.create(
@@ -452,40 +463,33 @@ def test_official_client_raises_its_own_errors(
     ],
 )
 def test_what_only_the_engine_would_refuse_is_the_clients_mistake_too(
+    call_with: Any,
     backend: Any,
-    tokenizer: Tokenizer,
     limit: dict[str, int],
     path: str,
     body: dict[str, Any],
     param: str,
     message: str,
 ) -> None:
-    settings = ApiSettings(served_model_name="m", max_model_len=256, **limit)
-    app = build_app(Serving(settings, backend, lambda: tokenizer))
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, json=body)
-
-    assert message in error_of(asyncio.run(send()), 400, "invalid_request_error", param)
+    answer = call_with(limit, "POST", path, json=body)
+    assert message in error_of(answer, 400, "invalid_request_error", param)
     assert not backend.requests
 
 
 def test_work_on_the_loop_is_bounded_whatever_a_prompt_is_made_of(
-    call: Any, monkeypatch: pytest.MonkeyPatch
+    call: Any, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
+    run = serving.threads.run
 
     async def noted(size: int, work: Any) -> Any:
         sizes.append(size)
-        return work()
+        return await run(size, work)
 
-    for module in (endpoint, chat, completions):
-        monkeypatch.setattr(module, "beside_the_loop", noted)
+    monkeypatch.setattr(serving.threads, "run", noted)
     call("POST", TEXT, json={"prompt": [1] * 3000})
-    call("POST", CHAT, json={"messages": [{"role": "user", "content": ""}] * 300})
-    assert len(sizes) == 4 and min(sizes) > endpoint.MAX_INLINE_CHARS
+    call("POST", CHAT, json={"messages": [{"role": "user", "content": ""}] * 200})
+    assert len(sizes) == 4 and min(sizes) > threads.MAX_INLINE
 
 
 @pytest.mark.parametrize(
@@ -501,16 +505,8 @@ def test_work_on_the_loop_is_bounded_whatever_a_prompt_is_made_of(
 )
 @pytest.mark.parametrize("streamed", [False, True])
 def test_bodies_of_handle_calls_are_refused_as_over_http(
-    settings: ApiSettings,
-    backend: Any,
-    tokenizer: Tokenizer,
-    body: Any,
-    status: int,
-    message: str,
-    streamed: bool,
+    serving: Serving, backend: Any, body: Any, status: int, message: str, streamed: bool
 ) -> None:
-    serving = Serving(settings, backend, lambda: tokenizer)
-
     async def ask() -> Any:
         if streamed:
             return [c async for c in direct.stream(serving, parse_completion_shape, body)]
@@ -521,10 +517,7 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
     assert caught.value.status == status and not backend.requests
 
 
-def test_answers_to_handle_calls_have_the_keys_of_http(
-    call: Any, settings: ApiSettings, backend: Any, tokenizer: Tokenizer
-) -> None:
-    serving = Serving(settings, backend, lambda: tokenizer)
+def test_answers_to_handle_calls_have_the_keys_of_http(call: Any, serving: Serving) -> None:
     body = {"prompt": "the cat", "prompt_logprobs": 1, "temperature": 0}
     found = asyncio.run(direct.answer(serving, parse_completion_shape, body))
     answer = call("POST", TEXT, json=body).json()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,88 +9,22 @@ import pytest
 import torch
 
 from cluster.config import Role
-from cluster.messages import EngineOutput, GenerateRequest, Submit
 from serve.llm import LLM, SamplingParams
-from serve.openai.app import ApiSettings, build_app
-from serve.openai.endpoint import Serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Count from 3 to 9. Reverse the word: stone. What is 12 + 30?"
 VOCAB = 512
 
 
-class EngineBackend:
-    """An engine that steps between the requests' events."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._waiting: dict[str, asyncio.Queue[EngineOutput]] = {}
-        self._pump: asyncio.Task[None] | None = None
-        self.requests: list[GenerateRequest] = []
-
-    def is_ready(self) -> bool:
-        return True
-
-    def healthy(self) -> bool:
-        return True
-
-    async def status(self) -> tuple[int, dict[str, Any]]:
-        return 200, {"status": "ready"}
-
-    def admit(self, num_sequences: int) -> None:
-        pass
-
-    def leave(self, num_sequences: int) -> None:
-        pass
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
-        self.requests.append(request)
-        queue = self._waiting[request.request_id] = asyncio.Queue()
-        self._engine.submit(Submit(request, None))
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._step())
-        try:
-            is_running = True
-            while is_running:
-                output = await queue.get()
-                is_running = not output.finish_reason
-                yield output
-        finally:
-            del self._waiting[request.request_id]
-            self._engine.abort([request.request_id])
-
-    async def _step(self) -> None:
-        while self._engine.has_unfinished:
-            for output in self._engine.step():
-                if output.request_id in self._waiting:
-                    self._waiting[output.request_id].put_nowait(output)
-            await asyncio.sleep(0)
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_checkpoint: Path) -> LLM:
-    # One thread: two on shared cores wait for each other at every operation.
-    return LLM(
-        tiny_checkpoint,
-        dtype="float32",
-        device="cpu",
-        max_model_len=512,
-        kv_memory="64MiB",
-        threads_per_rank=1,
-    )
-
-
 @pytest.fixture
-def backend(llm: LLM) -> Iterator[EngineBackend]:
+def backend(engine_backend: Any) -> Any:
     """In place of the scripted one: `call` reaches a model."""
-    yield EngineBackend(llm.engine)
-    assert not llm.engine.has_unfinished
+    return engine_backend
 
 
 @pytest.fixture
-def app(llm: LLM, backend: EngineBackend) -> Any:
-    settings = ApiSettings(served_model_name="tiny", max_model_len=llm.config.max_model_len)
-    return build_app(Serving(settings, backend, lambda: llm.tokenizer))
+def app(engine_app: Any) -> Any:
+    return engine_app
 
 
 def complete(call: Any, **fields: Any) -> dict[str, Any]:
@@ -254,7 +185,7 @@ def test_n_choices_of_several_prompts_stand_together(call: Any) -> None:
         assert keys == [[str(token)] for token in prompt[1:]]
 
 
-def test_each_sequence_is_seeded_once(call: Any, backend: EngineBackend) -> None:
+def test_each_sequence_is_seeded_once(call: Any, backend: Any) -> None:
     ids(call)
     complete(call, n=3)
     seeds = [request.sampling.seed for request in backend.requests]

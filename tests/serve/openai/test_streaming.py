@@ -109,19 +109,19 @@ def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
     assert len(texts) < 20 and max(map(len, texts)) > len(text)
 
 
-@pytest.mark.parametrize("num_words", [5, 2000])
+@pytest.mark.parametrize("num_words", [5, 700])
 def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
-    settings: ApiSettings, backend: Any, checkpoint: Path, num_words: int
+    settings: ApiSettings, backend: Any, admission: Any, checkpoint: Path, num_words: int
 ) -> None:
     threads: list[int] = []
 
     class Recording(Tokenizer):
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
             threads.append(threading.get_ident())
-            return super().encode(text, add_special_tokens)
+            return super().encode(*args, **kwargs)
 
     tokenizer = Recording.from_dir(checkpoint)
-    app = build_app(Serving(settings, backend, lambda: tokenizer))
+    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
     text = "cat " * num_words
 
     async def send() -> None:

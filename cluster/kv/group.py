@@ -1,0 +1,138 @@
+"""KV handoff of a tensor-parallel group: every rank holds, and reads, its own slice.
+
+A leader's scheduler speaks to one `Holder` and one `KVReader`. Those here pass each order on to
+the followers, which do the same with their slices, and put the answers together:
+
+1. A ticket has the same number on all ranks. Its blocks may be freed when it has ended on all of
+   them: a reader may still be copying from the rank whose lease runs longest.
+2. A read has ended when no rank writes any more, and well if it ended well on all of them. Then
+   every rank's lease was alive to the end, so that all slices may be believed.
+
+Nothing here does I/O: `tell` puts an order on the way, reports come in through `on_tickets_ended`
+and `on_read_ended`, and all of it happens on the step thread. A report of what was not asked for
+is a `FrameError`: whoever sends one has lost its way, and ends the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.channel_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.kv.handoff import Holder, KVReader, KVReadResult
+from cluster.messages import FrameError, KVHandoff
+
+Tell = Callable[[KVOrder], None]
+"""Puts an order on its way to every follower, in order with the steps."""
+
+
+class GroupHolder:
+    """The tickets of a prefill group.
+
+    Invariant: a ticket comes out of `take_ended` once, after it has ended on every rank.
+    """
+
+    def __init__(self, local: Holder, num_followers: int, tell: Tell) -> None:
+        self._local = local
+        self._num_followers = num_followers
+        self._tell = tell
+        self._num_alive: dict[int, int] = {}
+        """By ticket: the ranks on which it has not ended."""
+        self._ended: list[int] = []
+
+    @property
+    def num_held(self) -> int:
+        """Tickets that have not ended on every rank."""
+        return len(self._num_alive)
+
+    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
+        """Start leases on all ranks' slices of the blocks and return their ticket."""
+        ticket = self._local.hold(request_id, block_ids, generations)
+        self._num_alive[ticket] = 1 + self._num_followers
+        self._tell(HoldKV(ticket, request_id, block_ids, generations))
+        return ticket
+
+    def drop(self, ticket: int) -> None:
+        """End a ticket whose request was aborted, on all ranks."""
+        self._local.drop(ticket)
+        self._tell(DropKV(ticket))
+
+    def on_tickets_ended(self, tickets: list[int]) -> None:
+        """Take one rank's report. Each reports a ticket once.
+
+        Raises:
+            FrameError: a ticket has ended on all ranks before, or was never held.
+        """
+        for ticket in tickets:
+            if ticket not in self._num_alive:
+                raise FrameError(f"ticket: wanted one that is held, found the end of {ticket}")
+            self._num_alive[ticket] -= 1
+            if not self._num_alive[ticket]:
+                del self._num_alive[ticket]
+                self._ended.append(ticket)
+
+    def take_ended(self) -> list[int]:
+        """Return the tickets that ended since the last call: their blocks may be freed."""
+        self.on_tickets_ended(self._local.take_ended())
+        ended, self._ended = self._ended, []
+        return ended
+
+
+class GroupReader:
+    """The reads of a decode group.
+
+    Invariant: a started read comes out of `take_finished` once, after its last write on any rank.
+    """
+
+    def __init__(self, local: KVReader, num_followers: int, tell: Tell) -> None:
+        self._local = local
+        self._num_followers = num_followers
+        self._tell = tell
+        self._num_reading: dict[str, int] = {}
+        """By request: the ranks whose read has not ended."""
+        self._errors: dict[str, str] = {}
+        self._finished: list[KVReadResult] = []
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        """Renew the ticket's lease on every source rank."""
+        self._local.expect(request_id, handoff)
+        self._tell(ExpectKV(request_id, handoff))
+
+    def start(
+        self,
+        request_id: str,
+        handoff: KVHandoff,
+        source_indices: list[int],
+        dst_blocks: list[int],
+    ) -> None:
+        """Let every rank copy its slice of the blocks, then release its source's ticket."""
+        self._num_reading[request_id] = 1 + self._num_followers
+        self._local.start(request_id, handoff, source_indices, dst_blocks)
+        self._tell(StartRead(request_id, handoff, source_indices, dst_blocks))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop on every rank; a started read still reports."""
+        self._local.cancel(request_id)
+        self._tell(CancelRead(request_id))
+
+    def on_read_ended(self, request_id: str, error: str) -> None:
+        """Take one rank's report. Each reports a started read once.
+
+        Raises:
+            FrameError: the read has ended on all ranks before, or was never started.
+        """
+        if request_id not in self._num_reading:
+            raise FrameError(f"read: wanted one that was started, found the end of {request_id!r}")
+        if error:
+            self._errors.setdefault(request_id, error)
+        self._num_reading[request_id] -= 1
+        if not self._num_reading[request_id]:
+            del self._num_reading[request_id]
+            error = self._errors.pop(request_id, "")
+            self._finished.append(KVReadResult(request_id, ok=not error, error=error))
+
+    def take_finished(self) -> list[KVReadResult]:
+        """Return the reads that ended on all ranks since the last call."""
+        for result in self._local.take_finished():
+            self.on_read_ended(result.request_id, result.error)
+        finished, self._finished = self._finished, []
+        return finished

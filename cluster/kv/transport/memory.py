@@ -1,0 +1,60 @@
+"""Memory of a KV pool that other processes of the node can map.
+
+An anonymous memory file backs it: it has no name, so a killed process leaves nothing behind, and
+a peer opens it through the owner's entry in /proc. It is sealed: a file that shrinks under a peer
+that has mapped it ends the peer's process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def node_id() -> str:
+    """Return what two processes share exactly when one can open the other's /proc entries.
+
+    The boot id alone is the same in two containers that do not see each other's processes, so
+    the process namespace is part of it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class SharedMemory:
+    """Writable memory of this process that peers on the node can open by (pid, fd)."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("lockstep-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        self._map = mmap.mmap(self.fd, size_bytes)
+        self.view = memoryview(self._map)
+
+    @property
+    def pid(self) -> int:
+        """The process whose /proc entry leads to the memory."""
+        return os.getpid()
+
+
+def open_shared(pid: int, fd: int) -> memoryview:
+    """Map a peer's memory.
+
+    Writable, because torch refuses read-only buffers; readers must not write.
+
+    Raises:
+        OSError: the peer is gone or may not be looked into, or what it has there is no such memory.
+    """
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Only memory files have seals: the answer for any other file is an OSError.
+        if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(f"/proc/{pid}/fd/{fd}: wanted sealed memory, found another file")
+        return memoryview(mmap.mmap(opened, os.fstat(opened).st_size))
+    finally:
+        os.close(opened)

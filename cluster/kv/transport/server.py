@@ -1,0 +1,284 @@
+"""The holder's side: a thread that serves tickets to readers."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import zmq
+
+from cluster.credentials import Credentials
+from cluster.kv.handoff import KVHolder
+from cluster.kv.reads import max_chunk_blocks
+from cluster.kv.transport.door import Doorkeeper, PlainHandshake
+from cluster.kv.transport.proofs import KVProofs, is_equal, number_of
+from cluster.kv.transport.store import BlockStore, KVThreadDied
+from cluster.messages import (
+    FrameError,
+    KVAnswer,
+    KVCall,
+    KVRead,
+    KVRelease,
+    KVRenew,
+    RankProcess,
+    decode,
+    encode,
+)
+from cluster.wire.budget import Budget
+from cluster.wire.contexts import end_context
+from cluster.wire.doorbell import Doorbell
+from cluster.wire.sockets import listening_socket
+
+log = logging.getLogger("lockstep.kv")
+
+
+MAX_EARLY_CALLS = 1024
+"""Calls for tickets that are not held here yet. Their readers give up after seconds."""
+MAX_CALLS, MAX_CALLS_S = 256, 0.05
+"""Answered in one round, before leases that have run out are ended: far below what a lease is."""
+MAX_WAITING = 1024
+"""Calls of one reader, and answers to it. It awaits few at a time."""
+
+
+@dataclass(frozen=True)
+class _ProvedCall:
+    """A call that is the application's, and where its answer goes."""
+
+    peer: bytes
+    call_id: bytes
+    proof: bytes
+    call: KVCall
+
+
+class KVServer:
+    """The holder's side: a thread that serves reads, renewals and releases of tickets.
+
+    It is the scheduler's `Holder`: `hold`, `drop` and `take_ended` may be called from the step
+    thread at any time. `doorbell` rings whenever a ticket ended and its blocks may be freed.
+    """
+
+    def __init__(
+        self,
+        holder: KVHolder,
+        pool: torch.Tensor,
+        *,
+        host: str,
+        credentials: Credentials,
+        epoch: int,
+        doorbell: Doorbell,
+    ) -> None:
+        self._holder = holder
+        self.process = RankProcess(epoch, secrets.token_hex(8))
+        self._process = encode(self.process)
+        self._store = BlockStore(pool)
+        self._max_blocks = max_chunk_blocks(self._store.block_bytes)
+        self._credentials = credentials
+        self._proofs = KVProofs(credentials)
+        self._doorbell = doorbell
+        self._lock = threading.Lock()
+        self._early: list[_ProvedCall] = []
+        self._last_numbers: dict[int, int] = {}
+        """By ticket that is held: the number of the last call for it."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        password = self._proofs.password(self._process)
+        self._door = Doorkeeper(self._context, password)
+        handshake = PlainHandshake(password)
+        self._socket = listening_socket(
+            self._context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING
+        )
+        self._socket.linger = 0
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._wake = Doorbell()
+        self._is_closed = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
+        self._thread.start()
+
+    # The scheduler's side, on the step thread.
+
+    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
+        """Start a lease and return its ticket."""
+        with self._lock:
+            ticket = self._holder.hold(request_id, block_ids, generations)
+        self._wake.ring()  # the thread may be waiting for a later deadline
+        return ticket
+
+    def drop(self, ticket: int) -> None:
+        """End a ticket: its request was aborted."""
+        with self._lock:
+            self._holder.drop(ticket)
+
+    def take_ended(self) -> list[int]:
+        """Return the tickets whose blocks may be freed.
+
+        Raises:
+            KVThreadDied: the thread is gone; without it no ticket would ever end.
+        """
+        if self._failure is not None:
+            raise KVThreadDied("kv server", self._failure) from self._failure
+        with self._lock:
+            ended = self._holder.take_ended()
+            for ticket in ended:
+                self._last_numbers.pop(ticket, None)
+            return ended
+
+    @property
+    def num_held(self) -> int:
+        """Tickets that are alive."""
+        return self._holder.num_held
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that readers copied under a lease that was alive to the end."""
+        return self._holder.num_blocks_sent * self._store.block_bytes
+
+    def close(self) -> None:
+        """Stop the thread and close its sockets."""
+        self._is_closed = True
+        self._wake.ring()
+        self._thread.join(timeout=2)
+        end_context(self._context, "kv server", linger=0)
+
+    # The readers' side, on the thread.
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            self._failure = error
+            self._doorbell.ring()
+        self._door.close()
+        self._socket.close()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._door.socket, zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
+        while not self._is_closed:
+            poller.poll(self._timeout_ms())
+            self._wake.clear()
+            budget = Budget(MAX_CALLS, MAX_CALLS_S)
+            self._door.answer(budget)
+            self._answer_early()
+            self._answer_all(budget)
+            self._expire()
+
+    def _timeout_ms(self) -> int:
+        with self._lock:
+            deadline = self._holder.next_deadline()
+            now = self._holder.clock()
+        return -1 if deadline is None else max(0, int((deadline - now) * 1000) + 1)
+
+    def _expire(self) -> None:
+        with self._lock:
+            expired = self._holder.tick()
+        if expired:
+            log.warning("kv lease: expired for %d tickets; their blocks are freed", len(expired))
+            self._doorbell.ring()
+
+    def _answer_all(self, budget: Budget) -> None:
+        """Answer the calls that wait, or as many as the budget allows."""
+        while budget.take():
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                proved = self._prove(parts)
+            except FrameError as error:
+                log.error("kv call: dropped: %s", error)
+            else:
+                self._take(proved)
+
+    def _prove(self, parts: list[bytes]) -> _ProvedCall:
+        """Return the call that came.
+
+        Raises:
+            FrameError: it is not the application's, is none, or is one to a process that had this
+                address before: its tickets died with it.
+        """
+        if len(parts) != 6:
+            raise FrameError(f"message: wanted 6 parts, found {len(parts)}")
+        peer, header, call_id, called, body, proof = parts
+        self._credentials.check(header)
+        if not is_equal(proof, self._proofs.of_call(call_id, called, body)):
+            raise FrameError("proof: wanted this application's, found another")
+        if called != self._process:
+            raise FrameError("process: wanted a call to this one, found one to another")
+        return _ProvedCall(peer, call_id, proof, decode(body, KVCall))
+
+    def _take(self, proved: _ProvedCall) -> None:
+        """Answer a call, or keep it until its ticket is held.
+
+        A ticket may reach its reader before the leader's order to hold it reaches a follower.
+        """
+        ticket = proved.call.ticket
+        with self._lock:
+            is_early = ticket > self._holder.last_ticket
+        if not is_early:
+            self._answer_early()  # among them may be an earlier call for the same ticket
+            self._answer(proved)
+        elif len(self._early) < MAX_EARLY_CALLS:
+            self._early.append(proved)
+        else:
+            log.error("kv call: wanted a ticket that was issued, found %d; dropped", ticket)
+
+    def _answer_early(self) -> None:
+        """Answer the calls that were kept and whose tickets are held by now."""
+        if not self._early:
+            return
+        with self._lock:
+            last_ticket = self._holder.last_ticket
+        kept, self._early = self._early, []
+        for proved in kept:
+            if proved.call.ticket <= last_ticket:
+                self._answer(proved)
+            else:
+                self._early.append(proved)
+
+    def _answer(self, proved: _ProvedCall) -> None:
+        call = proved.call
+        blocks: list[memoryview] = []
+        with self._lock:
+            if not self._is_next(proved):
+                log.error("kv call: wanted a later one for ticket %d, found a replay", call.ticket)
+                return
+            match call:
+                case KVRead():
+                    alive = len(call.block_ids) <= self._max_blocks and self._holder.covers(
+                        call.ticket, call.block_ids, call.generations
+                    )
+                case KVRenew():
+                    alive = self._holder.renew(call.ticket)
+                case KVRelease():
+                    alive = self._holder.release(call.ticket, call.num_blocks_read)
+        if isinstance(call, KVRead) and alive:
+            # Without the lock, which the step thread takes: to copy from a GPU takes a while.
+            blocks = self._store.gather(call.block_ids)
+        self._send(proved, alive=alive, blocks=blocks)
+        if isinstance(call, KVRelease):
+            self._doorbell.ring()
+
+    def _is_next(self, proved: _ProvedCall) -> bool:
+        """Return whether a call for a ticket is later than all before. Call it with the lock."""
+        ticket, number = proved.call.ticket, number_of(proved.call_id)
+        if not self._holder.is_alive(ticket):
+            return True  # nothing that is said of it changes anything
+        is_next = number > self._last_numbers.get(ticket, 0)
+        if is_next:
+            self._last_numbers[ticket] = number
+        return is_next
+
+    def _send(self, proved: _ProvedCall, *, alive: bool, blocks: Sequence[memoryview] = ()) -> None:
+        answer = encode(KVAnswer(proved.call.ticket, type(proved.call).__name__, alive))
+        proof = self._proofs.of_answer(proved.proof, answer)
+        # The bytes go out without a copy: they are not overwritten before the ticket ends, and
+        # the reader learns at its release if that came too early.
+        parts: list[bytes | memoryview] = [proved.peer, proved.call_id, answer, proof, *blocks]
+        self._socket.send_multipart(parts, copy=False)

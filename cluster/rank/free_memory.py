@@ -1,0 +1,111 @@
+"""The memory that a rank may still take, by which KV pools are refused and graphs skipped.
+
+Ranks find different amounts of it, but a graph that one of them must skip is skipped by all. To ask
+for one is therefore a barrier as well: no rank captures before all have come to the same size.
+
+The node's memory is read from /proc and from the cgroups that the process is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from cluster.rank.groups import GroupMembership
+from model.config import ModelConfig
+
+MARGIN_BYTES = 64 << 20
+"""Left to others: allocators round up, and libraries take a workspace when they first run."""
+LIVE_TENSORS = 8
+"""Of the widest kind that a layer holds at once: input, residual, gate, up, output, copies."""
+
+
+class FreeMemory:
+    """The free memory of the rank with the least.
+
+    Invariant: `has_room` is called for the same sizes in the same order on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: GroupMembership,
+        device: torch.device,
+        bytes_per_token: int,
+        free_bytes: Callable[[torch.device], int] | None = None,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._bytes_per_token = bytes_per_token
+        self._free_bytes = free_bytes or free_memory_bytes
+        self._num_asked = 0
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Wait for all ranks; tell whether a graph of so many tokens fits on each."""
+        self._num_asked += 1
+        free = self._group.minimum(f"free/{self._num_asked}", self._free_bytes(self._device))
+        return free >= MARGIN_BYTES + num_tokens * self._bytes_per_token
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return what this rank could still allocate on the device."""
+    if device.type == "cpu":
+        return available_memory_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch keeps for itself is free for a graph's pool only after it was given back.
+    return int(free)
+
+
+def bytes_per_token(model: ModelConfig, dtype: str) -> int:
+    """Return at least what the tensors that live at once take for one token."""
+    itemsize: int = getattr(torch, dtype).itemsize
+    widest = max(model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim)
+    return LIVE_TENSORS * widest * itemsize
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Return what can still be allocated, page cache included, within the cgroups' limits."""
+    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *_left_in_cgroups(root)])
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Yield what each cgroup that this process is in, and each around it, still allows.
+
+    Read from memory controllers of version 2, else 1. Files that were read count as used there,
+    but are let go of before anybody runs out.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount, version = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mount, version = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        # A container may see its own group as the mount's root, whatever the path says.
+        inner = PurePosixPath(path.lstrip("/"))
+        for group in dict.fromkeys((inner, *inner.parents)):
+            with suppress(OSError, ValueError, KeyError):  # not there, or no limit: "max"
+                yield _left_in(mount / group, *version)
+
+
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
+def _left_in(group: Path, limit: str, used: str, files: tuple[str, ...]) -> int:
+    allowed = int((group / limit).read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return allowed - int((group / used).read_text()) + sum(int(stat[name]) for name in files)

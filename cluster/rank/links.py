@@ -1,0 +1,251 @@
+"""Connections between two ranks of a group: one waits, the other goes there.
+
+1. The waiting side opens its end before it loads; the owner tells the other where that is, and the
+   nonce of the rendezvous.
+2. When both have loaded, who goes there says hello, and the other one answers.
+3. Both compare what they were told with what they know. From then on frames arrive in order, and
+   a connection that breaks is noticed by the waiting side, because what was lost is unknown.
+
+Any process of the application may connect to an open end, that of an older epoch for one, whose
+leader had this port before. The nonce tells which is meant: a hello without it is noted in the log
+and gets no answer, and the right one is waited for. With it, whatever else differs is an error
+that ends the group by name.
+
+The waiting side has a ROUTER and not a PAIR. A PAIR belongs to what connects first, also if nothing
+ever comes from there; a ROUTER hears all of them, takes the one with the nonce for its peer and
+drops what others send. Nor would a PAIR tell that its peer is gone: it keeps frames for the next
+one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+from uuid import uuid4
+
+import zmq
+
+from cluster.channel_messages import FollowerHello, LeaderHello
+from cluster.credentials import Credentials
+from cluster.kv.transport.memory import node_id
+from cluster.lockstep_messages import PeerHello
+from cluster.messages import FrameError, decode, encode
+from cluster.wire.message_parts import join, split
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+
+log = logging.getLogger("lockstep.link")
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Hello = LeaderHello | FollowerHello | PeerHello
+H = TypeVar("H", LeaderHello, FollowerHello, PeerHello)
+
+HELLO_TIMEOUT_S = 60.0
+"""How long ranks wait for one another's hello, once all of them have loaded."""
+HELLO_PERIOD_S = 2.0
+"""A hello is said again until it is answered: it is lost with a connection that breaks."""
+MAX_WAITING = 10_000
+"""Frames for a rank that does not read. Collectives keep ranks within a step or two of each
+other, so one that is so far behind is gone or stuck."""
+MAX_FRAME_BYTES = 1 << 30
+"""Members are believed; this only keeps a mistake from filling the memory."""
+MAX_HELLO_BYTES = 1 << 16
+CLOSE_LINGER_MS = 1000
+
+
+@dataclass(frozen=True)
+class LinkAddress:
+    """Where one rank waits for another."""
+
+    node: str
+    """Of the rank that waits, by `link_node`."""
+    ipc: str
+    tcp: str
+    """Empty where all ranks stand on one node."""
+
+
+def link_node() -> str:
+    """Return what two processes share exactly when Unix sockets connect them.
+
+    Abstract Unix sockets belong to a network namespace.
+    """
+    return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"
+
+
+class WaitingEnd:
+    """The end that the other rank connects to.
+
+    Invariant: from `await_hello` on, all that is sent and received is the peer's.
+    """
+
+    def __init__(
+        self, context: Context, credentials: Credentials, name: str, host: str | None
+    ) -> None:
+        """Open the end.
+
+        Args:
+            name: of the rank that is waited for.
+            host: this node's address; None where the rank stands on this node.
+        """
+        handshake = CurveHandshake(credentials.secret)
+        socket = listening_socket(context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING)
+        socket.router_mandatory = True  # a peer that is gone is an error, and no silence
+        # An abstract name leaves no file behind, whoever is killed.
+        ipc = f"ipc://@lockstep-{uuid4().hex}"
+        socket.bind(ipc)
+        tcp = "" if host is None else f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+        self.address = LinkAddress(link_node(), ipc, tcp)
+        self.socket = socket
+        self._name = name
+        self._peer = b""
+        self._greeting = b""
+
+    def await_hello(self, ours: Hello, kind: type[H]) -> H:
+        """Wait for the hello of the rank, answer it and return it.
+
+        Raises:
+            FrameError: the rank is another deployment's or epoch's, or did not come in time.
+        """
+        deadline = time.monotonic() + HELLO_TIMEOUT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not self.socket.poll(int(left_s * 1000) + 1):
+                break
+            sender, *parts = self.socket.recv_multipart()
+            if (found := _hello_in(parts, ours, kind, self._name)) is None:
+                continue
+            self._peer, self._greeting = sender, b"".join(parts)
+            # Answered before it is judged: the other side can tell as well what does not fit.
+            self.send(encode(ours))
+            check_hello(found, ours)
+            return found
+        raise _no_hello(self._name)
+
+    def send(self, body: bytes) -> None:
+        """Send a frame.
+
+        Raises:
+            ConnectionError: the rank is gone; names it.
+        """
+        try:
+            self.socket.send_multipart([self._peer, *split(body)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # no such peer, or it is far behind
+            raise _gone(self._name) from error
+
+    def receive(self, flags: int = 0) -> bytes | None:
+        """Return the next frame; None where there is none, in time if the socket has a time-out."""
+        while True:
+            try:
+                sender, *parts = self.socket.recv_multipart(flags)
+            except zmq.Again:
+                return None
+            if sender != self._peer:
+                log.warning("%s: dropped a frame of another process", self._name)
+                continue
+            body = join(parts, MAX_FRAME_BYTES)
+            if body != self._greeting:  # which was said again before it was answered
+                return body
+
+    def close(self) -> None:
+        """Close the end; what was sent still leaves."""
+        self.socket.close(linger=CLOSE_LINGER_MS)
+
+
+class GoingEnd:
+    """The end that connects to the other rank's."""
+
+    def __init__(
+        self, context: Context, credentials: Credentials, name: str, address: LinkAddress
+    ) -> None:
+        """Connect.
+
+        Args:
+            name: of the rank that waits at `address`.
+
+        Raises:
+            ConnectionError: it waits for ranks of its own node alone.
+        """
+        where = address.ipc if address.node == link_node() else address.tcp
+        if not where:
+            raise ConnectionError(f"{name}: wanted it on this node, found it on {address.node}")
+        handshake = CurveHandshake(credentials.secret)
+        self.socket = connecting_socket(context, zmq.DEALER, handshake, max_waiting=MAX_WAITING)
+        self.socket.connect(where)
+        self._name = name
+
+    def greet(self, ours: Hello) -> None:
+        """Say hello."""
+        self.send(encode(ours))
+
+    def await_hello(self, ours: Hello, kind: type[H]) -> H:
+        """Wait for the answer to `greet` and return it; arguments as of the other end's.
+
+        Raises:
+            FrameError: the rank is another deployment's or epoch's, or did not answer in time.
+        """
+        deadline = time.monotonic() + HELLO_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self.socket.poll(int(HELLO_PERIOD_S * 1000)):
+                self.greet(ours)
+                continue
+            parts = self.socket.recv_multipart()
+            if (found := _hello_in(parts, ours, kind, self._name)) is not None:
+                check_hello(found, ours)
+                return found
+        raise _no_hello(self._name)
+
+    def send(self, body: bytes) -> None:
+        """Send a frame.
+
+        Raises:
+            ConnectionError: too many wait for the rank; names it.
+        """
+        try:
+            self.socket.send_multipart(split(body), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise _gone(self._name) from error
+
+    def receive(self, flags: int = 0) -> bytes | None:
+        """As the other end's."""
+        try:
+            return join(self.socket.recv_multipart(flags), MAX_FRAME_BYTES)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        """Close the end; what was sent still leaves."""
+        self.socket.close(linger=CLOSE_LINGER_MS)
+
+
+def check_hello(found: Hello, ours: Hello) -> None:
+    """Compare a member's hello with our own.
+
+    Raises:
+        FrameError: names the field that differs.
+    """
+    for field in ("protocol", "config_hash", "epoch"):
+        wanted, theirs = getattr(ours, field), getattr(found, field)
+        if wanted != theirs:
+            raise FrameError(f"{field}: wanted {wanted}, found {theirs}")
+
+
+def _hello_in(parts: list[bytes], ours: Hello, kind: type[H], name: str) -> H | None:
+    """Return the hello that came; None where it is none, or another group's."""
+    try:
+        found: H = decode(join(parts, MAX_HELLO_BYTES), kind)
+    except FrameError as error:
+        log.warning("%s: wanted its hello; %s", name, error)
+        return None
+    if found.nonce != ours.nonce:
+        log.warning("%s: wanted its hello, found one of another group", name)
+        return None
+    return found
+
+
+def _no_hello(name: str) -> FrameError:
+    return FrameError(f"{name}: wanted a hello in {HELLO_TIMEOUT_S:g} s, found none")
+
+
+def _gone(name: str) -> ConnectionError:
+    return ConnectionError(f"{name}: wanted an open channel, found it gone")

@@ -1,0 +1,127 @@
+"""The rendezvous of a group: how its ranks find each other before any of them has loaded.
+
+1. Each leader opens its `LeaderEndpoints`: the step channel to its followers and the ends for later
+   leaders. The first leader opens a listening socket for the group's store as well.
+2. Its `Rendezvous` travels to the owner, who lets all leaders know each other (`introduce`) and
+   tells every rank where to go.
+3. All ranks load and join process groups through the one store; then followers greet their leader
+   through the channel, and leaders one another.
+
+Opening costs milliseconds and no torch, so that all ranks import and load at the same time. Where
+one node holds all ranks, nothing of it can be reached from another.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import zmq
+
+from cluster.channel_messages import LeaderHello
+from cluster.config import EngineConfig
+from cluster.credentials import Credentials
+from cluster.messages import PROTOCOL_VERSION
+from cluster.rank.channel import NoFollowers, StepSender
+from cluster.rank.links import LinkAddress
+from cluster.rank.peers import PeerSockets
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What the ranks under one leader must be told to find their group.
+
+    A leader of a later data-parallel rank opens no store: `introduce` fills in that of the first,
+    with its nonce, and `earlier`.
+    """
+
+    store_host: str
+    store_port: int
+    nonce: str
+    """Random: hellos show it, and whoever does not is not of this group. Of a leader that died,
+    another process may have the port."""
+    channels: tuple[LinkAddress, ...]
+    """Of tensor-parallel ranks 1, 2, ..."""
+    later: tuple[LinkAddress, ...] = ()
+    """Where this leader waits for those of later data-parallel ranks."""
+    earlier: tuple[LinkAddress, ...] = ()
+    """Where leaders of data-parallel ranks 0, 1, ... wait for this one."""
+
+    def hello(self, credentials: Credentials, epoch: int) -> LeaderHello:
+        """Return what a leader that was told this says, and what the group's store starts with."""
+        return LeaderHello(PROTOCOL_VERSION, credentials.config_hash, epoch, self.nonce)
+
+    def host_of(self, host: str) -> str:
+        """Return the address that a rank with this one uses towards the group's others."""
+        return LOOPBACK if self.store_host == LOOPBACK else host
+
+
+def introduce(offers: Sequence[Rendezvous]) -> list[Rendezvous]:
+    """Return what the ranks under each leader must be told, of what leaders opened, by dp_rank."""
+    first = offers[0]
+    return [
+        replace(
+            offer,
+            store_host=first.store_host,
+            store_port=first.store_port,
+            nonce=first.nonce,
+            earlier=tuple(offers[rank].later[dp_rank - rank - 1] for rank in range(dp_rank)),
+        )
+        for dp_rank, offer in enumerate(offers)
+    ]
+
+
+class LeaderEndpoints:
+    """A leader's open ends: sockets and their context, and the listener of the group's store.
+
+    Invariant: a group of one rank has no listener, no rendezvous, no followers and no peers.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        host: str,
+        credentials: Credentials,
+        dp_rank: int = 0,
+        is_on_one_node: bool = False,
+    ) -> None:
+        """Open what the group's others connect to; nothing outside where it is on one node."""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.channel: StepSender | NoFollowers = NoFollowers()
+        self.peers: PeerSockets | None = None
+        self.listener: socket.socket | None = None
+        self.rendezvous: Rendezvous | None = None
+        parallel = config.parallel
+        dp_size = parallel.lockstep_size
+        outside = None if is_on_one_node else host
+        if parallel.tensor_parallel_size > 1:
+            self.channel = StepSender(
+                self.context,
+                parallel.tensor_parallel_size - 1,
+                host=outside,
+                credentials=credentials,
+            )
+        if dp_size > 1:
+            self.peers = PeerSockets(
+                self.context,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                host=outside,
+                credentials=credentials,
+            )
+        if parallel.tensor_parallel_size * dp_size > 1:
+            self.rendezvous = self._open(outside or LOOPBACK, dp_rank == 0 or dp_size == 1)
+
+    def _open(self, host: str, is_first: bool) -> Rendezvous:
+        port = 0
+        if is_first:
+            self.listener = socket.create_server((host, 0))
+            port = self.listener.getsockname()[1]
+        channels = () if isinstance(self.channel, NoFollowers) else self.channel.addresses
+        later = self.peers.addresses if self.peers is not None else ()
+        return Rendezvous(host, port, secrets.token_hex(16), tuple(channels), later)

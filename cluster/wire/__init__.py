@@ -1,0 +1,1 @@
+"""How frames travel between processes: sockets, their contexts, long messages, budgets, bells."""

@@ -1,0 +1,115 @@
+"""Every ZeroMQ socket is made here, with its bounds and with the lock that keeps strangers out.
+
+Sockets listen where any process of the network may connect, so a connection counts for nothing
+until its handshake is done, and only processes of the application can finish one:
+
+- CURVE encrypts and authenticates everything. All processes share one key pair, made from the
+  application's secret. A client's first command is encrypted to the public key, which is never
+  published and never sent: whoever lacks the secret cannot even say hello, so that no
+  authenticator (ZAP) has to be asked.
+- KV, whose bytes would travel at a third of the speed, has a door of its own
+  (`kv/transport/door.py`).
+
+The lock comes before all other bounds. High-water marks and the largest message are of no use
+against a peer that was let in, because ZeroMQ counts whole messages and bounds single parts: one
+message of endless parts fills the memory. Of a connection that has not finished its handshake
+ZeroMQ holds one part, and no longer than `HANDSHAKE_S`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import zmq
+from zmq.utils import z85
+
+MAX_PART_BYTES = 1 << 16
+"""What a stranger's connection may cost. Longer frames travel in parts (`message_parts.py`)."""
+ENVELOPE_BYTES = 64
+"""What CURVE adds to a part."""
+HANDSHAKE_S = 5.0
+"""From a connection to the end of its handshake: milliseconds, unless a machine swaps."""
+KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3
+"""An idle connection between nodes is tried this often, and given up after so many in vain."""
+
+S = TypeVar("S", bound=zmq.Socket[Any])
+
+
+class Handshake(Protocol):
+    """How the two ends of a connection find out that both belong to the application."""
+
+    def demand(self, socket: zmq.Socket[Any]) -> None:
+        """Let in only who can finish it. Call it before the socket is bound."""
+
+    def offer(self, socket: zmq.Socket[Any]) -> None:
+        """Be let in. Call it before the socket connects."""
+
+
+class CurveHandshake:
+    """ZeroMQ's CURVE with one key pair for all, made from the application's secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret_key = z85.encode(secret)
+        self._public_key = zmq.curve_public(self._secret_key)
+
+    def demand(self, socket: zmq.Socket[Any]) -> None:
+        """Make the socket a CURVE server."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret_key
+
+    def offer(self, socket: zmq.Socket[Any]) -> None:
+        """Make the socket a CURVE client."""
+        socket.curve_serverkey = socket.curve_publickey = self._public_key
+        socket.curve_secretkey = self._secret_key
+
+
+def listening_socket(
+    context: zmq.Context[S], kind: int, handshake: Handshake, *, max_waiting: int
+) -> S:
+    """Return a socket to bind.
+
+    Args:
+        max_waiting: messages that wait for each peer, either way.
+    """
+    socket = _bounded(context, kind, max_waiting, MAX_PART_BYTES)
+    handshake.demand(socket)
+    return socket
+
+
+def connecting_socket(
+    context: zmq.Context[S],
+    kind: int,
+    handshake: Handshake,
+    *,
+    max_waiting: int,
+    max_part_bytes: int = MAX_PART_BYTES,
+) -> S:
+    """Return a socket to connect; arguments as of `listening_socket`."""
+    socket = _bounded(context, kind, max_waiting, max_part_bytes)
+    handshake.offer(socket)
+    return socket
+
+
+def inner_socket(context: zmq.Context[S], kind: int) -> S:
+    """Return a socket for what never leaves the process."""
+    return context.socket(kind)
+
+
+def _bounded(context: zmq.Context[S], kind: int, max_waiting: int, max_part_bytes: int) -> S:
+    socket = context.socket(kind)
+    socket.sndhwm = socket.rcvhwm = max_waiting
+    socket.maxmsgsize = max_part_bytes + ENVELOPE_BYTES
+    socket.handshake_ivl = int(HANDSHAKE_S * 1000)
+    _keep_alive(socket)
+    return socket
+
+
+def _keep_alive(socket: zmq.Socket[Any]) -> None:
+    """Let a TCP socket's connections be noticed when they are gone.
+
+    Firewalls forget idle connections, and a node that is gone says nothing: what is sent then is
+    lost for the quarter of an hour until the kernel gives up.
+    """
+    socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_TIMES
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_S
+    socket.tcp_maxrt = KEEPALIVE_S * KEEPALIVE_TIMES * 1000  # of bytes that are not acknowledged

@@ -1,0 +1,189 @@
+"""What makes a piece runnable: the interface, and the compiler that changes nothing.
+
+A compiler's `handle` is all that a later process needs. It is plain data (a key and the name of a
+file below the cache directory, never a path), so the whole directory may be moved or copied.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, pack, unpack
+from compile.config import CompilationConfig
+from compile.counters import counter
+from compile.scope import Runnable, Shape
+
+Handle = tuple[str, str]
+"""The key that was given to `compile`, and a file's name below the cache directory."""
+
+STANDALONE_SINCE = (2, 8)
+"""The first torch that compiles pieces into files without help."""
+
+
+class CompilerInterface(Protocol):
+    """Compiles pieces, and loads what it compiled in an earlier process."""
+
+    name: str
+    """What the configuration and the cache's index call it."""
+
+    def initialize_cache(
+        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
+    ) -> None:
+        """Say where artifacts go; with `disable_cache` nothing is read or written.
+
+        Args:
+            cache_dir: holds the artifacts of all prefixes and ranks.
+            prefix: whose pieces these are, for messages.
+        """
+
+    def compute_hash(self, config: CompilationConfig) -> str:
+        """Return a hash of what the compiler's output depends on beside its arguments."""
+
+    def compile(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compiler_config: Mapping[str, Any],
+        runtime_shape: Shape = None,
+        key: str | None = None,
+    ) -> tuple[Runnable | None, Handle | None]:
+        """Compile a piece, which is left as it was.
+
+        Args:
+            example_inputs: fake tensors and symbols of the graph; for a fixed number of tokens
+                tensors of that size.
+            compiler_config: the compiler's own options.
+
+        Returns:
+            The runnable, None where compiling failed; and its handle, None where it cannot be
+            saved and lives in this process alone.
+        """
+
+    def load(
+        self,
+        handle: Handle,
+        graph: fx.GraphModule | None,
+        example_inputs: Sequence[Any] | None,
+        graph_index: int,
+        runtime_shape: Shape = None,
+    ) -> Runnable:
+        """Return what was compiled; `graph` and inputs are None where nothing was traced.
+
+        Raises:
+            ArtifactError: it cannot be used; then it has to be compiled again.
+        """
+
+
+def compiler_name(config: CompilationConfig) -> str:
+    """Return which compiler a configuration means, by its name: `auto` stands for one of them."""
+    if not config.use_inductor or config.compiler == "eager":
+        return "eager"
+    if config.compiler != "auto":
+        return config.compiler
+    major, minor = torch.__version__.split(".")[:2]
+    is_new = (int(major), int(minor)) >= STANDALONE_SINCE
+    return "inductor_standalone" if is_new else "inductor"
+
+
+class EagerAdaptor:
+    """Runs a piece as it was traced. Its artifact is the piece's Python source."""
+
+    name = "eager"
+
+    def __init__(self) -> None:
+        self._store: ArtifactStore | None = None
+
+    def initialize_cache(
+        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
+    ) -> None:
+        """Keep artifacts in `cache_dir`."""
+        self._store = None if disable_cache else ArtifactStore(Path(cache_dir))
+
+    def compute_hash(self, config: CompilationConfig) -> str:
+        """Return the same for all: source runs as it is."""
+        return "eager"
+
+    def compile(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compiler_config: Mapping[str, Any],
+        runtime_shape: Shape = None,
+        key: str | None = None,
+    ) -> tuple[Runnable | None, Handle | None]:
+        """Return the graph itself."""
+        counter.num_eager_compiles += 1
+        source = graph_source(graph) if self._store is not None and key is not None else None
+        if source is None or self._store is None or key is None:
+            return graph, None
+        name = self._store.offer(pack({OUTPUT_CODE: source.encode()}))
+        return graph, None if name is None else (key, name)
+
+    def load(
+        self,
+        handle: Handle,
+        graph: fx.GraphModule | None,
+        example_inputs: Sequence[Any] | None,
+        graph_index: int,
+        runtime_shape: Shape = None,
+    ) -> Runnable:
+        """Return the function whose source was saved."""
+        assert self._store is not None, "cache: wanted initialize_cache first, found none"
+        source = unpack(self._store.get(handle[1])).get(OUTPUT_CODE)
+        if source is None:
+            raise ArtifactError(f"artifact {handle[1][:12]}: wanted {OUTPUT_CODE}, found none")
+        namespace: dict[str, Any] = {}
+        exec(compile(source, f"<{OUTPUT_CODE} of {handle[1][:12]}>", "exec"), namespace)
+        forward = namespace["forward"]
+        return lambda *args: forward(None, *args)
+
+
+def graph_source(graph: fx.GraphModule) -> str | None:
+    """Return Python that defines `forward(self, ...)` of a graph without state of its own.
+
+    None where the graph holds tensors or modules, or calls what cannot be imported by name.
+    """
+    if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
+        return None
+    code = _without_types(graph.graph).python_code("self")
+    used = set(re.findall(r"\w+", code.src))
+    names = sorted(used.intersection(code.globals))
+    imports = [_import_line(name, code.globals[name]) for name in names]
+    if None in imports:
+        return None
+    return "\n".join([*(line for line in imports if line), "", code.src.lstrip("\n"), ""])
+
+
+def _without_types(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph without annotations, some of which no name leads to."""
+    copied = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, lambda old: nodes[old])
+        nodes[node].type = None
+    return copied
+
+
+def _import_line(name: str, value: Any) -> str | None:
+    """Return Python that binds `name` to `value`; None where no name leads there."""
+    if isinstance(value, types.ModuleType):
+        return f"import {value.__name__} as {name}"
+    if isinstance(value, float):
+        return f"from math import {'nan' if math.isnan(value) else 'inf'} as {name}"
+    if value is type(None):
+        return f"from types import NoneType as {name}"
+    module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not module or not attribute:
+        return None
+    if getattr(sys.modules.get(module), attribute, None) is not value:
+        return None
+    return f"from {module} import {attribute} as {name}"

@@ -1,0 +1,125 @@
+"""Files that several processes write and read at once, any of which may be killed.
+
+A file appears whole or not at all, and one whose content changed afterwards is recognised: text
+carries its own checksum in the first line.
+
+Code is loaded only from directories in which no other user, root excepted, may place a file. What
+is checked is who could have written, not what was written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+POLL_S = 0.02
+"""How often a waiting process asks for a lock: short against a build, long against a file."""
+_MARK = "# sha256 "
+
+
+class CorruptFileError(RuntimeError):
+    """A file is not what was written. The message is one line: `PATH: wanted ..., found ...`."""
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole or not at all.
+
+    A process that is killed leaves at most a file whose name starts with `.tmp-`.
+    """
+    handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def write_checked(path: Path, text: str) -> None:
+    """Write text under a first line that holds its checksum: a comment in Python."""
+    write_atomic(path, f"{_MARK}{_digest(text)}\n{text}".encode())
+
+
+def read_checked(path: Path) -> str:
+    """Return what `write_checked` wrote.
+
+    Raises:
+        CorruptFileError: the text is not the one that was written.
+        OSError: it cannot be read.
+    """
+    try:
+        first, _, text = path.read_bytes().decode().partition("\n")
+    except UnicodeDecodeError as error:
+        raise CorruptFileError(f"{path}: wanted text, found {error.reason}") from error
+    if first != f"{_MARK}{_digest(text)}":
+        raise CorruptFileError(f"{path}: wanted the checksum of its text, found {first[:80]!r}")
+    return text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
+    """Hold a lock that ends with its process; yield whether it was had within `wait_s`.
+
+    Without the lock the caller goes on all the same: two processes then do the same work, which
+    costs time and nothing else.
+    """
+    try:
+        file = path.open("ab")
+    except OSError:  # a directory that can only be read
+        yield False
+        return
+    with file:
+        yield _acquire(file.fileno(), time.monotonic() + wait_s)
+
+
+def _acquire(descriptor: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        except OSError:  # a filesystem without locks
+            return False
+        else:
+            return True
+
+
+ROOT = 0
+"""May replace the program itself; a cache that is built into an image is root's."""
+
+
+class PrivateDirectoryError(RuntimeError):
+    """Another user could place a file. The message is one line: `PATH: wanted ..., found ...`."""
+
+
+def make_private(directory: Path) -> Path:
+    """Return `directory`, which is made if it is missing, once no other user can write to it.
+
+    Raises:
+        PrivateDirectoryError: it belongs to another user than us or root, or others may write.
+        OSError: it cannot be made.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid not in (os.geteuid(), ROOT):
+        wanted, found = f"a directory of user {os.geteuid()}", f"one of user {status.st_uid}"
+        raise PrivateDirectoryError(f"{directory}: wanted {wanted}, found {found}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        wanted, mode = "a directory that only its owner writes", stat.filemode(status.st_mode)
+        raise PrivateDirectoryError(f"{directory}: wanted {wanted}, found {mode}")
+    return directory

@@ -1,0 +1,383 @@
+"""Where compiled forwards lie on disk, and how a start finds its own.
+
+    <root>/forwards/<hash>_<prefix>.json           which files this forward goes through
+    <root>/<hash>/cache_key_factors.json           what the hash was made of
+    <root>/<hash>/artifacts/<sha256>               compiled pieces, shared by ranks and prefixes
+    <root>/<hash>/inductor/                        Inductor's own files, shared likewise
+    <root>/<hash>/locks/                           one for each piece that is being compiled
+    <root>/<hash>/rank_<tp>_<dp>/<prefix>/         one forward of one rank: index.py and what it
+                                                   leaves for people to read
+
+Nothing in there names the place where it lies, so all of it may be moved, copied or built into an
+image. What cannot be read is logged with its reason and compiled again.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import json
+import logging
+import pprint
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
+from compile.cache.disk import (
+    CorruptFileError,
+    PrivateDirectoryError,
+    file_lock,
+    make_private,
+    read_checked,
+    write_atomic,
+    write_checked,
+)
+from compile.cache.inductor import make_compiler
+from compile.cache.inductor_directory import DIRECTORY
+from compile.cache.key import (
+    TRACED_FILES,
+    describe,
+    differing,
+    hash_factors,
+    key_factors,
+    traced_factor,
+    traced_names,
+)
+from compile.config import CompilationConfig
+from compile.counters import counter
+from compile.environment import cache_root, compile_cache_save_format, is_compile_cache_disabled
+from compile.scope import CompileScope, Shape
+
+VERSION = 1
+"""Of the layout; an index of another one is not read."""
+INDEX = "index.py"
+FACTORS = "cache_key_factors.json"
+FORWARDS = "forwards"
+ARTIFACTS = "artifacts"
+LOCKS = "locks"
+UNPACKED = "pieces"
+RANK = "rank_{tp}_{dp}"
+
+MAX_FORWARDS = 4
+"""Sets of traced files that a key is remembered with: a code base has few such variants."""
+COMPILE_WAIT_S = 600.0
+"""For another process that compiles the same piece: longer than a piece takes with autotuning."""
+INDEX_WAIT_S = 30.0
+"""For another process that writes an index: it takes milliseconds."""
+
+logger = logging.getLogger(__name__)
+
+IndexKey = tuple[Shape, int, str]
+"""What a piece was compiled for, its place among the pieces, and by which compiler."""
+
+
+@dataclass
+class Index:
+    """One forward of one rank. Paths are relative to the index's directory.
+
+    Invariant: plain data that `ast.literal_eval` reads.
+    """
+
+    entries: dict[IndexKey, dict[str, str]] = field(default_factory=dict)
+    """For each piece the key of what it computes and the path of its artifact."""
+    plans: dict[str, str] = field(default_factory=dict)
+    """For each set of sizes the path of the forward's plan."""
+
+    @classmethod
+    def read(cls, path: Path) -> Index:
+        """Read an index; one that is missing or unusable is empty."""
+        try:
+            found = ast.literal_eval(read_checked(path))
+            if found["version"] != VERSION:
+                raise ValueError(f"wanted version {VERSION}, found {found['version']}")
+            return cls(found["entries"], found["plans"])
+        except FileNotFoundError:
+            return cls()
+        except (CorruptFileError, OSError, ValueError, SyntaxError, TypeError, KeyError) as error:
+            logger.warning("compile cache: index is not used: %s", error)
+            return cls()
+
+    def write(self, path: Path) -> None:
+        """Write the whole index, the same text for the same content."""
+        plans = dict(sorted(self.plans.items()))
+        content = {"version": VERSION, "entries": dict(self.places()), "plans": plans}
+        write_checked(path, pprint.pformat(content, width=100, sort_dicts=False) + "\n")
+
+    def places(self) -> list[tuple[IndexKey, dict[str, str]]]:
+        """Return the entries in the order of the pieces."""
+        return sorted(self.entries.items(), key=lambda entry: _place(entry[0]))
+
+
+class CompileCache:
+    """The compiled forward of one rank and prefix, and what it shares with others of its key.
+
+    Invariant: all directories exist and belong to this user alone.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        factors: Mapping[str, str],
+        scope: CompileScope,
+        prefix: str,
+        names: Iterable[str] = (),
+    ) -> None:
+        """Make the directories of a key; use `open`, which knows whether there are to be any.
+
+        Raises:
+            PrivateDirectoryError: another user could place code there.
+            OSError: they cannot be made.
+        """
+        self.root, self.prefix, self.names = root, prefix, tuple(names)
+        self.hash = hash_factors(factors)
+        self.shared = root / self.hash
+        rank = self.shared / RANK.format(tp=scope.tp_rank, dp=scope.dp_rank)
+        self.directory = rank / prefix
+        self.artifacts = self.shared / ARTIFACTS
+        locks, inductor = self.shared / LOCKS, self.shared / DIRECTORY
+        is_new = not (self.shared / FACTORS).exists()
+        own = (root, self.shared, rank, self.directory, self.artifacts, locks, inductor)
+        for directory in own:
+            make_private(directory)
+        self.store = ArtifactStore(self.artifacts)
+        self.save_format = scope.config.compile_cache_save_format or compile_cache_save_format()
+        self._is_shared = scope.config.share_artifacts
+        self._plan_name = _plan_name(scope.config)
+        self._pointer = root / FORWARDS / _pointer_name(factors, prefix)
+        self._index = Index.read(self.directory / INDEX)
+        self.misses: list[str] = []
+        if is_new:
+            self._explain_miss(factors)
+        if read_factors(self.shared) is None:
+            write_atomic(self.shared / FACTORS, json.dumps(dict(factors), indent=1).encode())
+
+    @classmethod
+    def open(
+        cls, scope: CompileScope, prefix: str, traced_files: Iterable[str] | None = None
+    ) -> CompileCache | None:
+        """Return the cache of a forward; None where there is none to use.
+
+        Args:
+            prefix: names the module, such as `backbone`.
+            traced_files: paths of the files that tracing went through. None before tracing: then
+                the answer is a cache that an earlier start left, if nothing has changed since.
+
+        Raises:
+            EnvironmentVariableError, CompilationConfigError: a setting cannot be used.
+        """
+        if is_compile_cache_disabled():
+            return None
+        if not re.fullmatch(r"\w[\w.-]*", prefix):
+            raise ValueError(f"prefix: wanted the name of a directory, found {prefix!r}")
+        compiler = make_compiler(scope.config)
+        factors = key_factors(scope, compiler.name, compiler.compute_hash(scope.config))
+        root = root_directory(scope.config)
+        try:
+            if traced_files is None:
+                return cls._known(root, factors, scope, prefix)
+            names = traced_names(traced_files)
+            full = {**factors, TRACED_FILES: traced_factor(names)}
+            cache = cls(root, full, scope, prefix, names)
+        except (PrivateDirectoryError, OSError) as error:
+            logger.warning("compile cache is off: %s", error)
+            return None
+        logger.info("compile cache: %s", cache.directory)
+        for name in names:
+            logger.debug("compile cache: traced %s", name)
+        return cache
+
+    @classmethod
+    def _known(
+        cls, root: Path, factors: Mapping[str, str], scope: CompileScope, prefix: str
+    ) -> CompileCache | None:
+        """Return the cache whose traced files are unchanged."""
+        for names in _read_pointer(root / FORWARDS / _pointer_name(factors, prefix)):
+            full = {**factors, TRACED_FILES: traced_factor(names)}
+            if (root / hash_factors(full) / FACTORS).exists():
+                return cls(root, full, scope, prefix, names)
+        return None
+
+    def _explain_miss(self, factors: Mapping[str, str]) -> None:
+        nearest = nearest_factors(self.root, factors)
+        if nearest is None:
+            self.misses.append("nothing was compiled before")
+        else:
+            name, old = nearest
+            changes = [describe(key, *pair) for key, pair in differing(old, factors).items()]
+            self.misses += [f"{change} (since {name})" for change in changes]
+        for reason in self.misses:
+            logger.info("compile cache: %s is new: %s", self.hash, reason)
+
+    # --- plans ---------------------------------------------------------------------------------
+
+    def load_plan(self) -> str | None:
+        """Return the plan that was saved for the same sizes; None where there is none to use."""
+        path = self._index.plans.get(self._plan_name)
+        if path is None:
+            return None
+        try:
+            return self.store.get(Path(path).name).decode()
+        except (ArtifactError, UnicodeDecodeError) as error:
+            logger.warning("compile cache: forward is traced again: %s", error)
+            return None
+
+    def save_plan(self, text: str) -> None:
+        """Keep a plan, and remember the files by which a later start finds it untraced."""
+        try:
+            path = self._relative(self.store.put(text.encode()))
+            self._update(lambda index: index.plans.update({self._plan_name: path}))
+            self._write_pointer()
+        except (OSError, PrivateDirectoryError) as error:
+            logger.warning("compile cache: plan is not saved: %s", error)
+
+    def _write_pointer(self) -> None:
+        make_private(self._pointer.parent)
+        known = [names for names in _read_pointer(self._pointer) if names != list(self.names)]
+        sets = [list(self.names), *known][:MAX_FORWARDS]
+        content = {"version": VERSION, "traced_files": sets}
+        write_atomic(self._pointer, json.dumps(content, indent=1).encode())
+
+    # --- pieces --------------------------------------------------------------------------------
+
+    def find(self, key: str, compiler: str) -> str | None:
+        """Return the artifact of a piece that this rank or, if it shares, another one compiled."""
+        paths = sorted(self.shared.glob(f"rank_*/*/{INDEX}")) if self._is_shared else ()
+        for index in itertools.chain([self._index], map(Index.read, paths)):
+            for (_, _, name), entry in index.entries.items():
+                if (entry["key"], name) == (key, compiler):
+                    return Path(entry["artifact"]).name
+        return None
+
+    def record(self, shape: Shape, graph_index: int, compiler: str, key: str, name: str) -> None:
+        """Enter a piece's artifact into this rank's index."""
+        entry = {"key": key, "artifact": self._relative(name)}
+        place = (shape, graph_index, compiler)
+        if self._index.entries.get(place) == entry:
+            return
+        try:
+            self._update(lambda index: index.entries.update({place: entry}))
+        except OSError as error:
+            logger.warning("compile cache: piece %d is not entered: %s", graph_index, error)
+
+    def artifact_path(self, name: str) -> Path:
+        """Return where an artifact lies."""
+        return self.artifacts / name
+
+    def unpack(self, name: str, graph_index: int, shape: Shape) -> Path | None:
+        """Write an artifact's generated code for people to read, if so configured.
+
+        Returns where it lies. Nothing is ever loaded from there.
+        """
+        if self.save_format != "unpacked":
+            return None
+        path = self.directory / UNPACKED / f"piece_{graph_index}_{shape_text(shape)}.py"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, unpack(self.store.get(name)).get(OUTPUT_CODE, b""))
+        except (ArtifactError, OSError) as error:
+            logger.warning("compile cache: piece %d is not unpacked: %s", graph_index, error)
+            return None
+        return path
+
+    @contextmanager
+    def compiling(self, key: str) -> Iterator[bool]:
+        """Hold the one right to compile a piece; yield whether others may have compiled it."""
+        if not self._is_shared:
+            yield False
+            return
+        with file_lock(self.shared / LOCKS / f"{key}.lock", COMPILE_WAIT_S) as is_held:
+            if not is_held:
+                logger.warning("compile cache: %s is compiled by another process too", key)
+            yield is_held
+
+    def _relative(self, name: str) -> str:
+        return f"../../{ARTIFACTS}/{name}"
+
+    def _update(self, change: Callable[[Index], None]) -> None:
+        """Change the index as it is now on disk: another process may have written it."""
+        path = self.directory / INDEX
+        with file_lock(self.shared / LOCKS / _lock_name(self.directory), INDEX_WAIT_S):
+            self._index = Index.read(path)
+            change(self._index)
+            self._index.write(path)
+        counter.num_cache_entries_updated += 1
+
+
+def root_directory(config: CompilationConfig) -> Path:
+    """Return the directory of all compiled forwards."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    return cache_root() / "compile"
+
+
+def shape_text(shape: Shape) -> str:
+    """Spell what a piece is compiled for: `general`, `8`, `9-16`."""
+    if shape is None:
+        return "general"
+    return str(shape) if isinstance(shape, int) else f"{shape[0]}-{shape[1]}"
+
+
+def read_factors(directory: Path) -> dict[str, str] | None:
+    """Return what the hash of a directory was made of; None where that cannot be read."""
+    try:
+        found = json.loads((directory / FACTORS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    is_sound = isinstance(found, dict) and all(isinstance(v, str) for v in found.values())
+    return found if is_sound and hash_factors(found) == directory.name else None
+
+
+def nearest_factors(
+    root: Path, factors: Mapping[str, str], *, before: float | None = None
+) -> tuple[str, dict[str, str]] | None:
+    """Return name and factors of the directory that differs in the fewest factors.
+
+    Among equally near ones it is the latest. `before` leaves out later directories.
+    """
+    found = []
+    for path in sorted(root.glob(f"*/{FACTORS}")):
+        old = read_factors(path.parent)
+        written = path.stat().st_mtime
+        if old and old != dict(factors) and (before is None or written < before):
+            found.append((len(differing(old, factors)), -written, path.parent.name, old))
+    return min(found, key=lambda item: item[:3])[2:] if found else None
+
+
+def _place(key: IndexKey) -> tuple[int, str, str]:
+    """Sort pieces by their place, then by shape; None and numbers do not compare."""
+    shape, graph_index, compiler = key
+    return graph_index, repr(shape), compiler
+
+
+def _plan_name(config: CompilationConfig) -> str:
+    """Spell the sizes that a plan has pieces for: another set needs another plan."""
+    return f"sizes {config.compile_sizes or ()} ranges {config.compile_ranges}"
+
+
+def _pointer_name(factors: Mapping[str, str], prefix: str) -> str:
+    base = {name: value for name, value in factors.items() if name != TRACED_FILES}
+    return f"{hash_factors(base)}_{prefix}.json"
+
+
+def _lock_name(directory: Path) -> str:
+    return f"{directory.parent.name}_{directory.name}.lock"
+
+
+def _read_pointer(path: Path) -> list[list[str]]:
+    try:
+        found = json.loads(path.read_bytes())
+        return [[str(name) for name in names] for names in found["traced_files"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("compile cache: forward is traced again: %s: %s", path.name, error)
+        return []
+
+
+def entry_key(graph_key: str, shape: Shape) -> str:
+    """Return the key of a piece that is compiled for `shape`."""
+    return hashlib.sha256(f"{graph_key}\0{shape_text(shape)}".encode()).hexdigest()[:32]

@@ -1,0 +1,442 @@
+"""Two compilers on Inductor: `standalone_compile`, and `compile_fx` with its caches around it.
+
+An artifact holds torch's own file and beside it the generated Python and the machine code that
+loading it would otherwise build. On a CPU torch's file holds C++ source, so without these every
+start would run the C++ compiler although it compiled nothing.
+
+Each piece is compiled in a directory of its own and reaches the shared one only through its
+artifact: half a library, left by a process that was killed, would end every process that loads it.
+
+An artifact's call passes five Python functions of torch before it reaches the code that Inductor
+generated, as long as a small piece computes. For a piece of an inference graph they pass everything
+through, which is not assumed but watched in the first call: `DirectCall` leaves them out where that
+is so. A step outside of inference mode takes them, and so does one under the profiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import importlib
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, pack, unpack
+from compile.cache.builds import inductor_builds
+from compile.cache.compilers import (
+    CompilerInterface,
+    EagerAdaptor,
+    Handle,
+    compiler_name,
+)
+from compile.cache.inductor_directory import DIRECTORY, InductorDirectory
+from compile.config import CompilationConfig, CompilationConfigError
+from compile.counters import counter
+from compile.scope import Runnable, Shape
+
+ARTIFACT = "artifact.bin"
+BUNDLED = f"{DIRECTORY}/"
+"""Members under this name go back into Inductor's directory."""
+UNHASHED_OPTIONS = ("cpp.vec_isa_ok",)
+"""Says how vector instructions are probed for, not which are found."""
+
+logger = logging.getLogger(__name__)
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+"""Where pieces were compiled that could not be saved: they run from there until the end."""
+
+
+def _global_switches() -> tuple[Any, ...]:
+    """Return torch's own switches that generated code depends on."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
+class NotSaveableError(RuntimeError):
+    """A compiled piece holds what cannot be written to a file."""
+
+
+class InductorAdaptor:
+    """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
+
+    Invariant: a piece is looked up by its key, outside of any tracing and without evaluating
+    guards on its sizes: what was compiled for a range is called for that range only.
+    """
+
+    name = "inductor"
+
+    def __init__(self) -> None:
+        self._store: ArtifactStore | None = None
+        self._directory: InductorDirectory | None = None
+
+    def initialize_cache(
+        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
+    ) -> None:
+        """Keep artifacts in `cache_dir` and Inductor's files beside it."""
+        if disable_cache:
+            self._store = self._directory = None
+            return
+        self._store = ArtifactStore(Path(cache_dir))
+        self._directory = InductorDirectory(Path(cache_dir).parent / DIRECTORY)
+
+    def compute_hash(self, config: CompilationConfig) -> str:
+        """Hash torch's compiler sources, the device it compiles for, and its options."""
+        codecache = importlib.import_module("torch._inductor.codecache")
+        facts = [_name(codecache, "torch_key")().hex()]
+        if torch.cuda.is_available():
+            facts.append(_name(codecache, "CacheBase").get_system()["hash"])
+        for module in ("torch._inductor.config", "torch._functorch.config"):
+            options = _name(importlib.import_module(module), "save_config_portable")()
+            facts += [f"{k}={options[k]!r}" for k in sorted(options) if k not in UNHASHED_OPTIONS]
+        facts.append(repr(_global_switches()))
+        return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+    def compile(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compiler_config: Mapping[str, Any],
+        runtime_shape: Shape = None,
+        key: str | None = None,
+    ) -> tuple[Runnable | None, Handle | None]:
+        """Compile a piece; save it where `initialize_cache` named a directory.
+
+        What is returned then is what was saved, loaded: a first start runs what later ones do.
+        """
+        counter.num_inductor_compiles += 1
+        if self._store is None or self._directory is None or key is None:
+            with inductor_builds(), _no_caches():
+                compiled = self._compiled(graph, example_inputs, compiler_config)
+                return DirectCall(compiled), None
+        scratch = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
+        directory = InductorDirectory(Path(scratch.name), self._directory.probes)
+        fresh, data = self._saved_in(directory, graph, example_inputs, compiler_config)
+        name = None if data is None else self._store.offer(data)
+        try:
+            if name is not None:
+                loaded = self.load((key, name), None, None, 0, runtime_shape)
+                scratch.cleanup()
+                return loaded, (key, name)
+        except ArtifactError as error:
+            logger.warning("a piece was saved and cannot be loaded: %s", error)
+        _kept.append(scratch)
+        return DirectCall(fresh), None
+
+    def _saved_in(
+        self,
+        directory: InductorDirectory,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> tuple[Runnable, bytes | None]:
+        """Return a compiled piece and what to store of it; None where it cannot be saved."""
+        with directory.entered(is_loading=False) as loaded, inductor_builds():
+            artifact = None
+            try:
+                artifact = self._compiled(graph, example_inputs, options, is_saved=True)
+                content = _saved(artifact)
+            except NotSaveableError as error:
+                logger.debug("piece that cannot be saved: %s", error)
+                if artifact is None:
+                    artifact = self._compiled(graph, example_inputs, options)
+                return artifact, None
+            members = {BUNDLED + name: data for name, data in directory.collect(loaded).items()}
+            sources = [path for path in loaded if path.suffix == ".py"]
+            code = sources[-1].read_bytes() if sources else b""
+            return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
+
+    def _compiled(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Mapping[str, Any],
+        *,
+        is_saved: bool = False,
+    ) -> Any:
+        """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved.
+
+        Raises:
+            NotSaveableError: it is to be saved and cannot be.
+        """
+        from torch._inductor import compile_fx
+        from torch._inductor.standalone_compile import CacheCompiledArtifact
+
+        inputs, graph = list(example_inputs), copy.deepcopy(graph)
+        with _fresh_tracing(inputs), torch.no_grad():
+            if not is_saved:
+                return compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
+            with _caching():
+                compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
+                return CacheCompiledArtifact(compiled, torch.compiler.save_cache_artifacts())
+
+    def load(
+        self,
+        handle: Handle,
+        graph: fx.GraphModule | None,
+        example_inputs: Sequence[Any] | None,
+        graph_index: int,
+        runtime_shape: Shape = None,
+    ) -> Runnable:
+        """Load a piece from its artifact alone."""
+        from torch._inductor.standalone_compile import CompiledArtifact
+
+        assert self._store is not None and self._directory is not None
+        members = unpack(self._store.get(handle[1]))
+        bundled = {n.removeprefix(BUNDLED): members[n] for n in members if n.startswith(BUNDLED)}
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / ARTIFACT
+            path.write_bytes(members.get(ARTIFACT, b""))
+            try:
+                self._directory.restore(bundled)
+                with self._directory.entered(is_loading=True), inductor_builds():
+                    loaded: Runnable = CompiledArtifact.load(path=str(path), format="binary")
+            except Exception as error:
+                message = f"artifact {handle[1][:12]}: wanted to load it, found {_line(error)}"
+                raise ArtifactError(message) from error
+        return DirectCall(loaded)
+
+
+class StandaloneInductorAdaptor(InductorAdaptor):
+    """Compiles with `standalone_compile`, whose artifacts bundle all that belongs to a piece."""
+
+    name = "inductor_standalone"
+
+    def _compiled(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Mapping[str, Any],
+        *,
+        is_saved: bool = False,
+    ) -> Any:
+        from torch._inductor import standalone_compile
+
+        is_fake = any(isinstance(x, torch._subclasses.FakeTensor) for x in example_inputs)
+        try:
+            with torch.no_grad():
+                return standalone_compile(
+                    graph,
+                    list(example_inputs),
+                    # Real tensors have the sizes to compile for; fake ones belong to the graph.
+                    dynamic_shapes="from_graph" if is_fake else "from_example_inputs",
+                    options={"config_patches": dict(options)},
+                    aot=is_saved,
+                )
+        except (RuntimeError, AssertionError) as error:
+            if is_saved and "serialize" in str(error):
+                raise NotSaveableError(_line(error)) from error
+            raise
+
+
+def make_compiler(config: CompilationConfig) -> CompilerInterface:
+    """Return the compiler that a configuration means.
+
+    Raises:
+        CompilationConfigError: it asks for an option that the compiler does not know.
+    """
+    name = compiler_name(config)
+    if name == "eager":
+        return EagerAdaptor()
+    check_options(config)
+    return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
+
+
+def check_options(config: CompilationConfig) -> None:
+    """Refuse options that Inductor does not know.
+
+    Raises:
+        CompilationConfigError: with the names that are closest.
+    """
+    known = torch._inductor.list_options()
+    for name in config.inductor_compile_config:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 3)
+            wanted = f"an option of torch._inductor, such as {', '.join(close or known[:1])}"
+            raise CompilationConfigError("inductor_compile_config", wanted, name)
+
+
+def _saved(artifact: Any) -> bytes:
+    """Return what torch writes for a compiled piece."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / ARTIFACT
+        try:
+            artifact.save(path=str(path), format="binary")
+        except Exception as error:
+            raise NotSaveableError(_line(error)) from error
+        return path.read_bytes()
+
+
+@contextmanager
+def _fresh_tracing(inputs: Sequence[Any]) -> Iterator[None]:
+    """Compile outside of the tracing that is going on, with the symbols of its inputs."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = detect_fake_mode(inputs) or FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        yield
+
+
+@contextmanager
+def _caching() -> Iterator[None]:
+    """Let Inductor keep what it compiles inside, also where its caches are off, and only that."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    caches = importlib.import_module("torch.compiler._cache")
+    with (
+        _name(caches, "CacheArtifactManager").with_fresh_cache(),
+        inductor.patch(force_disable_caches=False, fx_graph_cache=True),
+        functorch.patch(enable_autograd_cache=True),
+    ):
+        yield
+
+
+@contextmanager
+def _no_caches() -> Iterator[None]:
+    from torch._inductor import config as inductor
+
+    with inductor.patch(force_disable_caches=True):
+        yield
+
+
+def _name(module: Any, name: str) -> Any:
+    """Return what a module of torch calls `name`."""
+    found = getattr(module, name, None)
+    if found is None:
+        wanted = f"{module.__name__}.{name}"
+        raise RuntimeError(f"torch {torch.__version__}: wanted {wanted}, found none")
+    return found
+
+
+def _line(error: BaseException) -> str:
+    """Return the first line of an error, or its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+Generated = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass
+class _Call:
+    """A call of generated code."""
+
+    code: Generated
+    inputs: list[Any]
+    outputs: Sequence[Any]
+
+
+class DirectCall:
+    """A compiled piece that is called directly from its second call on, if that is the same.
+
+    Invariant: equal arguments give what `compiled` gives, whichever way is taken.
+    """
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self.compiled = compiled
+        self._code: Generated | None = None
+        self._is_watched = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the piece; return its outputs, a tuple or a list."""
+        if (
+            self._code is not None
+            and torch.is_inference_mode_enabled()
+            and not torch.autograd.profiler._is_profiler_enabled
+        ):
+            return self._code(list(args))
+        if self._is_watched or not torch.is_inference_mode_enabled():
+            return self.compiled(*args)
+        self._is_watched = True
+        with _watched() as calls:
+            outputs = self.compiled(*args)
+        if len(calls) == 1 and _is_same(args, outputs, calls[0]):
+            self._code = calls[0].code
+        return outputs
+
+
+def _is_same(args: tuple[Any, ...], outputs: Any, call: _Call) -> bool:
+    """Return whether generated code got what the piece got, and returned what it returned."""
+    return (
+        isinstance(outputs, tuple | list)
+        and len(args) == len(call.inputs)
+        and len(outputs) == len(call.outputs)
+        and all(map(_is_one, args, call.inputs))
+        and all(map(_is_one, outputs, call.outputs))
+    )
+
+
+def _is_one(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value is other
+    return type(value) is type(other) and bool(value == other)
+
+
+_lock = threading.Lock()
+_watching: dict[int, list[_Call]] = {}
+"""Calls by the thread that watches. Ranks of one process may be threads, which meet in
+collectives inside of pieces: no thread may hold the lock there."""
+
+
+@contextmanager
+def _watched() -> Iterator[list[_Call]]:
+    """Collect the calls of generated code that this thread makes inside."""
+    thread, calls = threading.get_ident(), list[_Call]()
+    with _lock:
+        _watching[thread] = calls
+        _install()
+    try:
+        yield calls
+    finally:
+        with _lock:
+            del _watching[thread]
+            if not _watching:
+                _uninstall()
+
+
+_original: Callable[..., Any] | None = None
+
+
+def _install() -> None:
+    global _original
+    if _original is not None:
+        return
+    from torch._inductor.output_code import CompiledFxGraph
+
+    original = _original = CompiledFxGraph.__call__
+
+    def watch(self: Any, inputs: Sequence[Any]) -> Any:
+        calls = _watching.get(threading.get_ident())
+        if calls is None:
+            return original(self, inputs)
+        before = list(inputs)  # generated code empties the list
+        outputs = original(self, inputs)
+        calls.append(_Call(self.current_callable, before, outputs))
+        return outputs
+
+    CompiledFxGraph.__call__ = watch  # type: ignore[method-assign]
+
+
+def _uninstall() -> None:
+    global _original
+    from torch._inductor.output_code import CompiledFxGraph
+
+    CompiledFxGraph.__call__ = _original  # type: ignore[method-assign,assignment]
+    _original = None

@@ -1,0 +1,211 @@
+"""Inductor's own directory, and what is changed about Inductor while it works for the cache.
+
+1. Everything that Inductor and Triton write lies below one directory, which all ranks share.
+2. The files that a piece needs (generated Python, machine code) are noted when they are loaded, so
+   that they can travel inside the piece's artifact.
+3. Whether the processor's vector instructions can be used is asked once: the answer is kept
+   beside, because each answer costs a start a second and a C++ build.
+4. Loading builds no header: it could serve only code that is built, and all of that is there.
+
+All private names of Inductor that Lockstep replaces are replaced here, for as long as
+`InductorDirectory.entered` lasts. A torch that lacks one of them loses what it was for and nothing
+else; a line in the log says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import logging
+import os
+import pprint
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from compile.cache.disk import CorruptFileError, read_checked, write_atomic, write_checked
+
+DIRECTORY = "inductor"
+"""Beside the directory of artifacts."""
+CODECACHE = "torch._inductor.codecache"
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": ".", "TRITON_CACHE_DIR": "triton"}
+"""Where Inductor and Triton look, and the place below the directory for each."""
+PROBES = "vector_isa.txt"
+
+logger = logging.getLogger(__name__)
+
+_entered = threading.RLock()
+"""Environment and replaced names belong to the whole process."""
+_answers: dict[str, bool] = {}
+"""Which vector instructions this process found that it can use."""
+
+
+class InductorDirectory:
+    """A directory for Inductor. Invariant: its content can be lost, it only costs builds.
+
+    `probes` is the file of answers about vector instructions, in the directory by default.
+    """
+
+    def __init__(self, directory: Path, probes: Path | None = None) -> None:
+        self.directory = directory
+        self.probes = probes or directory / PROBES
+
+    @contextmanager
+    def entered(self, *, is_loading: bool) -> Iterator[list[Path]]:
+        """Let Inductor work here; yield a list that grows by each file it loads."""
+        loaded: list[Path] = []
+        with _entered, ExitStack() as stack:
+            stack.enter_context(_environment(self.directory))
+            stack.enter_context(_cleared_caches())
+            stack.enter_context(_noted_files(loaded))
+            stack.enter_context(_remembered_probes(self.probes))
+            if is_loading:
+                stack.enter_context(_replaced(CODECACHE, None, "_precompile_header", _no_header))
+            yield loaded
+
+    def collect(self, loaded: list[Path]) -> dict[str, bytes]:
+        """Return the content of loaded files by their place below the directory."""
+        files = {}
+        for path in loaded:
+            if path.is_relative_to(self.directory):
+                files[path.relative_to(self.directory).as_posix()] = path.read_bytes()
+        return files
+
+    def restore(self, files: Mapping[str, bytes]) -> None:
+        """Put files where they were when they were collected, unless they are still there."""
+        for name, content in files.items():
+            path = self.directory / name
+            if not path.is_file() or path.read_bytes() != content:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, content)
+
+
+@contextmanager
+def _environment(directory: Path) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    os.environ.update({name: str(directory / below) for name, below in VARIABLES.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _cleared_caches() -> Iterator[None]:
+    """Let Inductor forget what it loaded from another directory: it would not be written here."""
+    clear = getattr(importlib.import_module("torch._inductor.utils"), "clear_caches", None)
+    if clear is None:
+        _warn_once("torch._inductor.utils.clear_caches", "directories of two models may mix")
+        yield
+        return
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextmanager
+def _noted_files(loaded: list[Path]) -> Iterator[None]:
+    """Append the path of each library and each generated module that is loaded inside."""
+
+    def library(original: Any) -> Any:
+        def load(cls: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            loaded.append(Path(path))
+            return original.__func__(cls, path, *args, **kwargs)
+
+        return classmethod(load)
+
+    def module(original: Any) -> Any:
+        def load(cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+            loaded.append(Path(path))
+            return original.__func__(cls, key, path, *args, **kwargs)
+
+        return classmethod(load)
+
+    with (
+        _replaced(CODECACHE, "CppCodeCache", "_load_library", library),
+        _replaced(CODECACHE, "PyCodeCache", "load_by_key_path", module),
+    ):
+        yield
+
+
+def _no_header(original: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+# --- which vector instructions can be used ----------------------------------------------------
+
+
+@contextmanager
+def _remembered_probes(path: Path) -> Iterator[None]:
+    """Answer from `path` what was asked before; the cache's key names processor and compiler.
+
+    Inductor asks once in a process, so what one directory was told is written into all.
+    """
+    known = _read_probes(path)
+    _answers.update(known)
+
+    def remembered(original: Callable[..., bool]) -> Callable[..., bool]:
+        def check_build(self: Any, code: str) -> bool:
+            flags = getattr(self, "_arch_flags", "")
+            name = f"{self} {hashlib.sha256(f'{flags} {code}'.encode()).hexdigest()[:16]}"
+            if name not in _answers:
+                _answers[name] = bool(original(self, code))
+            return _answers[name]
+
+        return check_build
+
+    with _replaced("torch._inductor.cpu_vec_isa", "VecISA", "check_build", remembered):
+        yield
+    if known != _answers:
+        with suppress(OSError):  # a directory that can only be read: it is asked again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_checked(path, pprint.pformat(_answers))
+
+
+def _read_probes(path: Path) -> dict[str, bool]:
+    try:
+        return dict(ast.literal_eval(read_checked(path)))
+    except FileNotFoundError:
+        return {}
+    except (CorruptFileError, OSError, ValueError, SyntaxError) as error:
+        logger.warning("vector instructions are probed again: %s", error)
+        return {}
+
+
+# --- names of Inductor ------------------------------------------------------------------------
+
+
+@contextmanager
+def _replaced(
+    module_name: str, owner_name: str | None, name: str, make: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Bind a name of a module, or of a class in it, to what `make` returns for the old value."""
+    owner: Any = importlib.import_module(module_name)
+    if owner_name is not None:
+        owner = getattr(owner, owner_name, None)
+    original = vars(owner).get(name) if owner is not None else None
+    if original is None:
+        full = ".".join(part for part in (module_name, owner_name, name) if part)
+        _warn_once(full, "loading may build C++ code again")
+        yield
+        return
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@cache
+def _warn_once(name: str, consequence: str) -> None:
+    logger.warning("%s: wanted in this torch, found none; %s", name, consequence)

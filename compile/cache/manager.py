@@ -1,0 +1,279 @@
+"""`CompilerManager`: loads a piece that was compiled before, else compiles and stores it.
+
+For each piece and shape, in this order:
+
+1. An equal piece of this process: the same runnable. Layers that compute the same share one.
+2. An artifact of this rank or another one under the same key: loaded.
+3. The compiler, while a lock keeps other processes from doing the same work; then 2. again for
+   them. Ranks that see other files have the same among them by an exchange.
+
+A failed load is never an error. It is logged with its reason, and the piece is compiled as if it
+had not been there; only a warm start without graphs is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from compile.cache.artifacts import ArtifactError
+from compile.cache.compilers import (
+    CompilerInterface,
+    EagerAdaptor,
+    Handle,
+)
+from compile.cache.index import CompileCache, entry_key, shape_text
+from compile.cache.inductor import make_compiler
+from compile.counters import counter
+from compile.graphs.capture import note_late_compile
+from compile.passes.manager import PassManager
+from compile.scope import CompileScope, Runnable, Shape
+
+STATIC_OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
+"""For pieces of one size: tuning finds the best kernel for it. A range has no best one."""
+
+UNCHECKED_OPTIONS = {"size_asserts": False, "scalar_asserts": False, "alignment_asserts": False}
+"""Inductor checks each input of a piece at run time, a tenth of a small step. What comes in was
+checked once: weights when they are bound, all else by what tracing knows of it."""
+
+logger = logging.getLogger(__name__)
+
+
+class CacheMissError(LookupError):
+    """A piece is to be loaded and cannot be. The message is one line."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is asked for. `key` names what it computes, and for which shape."""
+
+    index: int
+    shape: Shape
+    num_graphs: int
+    key: str
+
+    def __str__(self) -> str:
+        return f"graph {self.index} of {self.num_graphs} for shape {shape_text(self.shape)}"
+
+
+class CompilerManager:
+    """The compiler of one forward with its cache. Invariant: equal pieces are compiled once."""
+
+    def __init__(
+        self,
+        scope: CompileScope,
+        cache: CompileCache | None,
+        *,
+        compiler: CompilerInterface | None = None,
+    ) -> None:
+        """Take over a cache; without one nothing is read or written.
+
+        Args:
+            compiler: other than the one that the configuration means.
+        """
+        self.compiler = make_compiler(scope.config) if compiler is None else compiler
+        self.misses: list[str] = list(cache.misses) if cache is not None else []
+        """Why pieces were compiled although there is a cache."""
+        self.timings_s: dict[str, float] = {"compile": 0.0, "load": 0.0}
+        """Seconds spent compiling and loading, altogether."""
+        self._cache = cache
+        self._exchange = scope.exchange if scope.config.share_artifacts else None
+        self.passes = PassManager.from_names(scope.config.passes or ())
+        """Rewrite each piece before, or inside of, its compiler."""
+        self._options = dict(scope.config.inductor_compile_config)
+        self._runnables: dict[str, Runnable] = {}
+        self._has_warned = False
+        self._unusable: set[str] = set()
+        directory = "" if cache is None else str(cache.artifacts)
+        prefix = "" if cache is None else cache.prefix
+        self.compiler.initialize_cache(directory, cache is None, prefix)
+
+    def compile(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        index: int,
+        shape: Shape,
+        num_graphs: int,
+        key: str,
+    ) -> Runnable:
+        """Return what runs a piece for a shape: an equal one, a stored one or a new one.
+
+        Args:
+            example_inputs: symbolic; for a fixed number of tokens of that size.
+            index: place of the piece among `num_graphs`.
+            key: names what the graph computes on symbolic inputs; by it `load` finds the piece for
+                any shape.
+
+        Raises:
+            RuntimeError: the compiler returned nothing.
+        """
+        piece = self._piece(key, index, shape, num_graphs)
+        if piece.key in self._runnables:
+            logger.debug("%s is one that this process has: key %s", piece, piece.key)
+            self._enter_again(piece)
+            return self._runnables[piece.key]
+        arguments = (graph, example_inputs)
+        found = self._loaded(piece, *arguments)
+        if found is None:
+            with self._compiling(piece) as is_shared:
+                # Whoever had the right before may have left what is needed.
+                found = self._loaded(piece, *arguments) if is_shared else None
+                found = found or self._fetched(piece, *arguments)
+        self._runnables[piece.key] = found
+        return found
+
+    def load(self, key: str, *, index: int, shape: Shape, num_graphs: int) -> Runnable:
+        """Return a stored piece by what its graph computes, without the graph.
+
+        Raises:
+            CacheMissError: there is none that can be used: the forward has to be traced.
+        """
+        piece = self._piece(key, index, shape, num_graphs)
+        if piece.key not in self._runnables:
+            found = self._loaded(piece, None, None)
+            if found is None:
+                raise CacheMissError(f"{piece}: wanted an artifact of key {piece.key}, found none")
+            self._runnables[piece.key] = found
+        return self._runnables[piece.key]
+
+    def options(self, shape: Shape) -> dict[str, Any]:
+        """Return the compiler's options for a shape; those of the configuration win."""
+        static = STATIC_OPTIONS if isinstance(shape, int) else {}
+        return {**UNCHECKED_OPTIONS, **static, **self._options}
+
+    def _piece(self, key: str, index: int, shape: Shape, num_graphs: int) -> _Piece:
+        return _Piece(index, shape, num_graphs, entry_key(key, shape))
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def _loaded(
+        self, piece: _Piece, graph: fx.GraphModule | None, inputs: Sequence[Any] | None
+    ) -> Runnable | None:
+        """Return a stored piece; None, and the reason in the log, where there is none to use."""
+        name = self._find(piece)
+        if self._cache is None or name is None or name in self._unusable:
+            return None
+        started = time.perf_counter()
+        try:
+            handle = (piece.key, name)
+            found = self.compiler.load(handle, graph, inputs, piece.index, piece.shape)
+        except (ArtifactError, OSError) as error:
+            self._unusable.add(name)
+            self._miss(piece, str(error))
+            return None
+        took = self._took("load", started)
+        counter.num_compiled_artifacts_loaded += 1
+        logger.debug("loaded %s in %.2f s", piece, took)
+        self._log("load", piece, name)
+        self._record(piece, name)
+        return found
+
+    def _find(self, piece: _Piece) -> str | None:
+        if self._cache is None:
+            return None
+        return self._cache.find(piece.key, self.compiler.name)
+
+    def _miss(self, piece: _Piece, reason: str) -> None:
+        self.misses.append(f"{piece}: {reason}")
+        logger.warning("%s is compiled again: %s", piece, reason)
+
+    # --- compiling -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _compiling(self, piece: _Piece) -> Iterator[bool]:
+        """Hold the right to compile a piece; yield whether others may have compiled it."""
+        if self._cache is None:
+            yield False
+            return
+        with self._cache.compiling(piece.key):
+            yield True
+
+    def _fetched(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Return what a rank elsewhere has compiled; compile it here if none has."""
+        cache, exchange = self._cache, self._exchange
+        if cache is None or exchange is None:
+            return self._compiled(piece, graph, inputs)
+        key = f"{cache.hash}/{self.compiler.name}/{piece.key}"
+        if (data := exchange.claim(key)) is not None:
+            name = cache.store.offer(data)
+            if name is not None:
+                self._record(piece, name)
+            if (found := self._loaded(piece, graph, inputs)) is not None:
+                return found
+        name = None
+        try:
+            found = self._compiled(piece, graph, inputs)
+            name = self._find(piece)
+            return found
+        finally:
+            # Whoever waits for it must not wait in vain.
+            exchange.publish(key, _bytes_of(cache, name))
+
+    def _compiled(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        note_late_compile(str(piece))
+        started = time.perf_counter()
+        counter.num_backend_compilations += 1
+        key = None if self._cache is None else piece.key
+        options = self.options(piece.shape)
+        if self.compiler.name == EagerAdaptor.name:
+            graph = copy.deepcopy(graph)
+            self.passes.apply(graph)
+        else:
+            options |= self.passes.inductor_config()
+        found, handle = self.compiler.compile(graph, inputs, options, piece.shape, key)
+        if found is None:
+            wanted = f"a runnable from {self.compiler.name}"
+            raise RuntimeError(f"{piece}: wanted {wanted}, found none")
+        logger.info("compiled %s in %.2f s", piece, self._took("compile", started))
+        if self._cache is not None:
+            self._store(piece, handle)
+        return found
+
+    def _store(self, piece: _Piece, handle: Handle | None) -> None:
+        assert self._cache is not None
+        if handle is None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s cannot be saved: every start compiles it again", piece)
+            return
+        counter.num_compiled_artifacts_saved += 1
+        self._log("store", piece, handle[1])
+        self._record(piece, handle[1])
+
+    def _log(self, what: str, piece: _Piece, name: str) -> None:
+        assert self._cache is not None
+        path, compiler = self._cache.artifact_path(name), self.compiler.name
+        logger.debug("%s %s from %s: key %s, path %s", what, piece, compiler, piece.key, path)
+
+    def _record(self, piece: _Piece, name: str) -> None:
+        assert self._cache is not None
+        self._cache.record(piece.shape, piece.index, self.compiler.name, piece.key, name)
+        if path := self._cache.unpack(name, piece.index, piece.shape):
+            logger.debug("unpack %s: key %s, path %s", piece, piece.key, path)
+
+    def _enter_again(self, piece: _Piece) -> None:
+        """Enter an equal piece into the index at its own place too."""
+        name = self._find(piece)
+        if name is not None:
+            self._record(piece, name)
+
+    def _took(self, what: str, started: float) -> float:
+        took = time.perf_counter() - started
+        self.timings_s[what] += took
+        return took
+
+
+def _bytes_of(cache: CompileCache, name: str | None) -> bytes | None:
+    try:
+        return None if name is None else cache.store.get(name)
+    except ArtifactError:
+        return None

@@ -1,0 +1,361 @@
+"""Capturing before a process serves, and the seal that ends it.
+
+Graphs are captured in one window, in the same order on every rank, and never again. A rank that
+captured in the middle of serving would let its peers wait in a collective.
+
+1. `graphs_to_capture` says which graphs a configuration wants.
+2. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
+   their memory in the pool.
+3. `seal` ends it: from now on what compiles or captures is counted, named, and refused if strict.
+
+What graphs will cost has to be known before the KV cache takes all that is left, and only capturing
+tells: `capture_trials` captures the two largest of each mode on a KV cache of one block, into pools
+that are dropped again, and `estimate_graph_bytes` adds up the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from compile.config import CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
+from compile.context import BatchDescriptor, ForwardContext, forward_context
+from compile.counters import counter
+from compile.graphs.errors import LateCapture, LateCompilation
+from compile.graphs.pools import GraphPools
+
+logger = logging.getLogger(__name__)
+
+
+# --- the window and the seal --------------------------------------------------------------------
+
+
+class _PerThread(threading.local):
+    """Ranks of one process may be threads: each opens a window of its own."""
+
+    num_windows = 0
+
+
+_thread = _PerThread()
+
+
+class _Seal:
+    """What this process still may do. Invariant: `policy` is None until it is sealed."""
+
+    policy: SealPolicy | None = None
+
+    def __init__(self) -> None:
+        self.named: set[str] = set()
+
+
+_seal = _Seal()
+
+
+@contextmanager
+def capture_window() -> Iterator[None]:
+    """Let wrappers on this thread capture what they meet.
+
+    Raises:
+        LateCapture: the process is sealed, strictly.
+    """
+    if is_sealed():
+        note_late_capture("a capture window")
+    _thread.num_windows += 1
+    try:
+        yield
+    finally:
+        _thread.num_windows -= 1
+
+
+def is_in_capture_window() -> bool:
+    """Return whether wrappers on this thread capture."""
+    return _thread.num_windows > 0
+
+
+def seal(policy: SealPolicy = "warn") -> None:
+    """End the start of this process."""
+    _seal.policy = policy
+    _seal.named.clear()
+
+
+def unseal() -> None:
+    """Start anew: another model is loaded into this process."""
+    _seal.policy = None
+
+
+def is_sealed() -> bool:
+    """Return whether all that this process compiles and captures should exist."""
+    return _seal.policy is not None
+
+
+def note_late_compile(what: str) -> None:
+    """Count and name a compilation after the seal; before it, do nothing.
+
+    Raises:
+        LateCompilation: the seal is strict.
+    """
+    if not is_sealed():
+        return
+    counter.num_late_compilations += 1
+    _warn_once(f"compiled after the start: {what}")
+    if _seal.policy == "strict":
+        raise LateCompilation("compilation", "none after the process was sealed", what)
+
+
+def note_late_capture(what: str) -> None:
+    """Count and name a step that runs eagerly because it may not be captured now.
+
+    Raises:
+        LateCapture: the process is sealed, strictly.
+    """
+    counter.num_late_captures += 1
+    _warn_once(f"runs eagerly, as it was not captured at the start: {what}")
+    if _seal.policy == "strict":
+        raise LateCapture("capture", "none after the process was sealed", what)
+
+
+def _warn_once(line: str) -> None:
+    """An unknown shape may come with every step."""
+    if line not in _seal.named:
+        _seal.named.add(line)
+        logger.warning(line)
+
+
+# --- what is captured ---------------------------------------------------------------------------
+
+
+def graphs_to_capture(
+    config: CompilationConfig, max_num_seqs: int, query_len: int = 1
+) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+    """Return the graphs that a resolved configuration replays, in capture order.
+
+    Whole graphs of decode steps have `query_len` tokens per sequence, graphs of pieces any. A whole
+    graph of mixed steps has as many sequences as its tokens and `max_num_seqs` allow: none of them
+    is too many for it.
+    """
+    mode, graphs = config.graph_mode, []
+    if mode.requires_piecewise_compilation():
+        keys = [BatchDescriptor(n) for n in config.capture_num_tokens or ()]
+        graphs += [(CUDAGraphMode.PIECEWISE, key) for key in keys]
+    if mode.decode_mode() is CUDAGraphMode.FULL:
+        keys = [BatchDescriptor(bs * query_len, bs, True) for bs in config.graph_bs]
+        graphs += [(CUDAGraphMode.FULL, key) for key in keys]
+    if mode.mixed_mode() is CUDAGraphMode.FULL:
+        sizes = config.capture_num_tokens or ()
+        keys = [BatchDescriptor(n, min(n, max_num_seqs)) for n in sizes]
+        graphs += [(CUDAGraphMode.FULL, key) for key in keys]
+    return sorted(graphs, key=_order)
+
+
+def _order(graph: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[int, int, int]:
+    """Pieces first, then by size, descending: the same on every rank."""
+    mode, key = graph
+    return mode.value, -key.num_tokens, -(key.num_seqs or 0)
+
+
+@dataclass(frozen=True)
+class CaptureCase:
+    """One graph to capture.
+
+    `prepare` fills the static inputs for it and returns the context that its forward runs in:
+    num_tokens of num_seqs padded sequences, metadata from the attention backend's builder.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    prepare: Callable[[], ForwardContext]
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What a start captured. Invariant: keys are ascending, pieces first."""
+
+    elapsed_s: float
+    captured: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
+    skipped: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
+    """Graphs that there was no room for."""
+    num_bytes: int
+    """What the pools grew by."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Token counts that are captured, whatever the mode."""
+        return tuple(sorted({key.num_tokens for _, key in self.captured}))
+
+    @property
+    def graph_bs(self) -> tuple[int, ...]:
+        """Batch sizes of whole graphs of decode steps."""
+        return tuple(key.num_seqs or 0 for _, key in self.captured if key.uniform_decode)
+
+    @property
+    def mixed(self) -> tuple[BatchDescriptor, ...]:
+        """Whole graphs of steps in which not all decode."""
+        is_full = CUDAGraphMode.FULL
+        return tuple(k for mode, k in self.captured if mode is is_full and not k.uniform_decode)
+
+    @property
+    def num_tokens(self) -> tuple[int, ...]:
+        """Token counts of graphs of pieces."""
+        is_pieces = CUDAGraphMode.PIECEWISE
+        return tuple(key.num_tokens for mode, key in self.captured if mode is is_pieces)
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+def capture_all(
+    cases: Iterable[CaptureCase],
+    run: Callable[[CaptureCase], object],
+    *,
+    rank: int,
+    pools: GraphPools,
+    warmups: Mapping[CUDAGraphMode, int],
+    synchronize: Callable[[], None],
+    has_room: Callable[[int], bool] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CaptureReport:
+    """Capture every case, largest first, and report.
+
+    All ranks of a group call it with the same cases.
+
+    Args:
+        run: the forward on the inputs that a case prepared; its output is dropped.
+        warmups: eager runs before a capture, by mode; see `warmups_of`.
+        synchronize: waits for the device after each graph.
+        has_room: waits for the other ranks before each graph, and tells whether one of so many
+            tokens fits on all.
+        progress: called with (graphs done, graphs in all), on rank 0 alone.
+    """
+    started, num_bytes = clock(), pools.num_bytes
+    ordered = sorted(cases, key=lambda case: _order((case.mode, case.descriptor)))
+    captured, skipped = [], []
+    with torch.inference_mode(), paused_gc(), capture_window():
+        for num_done, case in enumerate(ordered, 1):
+            graph = (case.mode, case.descriptor)
+            if has_room is None or has_room(case.descriptor.num_tokens):
+                _capture(case, run, warmups[case.mode])
+                synchronize()
+                captured.append(graph)
+            else:
+                skipped.append(graph)
+            if progress is not None and rank == 0:
+                progress(num_done, len(ordered))
+    report = CaptureReport(
+        clock() - started, _ascending(captured), _ascending(skipped), pools.num_bytes - num_bytes
+    )
+    numbers = (len(captured), report.elapsed_s, report.num_bytes, len(skipped))
+    logger.info("captured %d graphs in %.1f s, %d bytes; no room for %d", *numbers)
+    return report
+
+
+def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
+    """Return how often a forward runs before it is captured, by mode."""
+    return {
+        CUDAGraphMode.FULL: config.num_warmups_full,
+        CUDAGraphMode.PIECEWISE: config.num_warmups_piecewise,
+    }
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Collect now and not inside: a finalizer there may undo a capture. Restores what was on.
+
+    What exists now is set aside, so that the collections that wrappers ask for look at the rest
+    alone: a hundred milliseconds each otherwise.
+    """
+    was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.collect()
+    gc.disable()
+    if not has_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not has_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _capture(case: CaptureCase, run: Callable[[CaptureCase], object], num_warmups: int) -> None:
+    """Run a case eagerly, then once as the step that it is captured for."""
+    context = case.prepare()
+    eager = replace(context, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
+    captured = replace(context, cudagraph_runtime_mode=case.mode, batch_descriptor=case.descriptor)
+    for step in [eager] * num_warmups + [captured]:
+        with forward_context(step):
+            run(case)
+
+
+def _ascending(graphs: list[tuple[CUDAGraphMode, BatchDescriptor]]) -> Any:
+    return tuple(sorted(reversed(graphs), key=lambda graph: (graph[0].value, graph[1].num_tokens)))
+
+
+MIN_GRAPH_BYTES = 1 << 20
+"""What a graph costs at least beside its tensors: its nodes and their arguments on the device."""
+
+
+@dataclass(frozen=True)
+class CaptureTrial:
+    """What the largest graphs of a mode took when they were captured for trial.
+
+    Invariant: `sizes` are the token counts of all graphs of the mode, descending; `second_bytes`
+    is 0 where there is one alone.
+    """
+
+    sizes: tuple[int, ...]
+    first_bytes: int
+    second_bytes: int
+
+
+def capture_trials(
+    cases: Iterable[CaptureCase],
+    run: Callable[[CaptureCase], object],
+    *,
+    pools: GraphPools,
+    warmups: Mapping[CUDAGraphMode, int],
+    synchronize: Callable[[], None],
+    used_bytes: Callable[[], int],
+) -> list[CaptureTrial]:
+    """Capture the two largest graphs of each mode, measure, and forget them.
+
+    All ranks of a group call it with the same cases: graphs may hold collectives.
+
+    Args:
+        cases: all graphs that are wanted, those of a mode side by side, largest first.
+        used_bytes: what the device, or the pools, hold now.
+    """
+    trials = []
+    for _, same_mode in groupby(cases, key=lambda case: case.mode):
+        graphs, grown, before = list(same_mode), [0, 0], used_bytes()
+        for i, case in enumerate(graphs[:2]):
+            capture_all([case], run, rank=0, pools=pools, warmups=warmups, synchronize=synchronize)
+            grown[i] = max(0, used_bytes() - before - sum(grown))
+        trials.append(CaptureTrial(tuple(case.descriptor.num_tokens for case in graphs), *grown))
+        pools.forget()
+        synchronize()
+    return trials
+
+
+def estimate_graph_bytes(trials: Iterable[CaptureTrial], *, policy: PoolPolicy = "shared") -> int:
+    """Return the memory to reserve for graphs before the rest goes to the KV cache.
+
+    In a shared pool the largest graph of any mode pays for tensors, and each further one for
+    itself alone, which the second one shows (vLLM). Separate pools hold tensors for each size,
+    in proportion to it.
+    """
+    held = [trial for trial in trials if trial.sizes]
+    further = sum((len(t.sizes) - 1) * max(t.second_bytes, MIN_GRAPH_BYTES) for t in held)
+    if policy == "shared":
+        return max((t.first_bytes for t in held), default=0) + further
+    return sum(-(-t.first_bytes * sum(t.sizes) // t.sizes[0]) for t in held)

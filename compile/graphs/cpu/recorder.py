@@ -1,0 +1,399 @@
+"""Records a step on CPU, call by call, so that it can be replayed.
+
+What a replay repeats is a flat list of calls with frozen arguments. Ops are seen through a dispatch
+mode, compiled pieces through `boundary`; the inside of a piece or of an opaque op is one call, runs
+without modes and may read what it likes.
+
+1. Each op that is not an allocation or a view becomes a call. Composite ops are taken apart first.
+2. Fresh outputs move into the pool. A replay writes there again: by the op's `out=` form where it
+   has one, else by a copy.
+3. Where the step lets go of a pool tensor, its block is free, and a call that poisons it follows.
+
+A graph owns no tensor. One from outside of the pool is watched, and its death makes the graph
+unusable, since the memory it lay in may hold anything now; on a GPU nothing would notice.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile.context import ForwardContext, current_context
+from compile.custom_op import function_of
+from compile.graphs import boundary
+from compile.graphs.cpu.modes import Modes, value_read, where
+from compile.graphs.cpu.pool import Block, CpuGraphPool, poison_value, view_of
+from compile.graphs.errors import CaptureError, ForeignTensorError
+from compile.graphs.nested import map_tensors, rebuild, tensors_of
+
+aten = torch.ops.aten
+
+ALLOCATIONS = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
+COPIES = {"aten::clone", "aten::_to_copy"}
+# They end when they are waited for, and waiting is no op.
+COLLECTIVES = {"c10d", "_c10d_functional"}
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a replay needs. Invariant: `constants` are the only tensors that it owns."""
+
+    groups: list[tuple[ForwardContext | None, list[Call]]]
+    """Calls in order, by the forward context that they run under."""
+    watch: Watch
+    constants: list[torch.Tensor]
+    """Scalars that the step made from host values: a graph has them by value."""
+
+
+class Recorder:
+    """Records the calls of one step. Invariant: of the pool's tensors it holds only aliases."""
+
+    def __init__(self, pool: CpuGraphPool) -> None:
+        self._pool = pool
+        self._freezer = Freezer(pool)
+        self._modes = Modes(self.op)
+        self._groups: list[tuple[ForwardContext | None, list[Call]]] = []
+        self._context: ForwardContext | None = None
+        self._placed: dict[Block, torch.dtype] = {}
+        self._constants: list[torch.Tensor] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Record what this thread does inside."""
+        try:
+            with boundary.recording(self), self._modes.on():
+                yield
+        finally:
+            # It may hold tensors, and garbage may not be collected soon.
+            self._context = None
+
+    def finish(self) -> Recording:
+        """Return what was recorded."""
+        self._collect()
+        return Recording(self._groups, self._freezer.watch, self._constants)
+
+    # --- what is recorded -------------------------------------------------------------------
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Record a compiled piece."""
+        with self._modes.off(), boundary.recording(None):
+            return self._record(fn, args, {}, getattr(fn, "__name__", type(fn).__name__))
+
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an op that was dispatched."""
+        name = func.name().partition(".")[0]
+        composite = _composite(func)
+        if composite is not None:
+            with self._modes.dispatching():
+                return composite(*args, **kwargs)
+        _check(func, name, args, kwargs)
+        with self._modes.off(), boundary.recording(None):
+            if name in ALLOCATIONS:
+                self._collect()
+                return self._place(func(*args, **kwargs), set())[0]
+            if name == "aten::lift_fresh":
+                return self._lifted(func(*args, **kwargs))
+            if torch.Tag.inplace_view in func.tags:
+                return func(*args, **kwargs)
+            return self._record(func, args, kwargs, name)
+
+    def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep a scalar that the step made of a host value; larger ones it must keep itself."""
+        if tensor.dim() == 0:
+            self._constants.append(tensor)
+        return tensor
+
+    def _record(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> Any:
+        self._collect()
+        inputs = tensors_of((args, kwargs))
+        for tensor in inputs:
+            check_addressable(tensor, self._pool.device, f"an argument of {name}")
+        addresses = [t.untyped_storage().data_ptr() for t in inputs]
+        found = fn(*args, **kwargs)
+        if addresses != [t.untyped_storage().data_ptr() for t in inputs]:
+            raise CaptureError(f"{name} at {where()}", "outputs of their final size", "a resize")
+        result, targets = self._place(found, set(addresses))
+        _copy(found, targets)
+        if _has_effect(fn, targets):
+            what = f"{name} at {where()}"
+            frozen = self._freezer.freeze(args, what), self._freezer.freeze(kwargs, what)
+            self._append(_call(fn, name, *frozen, found, targets))
+        return result
+
+    def _place(self, value: Any, known: set[int]) -> tuple[Any, list[torch.Tensor | None]]:
+        """Give every fresh tensor of `value` memory in the pool.
+
+        Returns the value with those tensors, and for each tensor in it the alias that a replay
+        has to fill. Tensors that share memory go on sharing it.
+        """
+        storages: dict[int, torch.UntypedStorage] = {}
+        targets: list[torch.Tensor | None] = []
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            check_addressable(tensor, self._pool.device, "an output")
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if tensor.numel() == 0 or address in known or self._pool.owns(tensor):
+                targets.append(None)
+                return tensor
+            if address not in storages:
+                storages[address] = self._allocate(storage.nbytes(), tensor.dtype)
+            placed = view_of(storages[address], tensor)
+            targets.append(self._pool.alias(placed))
+            return placed
+
+        return map_tensors(place, value), targets
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _allocate(self, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        block, storage = self._pool.place(num_bytes)
+        self._placed[block] = dtype
+        if self._pool.poison:
+            self._poison(block)()
+        return storage
+
+    def _collect(self) -> None:
+        """Free what the step let go of since the last call, and poison it in replays."""
+        for block in self._pool.reclaim():
+            if block in self._placed and self._pool.poison:
+                self._append(self._poison(block))
+            self._placed.pop(block, None)
+
+    def _poison(self, block: Block) -> Call:
+        dtype = self._placed[block]
+        # Blocks are multiples of the largest element's size.
+        memory = self._pool.bytes_of(block).view(dtype)
+        return functools.partial(aten.fill_.Scalar, memory, poison_value(dtype))
+
+    def _append(self, call: Call) -> None:
+        context = current_context()
+        if not self._groups or context is not self._context:
+            self._groups.append((self._freezer.context(context), []))
+            self._context = context
+        self._groups[-1][1].append(call)
+
+
+# --- calls --------------------------------------------------------------------------------------
+
+
+def _has_effect(fn: Any, targets: list[torch.Tensor | None]) -> bool:
+    """Return whether a call has to be repeated: views and sizes stay as they are."""
+    schema = getattr(fn, "_schema", None)
+    if schema is None or schema.is_mutable or not schema.returns:
+        return True
+    return any(target is not None for target in targets)
+
+
+def _call(
+    fn: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Any,
+    targets: list[torch.Tensor | None],
+) -> Call:
+    """Return the call that a replay makes, with frozen arguments, to fill the targets."""
+    fn = function_of(fn, "cpu") or fn
+    target = targets[0] if isinstance(found, torch.Tensor) else None
+    if target is not None and name in COPIES:
+        return functools.partial(aten.copy_.default, target, args[0])
+    out = _out_form(fn) if target is not None and _dense(target) is target else None
+    if out is not None:
+        return functools.partial(out, *args, **kwargs, out=target)
+    call = functools.partial(fn, *args, **kwargs)
+    if not any(target is not None for target in targets):
+        return call
+    if isinstance(found, tuple | list) and all(type(item) is torch.Tensor for item in found):
+        places = [(i, target) for i, target in enumerate(targets) if target is not None]
+        if all(found[i].is_contiguous() and target.is_contiguous() for i, target in places):
+            moves = [(i, target.data_ptr(), target.nbytes, target) for i, target in places]
+            return functools.partial(_call_and_move, call, moves)
+    return functools.partial(_call_and_copy, call, targets)
+
+
+def _call_and_move(call: Call, moves: list[tuple[int, int, int, torch.Tensor]]) -> None:
+    """Copy small outputs without the dispatcher, which takes longer than copying.
+
+    Args:
+        moves: for each output its place, the address and bytes it goes to, and the tensor there.
+    """
+    found = call()
+    for i, address, num_bytes, target in moves:
+        source = found[i]
+        if source.is_contiguous():
+            ctypes.memmove(address, source.data_ptr(), num_bytes)
+        else:
+            target.copy_(source)
+
+
+def _call_and_copy(call: Call, targets: list[torch.Tensor | None]) -> None:
+    _copy(call(), targets)
+
+
+def _copy(found: Any, targets: list[torch.Tensor | None]) -> None:
+    for source, target in zip(tensors_of(found), targets, strict=True):
+        if target is not None:
+            _dense(target).copy_(_dense(source))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an expanded tensor that has each element once."""
+    if 0 in tensor.stride():
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@functools.cache
+def _out_form(fn: Any) -> Any:
+    """Return the overload of an ATen op that takes the same arguments and `out`, if any."""
+    if getattr(fn, "namespace", "") != "aten":
+        return None
+    wanted = [(arg.name, str(arg.type)) for arg in fn._schema.arguments]
+    for overload in fn.overloadpacket.overloads():
+        form = getattr(fn.overloadpacket, overload)
+        given = [(arg.name, str(arg.type)) for arg in form._schema.arguments]
+        if given == [*wanted, ("out", "Tensor")]:
+            return form
+    return None
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def _check(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if func.namespace in COLLECTIVES:
+        raise CaptureError(f"{name} at {where()}", "a collective inside of an opaque op", name)
+    if _reads_values(func, name, args, kwargs):
+        raise value_read(name)
+
+
+def _reads_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an op's result, or its shape, depends on values: on a GPU it would wait."""
+    if name in INDEXING:
+        has_mask = any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(args[1]))
+        # One value in all masked places needs no index.
+        return has_mask and not (len(args) > 2 and args[2].numel() == 1)
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return kwargs.get("output_size") is None
+    return torch.Tag.data_dependent_output in func.tags
+
+
+@functools.cache
+def _composite(func: Any) -> Callable[..., Any] | None:
+    """Return the kernel of an ATen op that calls other ops, if it has such a one for all devices.
+
+    In inference mode these ops arrive whole, otherwise in parts. `OpOverload.decompose` would
+    prefer Python kernels, whose sums may run in another order. Both names are private: without
+    them such an op is one call, which is right too.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    run = getattr(func, "_op_dk", None)
+    if run is None or has_kernel is None or func.namespace != "aten":
+        return None
+    return functools.partial(run, key) if has_kernel(func.name(), key) else None
+
+
+class Watch:
+    """Notices deaths of tensors. Invariant: `dead` describes the watched ones that are gone."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.dead: list[str] = []
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """Watch the memory of a tensor."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._watched:
+            dead, found = self.dead, f"{name}: {describe(tensor)}"
+            # Torch keeps a storage's Python object as long as the storage: this is its death.
+            self._watched[address] = weakref.ref(storage, lambda _: dead.append(found))
+
+
+class Freezer:
+    """Freezes the arguments and contexts of one graph."""
+
+    def __init__(self, pool: CpuGraphPool) -> None:
+        self._pool = pool
+        self.watch = Watch()
+
+    def freeze(self, value: Any, name: str) -> Any:
+        """Return `value` as a replay will see it.
+
+        Containers and dataclasses are copied, tensors become aliases; other objects stay as they
+        are and are followed.
+
+        Raises:
+            ForeignTensorError: a tensor lies on another device, or is no strided one.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, tuple | list):
+            items = [self.freeze(item, f"{name}[{i}]") for i, item in enumerate(value)]
+            return rebuild(value, items)
+        if isinstance(value, dict):
+            return {key: self.freeze(item, f"{name}[{key!r}]") for key, item in value.items()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value, name)
+        return value
+
+    def context(self, value: ForwardContext | None) -> ForwardContext | None:
+        """Return a forward context as a replay will see it."""
+        frozen: ForwardContext | None = self.freeze(value, "forward context")
+        return frozen
+
+    def _dataclass(self, value: Any, name: str) -> Any:
+        frozen = copy.copy(value)
+        for field in dataclasses.fields(value):
+            item = self.freeze(getattr(value, field.name), f"{name}.{field.name}")
+            object.__setattr__(frozen, field.name, item)
+        return frozen
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        check_addressable(tensor, self._pool.device, name)
+        if tensor.numel() and not self._pool.owns(tensor):
+            self.watch.add(tensor, name)
+        return self._pool.alias(tensor)
+
+
+def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> None:
+    """Raise where a tensor has no address on `device`."""
+    if tensor.device.type != device.type:
+        raise ForeignTensorError(name, f"a tensor on {device}", describe(tensor))
+    if tensor.layout is not torch.strided:
+        raise ForeignTensorError(name, "a strided tensor", describe(tensor))
+    if tensor.is_conj() or tensor.is_neg():
+        found = f"a lazy conjugate or negative: {describe(tensor)}"
+        raise ForeignTensorError(name, "a tensor whose memory holds its values", found)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype, shape and device in words."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{dtype} {list(tensor.shape)} on {tensor.device}{layout}"

@@ -1,0 +1,118 @@
+"""Step graphs on a GPU: CUDA graphs in a private memory pool.
+
+A capture runs nothing. So that a step behaves the same on every device, a captured graph is
+replayed once before its outputs are returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from compile.graphs.errors import ReplayError
+from compile.graphs.nested import map_tensors
+
+T = TypeVar("T")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all pools of a device capture on.
+
+    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), for ever and
+    in the pool of that capture.
+    """
+    return torch.cuda.Stream(device)
+
+
+class CudaGraphPool:
+    """A private pool of torch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._handle = torch.cuda.graph_pool_handle()
+
+    @property
+    def handle(self) -> Any:
+        """What torch knows the pool by."""
+        return self._handle
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are reserved. Walks the allocator's state: not for every step."""
+        segments = torch.cuda.memory_snapshot()
+        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle)]
+        return sum(s["total_size"] for s in own)
+
+    def trim(self) -> None:
+        """Free what only garbage holds, and the allocator's cache beside the pool."""
+        torch.cuda.synchronize(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def weak_ref(self, value: Any) -> Any:
+        """Return `value` with its tensors as aliases, which own nothing."""
+        return map_tensors(lambda t: alias(t) if t.is_cuda else t, value)
+
+    def capture_stream(self) -> torch.cuda.Stream:
+        """Return the current stream, or one for captures where that is the default.
+
+        The default stream cannot be captured, and memory is reused on the stream that freed it.
+        """
+        current = torch.cuda.current_stream(self.device)
+        if current != torch.cuda.default_stream(self.device):
+            return current
+        return _side_stream(self.device)
+
+
+class CudaStepGraph:
+    """One captured step. Invariant: its tensors lie in the pool and are not owned by it."""
+
+    def __init__(self, pool: CudaGraphPool) -> None:
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, fn: Callable[[], T]) -> T:
+        """Capture `fn`, replay it once and return its result."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._pool.device)
+        with torch.cuda.stream(self._pool.capture_stream()):
+            # Other threads may go on: NCCL's watchdog polls events, which a global capture forbids.
+            graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+            try:
+                result = fn()
+            except BaseException:
+                # An invalid capture cannot end well, and what made it invalid says more.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._graph = graph
+        graph.replay()
+        return result
+
+    def replay(self) -> None:
+        """Run the step again on what its tensors hold now, on the current stream."""
+        if self._graph is None:
+            raise ReplayError("replay", "a captured step", "none")
+        self._graph.replay()
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same elements that owns nothing.
+
+    Torch has a private function for it; without that the tensor itself is returned and its memory
+    stays in use.
+    """
+    construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if construct is None or tensor.numel() == 0:
+        return tensor
+    storage = tensor.untyped_storage()
+    bare = construct(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,121 @@
+"""Step graphs: a step is captured once and replayed from fixed addresses, on CPU or on a GPU.
+
+Everything around a graph (keys, padding, pools, lockstep, wrapper, seal) is shared code that knows
+the two protocols below and not which device it is on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from compile.config import PoolPolicy
+from compile.context import BatchDescriptor
+from compile.graphs.cpu.graph import CpuStepGraph
+from compile.graphs.cpu.pool import CpuGraphPool
+from compile.graphs.cuda import CudaGraphPool, CudaStepGraph
+from compile.graphs.errors import ForeignTensorError
+
+T = TypeVar("T")
+
+
+class StepGraph(Protocol):
+    """A step that can be repeated.
+
+    Invariant: a replay reads and writes the addresses of the capture, and owns none of them: who
+    wants an output holds it, and what holds it weakly reads it before the pool is used again.
+    """
+
+    def capture(self, fn: Callable[[], T]) -> T:
+        """Run `fn` once, as far as anybody can tell, and keep it; return its result."""
+
+    def replay(self) -> None:
+        """Run it again on what its tensors hold now."""
+
+
+class GraphPool(Protocol):
+    """Memory that graphs share: what one of them lets go of, the next one may use."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are reserved."""
+
+    def trim(self) -> None:
+        """Free what only garbage holds: before a capture, never inside of one."""
+
+    def weak_ref(self, value: Any) -> Any:
+        """Return `value` with aliases for its tensors, which keep no memory in use."""
+
+
+def new_graph_pool(device: torch.device, *, poison: bool = True) -> GraphPool:
+    """Return an empty pool; `poison` says whether one on CPU overwrites what is free.
+
+    Raises:
+        ForeignTensorError: the device can hold no graphs.
+    """
+    if device.type == "cpu":
+        return CpuGraphPool(poison=poison)
+    if device.type == "cuda":
+        return CudaGraphPool(device)
+    raise ForeignTensorError("graph pool", "a device of type cpu or cuda", str(device))
+
+
+def new_step_graph(pool: GraphPool) -> StepGraph:
+    """Return a graph whose memory comes from `pool`; nothing is captured yet."""
+    if isinstance(pool, CpuGraphPool):
+        return CpuStepGraph(pool)
+    assert isinstance(pool, CudaGraphPool), f"graph pool: wanted one of ours, found {pool!r}"
+    return CudaStepGraph(pool)
+
+
+class GraphHolder(Protocol):
+    """Who keeps graphs that lie in a pool."""
+
+    def forget(self) -> None:
+        """Let go of all of them."""
+
+
+class GraphPools:
+    """The pools of a process: one for all graphs, or one for each padded number of tokens.
+
+    A shared one is as large as the largest graph. Separate ones cost their sum, and no graph can
+    overwrite what a graph of another size left.
+    """
+
+    def __init__(self, new_pool: Callable[[], GraphPool], *, policy: PoolPolicy = "shared") -> None:
+        """Make pools with `new_pool` when they are first asked for."""
+        self._new_pool = new_pool
+        self._is_shared = policy == "shared"
+        self._pools: dict[int, GraphPool] = {}
+        self._users: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all of them have reserved."""
+        return sum(pool.num_bytes for pool in self._pools.values())
+
+    def of(self, descriptor: BatchDescriptor) -> GraphPool:
+        """Return the pool for a graph with this key."""
+        bucket = 0 if self._is_shared else descriptor.num_tokens
+        if bucket not in self._pools:
+            self._pools[bucket] = self._new_pool()
+        return self._pools[bucket]
+
+    def add_user(self, user: GraphHolder) -> None:
+        """Remember what keeps graphs that lie in these pools, as long as it lives."""
+        self._users.add(user)
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs. What they were captured in stays, and is used again."""
+        for user in self._users:
+            user.forget()
+
+    def forget(self) -> None:
+        """Drop all pools, and all graphs in them: they were captured for trial."""
+        self.forget_graphs()
+        for pool in self._pools.values():
+            pool.trim()
+        self._pools.clear()

@@ -1,0 +1,186 @@
+"""Around a forward, or a piece of one: capture it, replay it, or just call it.
+
+A wrapper acts only in steps of its own mode. So a FULL one can stand around a model whose pieces
+have PIECEWISE ones, and whichever the step asks for does the work.
+
+1. The step's mode is another one: the runnable is called.
+2. Its key is known: addresses are compared, the graph is replayed, its output returned.
+3. Inside of a capture window the call is captured: pieces of a model are met one after another.
+4. Otherwise it runs eagerly and is counted: ranks that capture at different times wait for ever.
+
+An eager op between two captured pieces that returns a new tensor would hand the next piece another
+address in every step: `StableOutputs` delivers its outputs at one. Attention needs none of that,
+since it writes into what the piece before it allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.context import BatchDescriptor, get_forward_context
+from compile.counters import counter
+from compile.graphs.capture import is_in_capture_window, note_late_capture
+from compile.graphs.errors import CaptureError, InputAddressError
+from compile.graphs.nested import map_tensors, tensors_of
+from compile.graphs.pools import GraphPools, StepGraph, new_step_graph
+
+
+@dataclass
+class _Entry:
+    """One captured graph. Invariant: `output` keeps no memory in use."""
+
+    graph: StepGraph
+    addresses: list[int]
+    output: Any
+    num_replays: int = 0
+
+
+class CUDAGraphWrapper:
+    """Captures and replays a runnable, once per key: the forward context's batch descriptor.
+
+    Nothing is copied. Whoever calls it puts inputs where they were at the capture, and reads an
+    output before another graph of the pool runs. The capturing call's output is an exception: it
+    keeps its memory as long as it is held.
+
+    Graphs live in this process: a wrapper cannot be pickled or copied.
+    """
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        mode: CUDAGraphMode,
+        pools: GraphPools,
+        *,
+        is_first: bool = True,
+    ) -> None:
+        """Wrap `runnable`.
+
+        Args:
+            mode: PIECEWISE or FULL, the mode of steps in which this one captures and replays.
+            is_first: it is the first of a forward; captures of the others skip the collection
+                of garbage, which takes longer than they do.
+        """
+        assert mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL), mode
+        self.runnable = runnable
+        self.mode = mode
+        self.is_first = is_first
+        self._pools = pools
+        self._entries: dict[BatchDescriptor, _Entry] = {}
+        pools.add_user(self)
+
+    @property
+    def num_replays(self) -> Mapping[BatchDescriptor, int]:
+        """How often each captured graph was replayed."""
+        return {key: entry.num_replays for key, entry in self._entries.items()}
+
+    def forget(self) -> None:
+        """Let go of every graph: what was captured for trial."""
+        self._entries.clear()
+
+    def __call__(self, *args: Any) -> Any:
+        """Capture, replay or call, as the forward context says.
+
+        Raises:
+            InputAddressError: a tensor lies elsewhere than when the graph was captured.
+            LateCapture: the key is unknown and the process is sealed, strictly.
+        """
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode is not self.mode:
+            return self.runnable(*args)
+        key = context.batch_descriptor
+        if key is None:
+            raise CaptureError("batch_descriptor", f"the key of a {self.mode.name} graph", "None")
+        entry = self._entries.get(key)
+        if entry is not None and context.gap_timer is not None:
+            began = context.gap_timer.clock()
+            output = self._replay(key, entry, args)
+            context.gap_timer.add_replay(context.gap_timer.clock() - began)
+            return output
+        if entry is not None:
+            return self._replay(key, entry, args)
+        if is_in_capture_window():
+            return self._capture(key, args)
+        note_late_capture(f"{self.mode.name} graph for {key}")
+        return self.runnable(*args)
+
+    def _replay(self, key: BatchDescriptor, entry: _Entry, args: tuple[Any, ...]) -> Any:
+        addresses = _addresses(args)
+        if addresses != entry.addresses:
+            wanted, found = (str([hex(a) for a in each]) for each in (entry.addresses, addresses))
+            raise InputAddressError(
+                f"inputs of the {self.mode.name} graph for {key}", wanted, found
+            )
+        entry.graph.replay()
+        entry.num_replays += 1
+        counter.num_cudagraph_replayed += 1
+        return entry.output
+
+    def _capture(self, key: BatchDescriptor, args: tuple[Any, ...]) -> Any:
+        pool = self._pools.of(key)
+        if self.is_first:
+            pool.trim()
+        graph = new_step_graph(pool)
+        output = graph.capture(lambda: self.runnable(*args))
+        self._entries[key] = _Entry(graph, _addresses(args), pool.weak_ref(output))
+        counter.num_cudagraph_captured += 1
+        return output
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("CUDAGraphWrapper: wanted a capture in each process, found a copy of one")
+
+
+def _addresses(args: tuple[Any, ...]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors_of(args)]
+
+
+def wrap_forward(
+    runnable: Callable[..., Any], config: CompilationConfig, pools: GraphPools
+) -> Callable[..., Any]:
+    """Return a forward that replays whole graphs where the configuration has any."""
+    if not config.graph_mode.has_full_cudagraphs():
+        return runnable
+    return CUDAGraphWrapper(runnable, CUDAGraphMode.FULL, pools)
+
+
+class StableOutputs:
+    """Calls an op and copies what it returns into a slot of the step's key.
+
+    Invariant: a key's slots are made while graphs are captured and live as long as this object.
+    Outside of piecewise steps, and for keys that were not captured, outputs are passed on.
+    """
+
+    def __init__(self, runnable: Callable[..., Any]) -> None:
+        self.runnable = runnable
+        self._slots: dict[BatchDescriptor, list[torch.Tensor]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the op; return its outputs in their slots. What aliases an input stays there."""
+        output = self.runnable(*args)
+        context = get_forward_context()
+        key = context.batch_descriptor
+        if context.cudagraph_runtime_mode is not CUDAGraphMode.PIECEWISE or key is None:
+            return output
+        inputs = {t.untyped_storage().data_ptr() for t in tensors_of(args)}
+        fresh = [t for t in tensors_of(output) if t.untyped_storage().data_ptr() not in inputs]
+        if key not in self._slots and is_in_capture_window():
+            self._slots[key] = [_like(t) for t in fresh]
+        if key not in self._slots:
+            return output
+        slots = dict(zip(map(id, fresh), self._slots[key], strict=True))
+        return map_tensors(lambda t: _delivered(t, slots.get(id(t))), output)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory with the same strides; `empty_like` would close gaps that readers expect."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _delivered(tensor: torch.Tensor, slot: torch.Tensor | None) -> torch.Tensor:
+    return tensor if slot is None else slot.copy_(tensor)

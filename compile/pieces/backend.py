@@ -1,0 +1,374 @@
+"""`PiecewiseCompiler`, the torch.compile backend: from one graph to the function that runs it.
+
+1. Hash: the toolchain opens compilers and cache for the files that were traced.
+2. Split at the splitting ops; below level 3 the whole graph is one piece.
+3. Compile every piece for every shape, under fake tensors.
+4. Wrap each compiled piece where steps replay pieces, and put it in the place of its graph.
+5. Write the graphs for readers.
+6. Write the stitching function and make it callable.
+7. Put the copy layer in front, where it is asked for.
+
+All of it is done before Dynamo gets its answer, so no request waits for a compiler.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+
+from compile.config import DEFAULT_SPLITTING_OPS, CompilationConfig, CompilationLevel
+from compile.counters import counter
+from compile.pieces.diagnose import (
+    SpecialisedError,
+    check_stays_on_device,
+    find_token_symbol,
+    shape_guards,
+    unify_token_symbols,
+    warn_unrolled,
+)
+from compile.pieces.piecewise import PieceShapes, PiecewiseBackend, find_tokens
+from compile.pieces.plan import (
+    BackendError,
+    ForwardPlan,
+    Guard,
+    PiecePlan,
+    PlanError,
+    TracedCall,
+    Weight,
+    attribute,
+    kept,
+    kind,
+    layout,
+    parse_source,
+    toolchain_of,
+    with_copies,
+    wrapped,
+)
+from compile.pieces.split import (
+    SplitItem,
+    canonical_key,
+    check_pieces,
+    example_value,
+    is_symbolic,
+    placeholders,
+    split_graph,
+)
+from compile.pieces.stitch import (
+    BoundInput,
+    bind_ops,
+    compile_execution_fn,
+    generate_execution_code,
+)
+from compile.report import (
+    COMPUTATION_GRAPH,
+    DYNAMO_GRAPH,
+    TRANSFORMED_CODE,
+    CompileReport,
+    PieceReport,
+)
+from compile.scope import CompileScope, Opened, Runnable
+
+if TYPE_CHECKING:
+    from compile.pieces.dynamo import Trace
+
+logger = logging.getLogger(__name__)
+
+
+def splitting_ops(config: CompilationConfig) -> tuple[str, ...]:
+    """Return where a resolved configuration cuts graphs: nowhere below level 3."""
+    if config.level != CompilationLevel.PIECEWISE:
+        return ()
+    return DEFAULT_SPLITTING_OPS if config.splitting_ops is None else config.splitting_ops
+
+
+class PiecewiseCompiler:
+    """Compiles one graph of one module, once.
+
+    Invariant: after the call `split_gm` runs the compiled pieces by its stitching graph, which is
+    the oracle of the written function.
+    """
+
+    def __init__(
+        self,
+        scope: CompileScope,
+        prefix: str,
+        traced_files: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """Prepare to compile the forward called `prefix`.
+
+        Args:
+            traced_files: called when the graph arrives; the files that it was traced from.
+        """
+        self.opened: Opened | None = None
+        self.graph: fx.GraphModule
+        self.split_gm: fx.GraphModule
+        self.items: list[SplitItem] = []
+        self.pieces: dict[str, Runnable] = {}
+        self.backends: dict[str, PiecewiseBackend] = {}
+        self.sources: list[Any] = []
+        """Where Dynamo found each input of the graph."""
+        self.guards: tuple[Guard, ...] = ()
+        self._scope = scope
+        self._prefix = prefix
+        self._toolchain = toolchain_of(scope)
+        self._traced_files = traced_files
+        self._was_called = False
+        self.split_s = 0.0
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Runnable:
+        """Compile. Returns a function of the graph's inputs.
+
+        Raises:
+            BackendError: a graph was compiled before; the forward was traced a second time.
+            GraphBreakError: the graph reads values, or the number of tokens is a constant.
+        """
+        if self._was_called:
+            wanted = "one graph for each module"
+            raise BackendError(f"PiecewiseCompiler: wanted {wanted}, found a second one")
+        self._was_called = True
+        counter.num_graphs_seen += 1
+        config = self._scope.config
+        self._read(graph)
+        self.opened = self._toolchain.open(self._scope, self._prefix, tuple(self._traced_files()))
+        if self.opened is None:
+            raise BackendError("toolchain: wanted compilers for traced files, found None")
+        self.write_readable(DYNAMO_GRAPH, lambda: readable(graph))
+        started = time.perf_counter()
+        self.split_gm, self.items = split_graph(graph, splitting_ops(config))
+        self.split_s = time.perf_counter() - started
+        self._check()
+        PiecewiseCompileInterpreter(self).compile_all()
+        if not is_symbolic(self.symbol):
+            wanted = "pieces for any number of tokens"
+            found = f"that their compiler fixed it at {self.symbol}"
+            raise SpecialisedError(f"{self._prefix}: wanted {wanted}, found {found}")
+        self.write_readable(COMPUTATION_GRAPH, lambda: readable(self.split_gm))
+        code = generate_execution_code(self.split_gm, self.items)
+        values = {name: self.pieces[submod] for name, submod in code.pieces.items()}
+        values |= bind_ops(code.ops, partial(kept, self._scope))
+        return self._behind_copies(compile_execution_fn(code.source, values))
+
+    # --- the steps ---
+
+    def _read(self, graph: fx.GraphModule) -> None:
+        """Take from the graph what later steps no longer find in it."""
+        self.graph = graph
+        check_stays_on_device(graph)
+        self.symbol = find_token_symbol(graph)
+        unify_token_symbols(graph, self.symbol)
+        self.guards = shape_guards(self.symbol)
+        nodes = placeholders(graph)
+        self.sources = [getattr(node.meta.get("grapharg"), "source", None) for node in nodes]
+        warn_unrolled(graph)
+
+    def _check(self) -> None:
+        """Count the pieces, and check what piecewise graphs rely on."""
+        captured = self._scope.config.graph_mode.requires_piecewise_compilation()
+        compiled = [item for item in self.items if not item.is_splitting]
+        counter.num_piecewise_graphs_seen += len(self.items)
+        counter.num_piecewise_capturable_graphs_seen += len(compiled)
+        check_pieces(self.items, self.symbol.node.expr, captured=captured)
+        for item in self.items:
+            kind = "eager" if item.is_splitting else "compiled"
+            logger.debug("%s: %s, %d nodes", item.name, kind, len(item.graph.graph.nodes))
+
+    def _behind_copies(self, call: Runnable) -> Runnable:
+        dims = [self._symbolic_dims(example_value(node)) for node in placeholders(self.split_gm)]
+        return with_copies(self._scope, call, dims)
+
+    def _symbolic_dims(self, value: Any) -> tuple[int, ...]:
+        sizes = value.shape if isinstance(value, torch.Tensor) else ()
+        return tuple(dim for dim, size in enumerate(sizes) if is_symbolic(size))
+
+    # --- what readers and later starts get ---
+
+    def report(self, trace: Trace, *, keeps_guards: bool) -> CompileReport:
+        """Return what tracing and compiling found out, for people."""
+        assert self.opened is not None
+        conditions = tuple(f"{guard.expression} ({guard.where})" for guard in self.guards)
+        others = tuple(f"{number} x {kind}" for kind, number in trace.dropped_guards.items())
+        return CompileReport(
+            prefix=self._prefix,
+            traced_files=tuple(trace.files),
+            guards_kept=conditions if keeps_guards else (),
+            guards_dropped=others if keeps_guards else (*conditions, *others),
+            pieces=tuple(self._piece_report(item) for item in self.items),
+            timings_s={
+                "dynamo": trace.elapsed_s - trace.compile_s,
+                "split": self.split_s,
+                "compile": trace.compile_s - self.split_s,
+            },
+            misses=tuple(self.opened.manager.misses),
+        )
+
+    def _piece_report(self, item: SplitItem) -> PieceReport:
+        key = "" if item.is_splitting else self.backends[item.name].key
+        num_nodes = len(item.graph.graph.nodes)
+        return PieceReport(item.name, item.index, item.is_splitting, num_nodes, key)
+
+    def directories(self) -> list[Path]:
+        """Return where readable files go: beside the cache's plan, and where a dump is asked."""
+        found = []
+        if self.opened is not None and self.opened.cache is not None:
+            found.append(Path(self.opened.cache.directory))
+        dump = self._scope.config.debug_dump_path
+        if dump:
+            rank = f"rank_{self._scope.tp_rank}_{self._scope.dp_rank}"
+            found.append(Path(dump) / rank / self._prefix)
+        return found
+
+    def write_readable(self, name: str, text: Callable[[], str]) -> None:
+        """Write a file for readers into each of the directories; without any `text` is not made.
+
+        Nothing depends on these files, so one that cannot be written is a warning.
+        """
+        directories = self.directories()
+        content = text() if directories else ""
+        for directory in directories:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / name).write_text(content)
+            except OSError as error:
+                logger.warning("%s: %s is not written: %s", self._prefix, name, error)
+            else:
+                logger.debug("%s: wrote %s", self._prefix, directory / name)
+
+    def plan(self, module: nn.Module, call: TracedCall, trace: Trace) -> ForwardPlan:
+        """Write down how the forward runs, for this process and later ones.
+
+        Args:
+            module: whose attributes the weights are.
+
+        Raises:
+            PlanError: an input of the graph is no argument and no attribute of the module, or is
+                not what Dynamo's code passed.
+        """
+        given = call.present()
+        names = list(given)
+        inputs = [parse_source(source, call.self_name, names) for source in self.sources]
+        _check_inputs(module, inputs, trace.inputs)
+        code = generate_execution_code(
+            self.split_gm, self.items, arguments=names, inputs=inputs, returns=trace.returns
+        )
+        return ForwardPlan(
+            forward=call.forward,
+            arguments=tuple(names),
+            absent=tuple(name for name in call.given if name not in given),
+            kinds=tuple(kind(value) for value in given.values()),
+            symbolic_dims=tuple(call.dims.get(name, ()) for name in names),
+            source=code.source,
+            weights=tuple(
+                Weight(name, path, layout(attribute(module, path)))
+                for name, path in code.weights.items()
+            ),
+            ops=code.ops,
+            pieces=tuple(self._piece_plan(name, submod) for name, submod in code.pieces.items()),
+            guards=self.guards,
+        )
+
+    def pieces_of(self, plan: ForwardPlan) -> dict[str, Runnable]:
+        """Return what runs each compiled piece, by its name in the plan."""
+        by_index = {self.backends[submod].index: run for submod, run in self.pieces.items()}
+        return {piece.name: by_index[piece.index] for piece in plan.pieces}
+
+    def save(self, plan: ForwardPlan, trace: Trace) -> None:
+        """Keep a plan in the cache, and write it for readers."""
+        assert self.opened is not None and trace.code is not None
+        code = trace.code
+        self.write_readable(TRANSFORMED_CODE, lambda: _transformed(code, plan))
+        if self.opened.cache is not None:
+            self.opened.cache.save_plan(plan.to_json())
+
+    def _piece_plan(self, name: str, submod: str) -> PiecePlan:
+        backend = self.backends[submod]
+        return PiecePlan(name, backend.index, backend.key, backend.tokens)
+
+    def add(self, item: SplitItem, index: int, num_graphs: int, example_inputs: list[Any]) -> None:
+        """Compile one piece, wrap it, and put it in the place of its graph.
+
+        `__dict__` wins over the registered submodule, which stays where `state_dict` and
+        `named_children` look for it.
+        """
+        assert self.opened is not None
+        backend = PiecewiseBackend(
+            index=index,
+            num_graphs=num_graphs,
+            tokens=find_tokens(example_inputs, self.symbol.node.expr),
+            shapes=PieceShapes.of(self._scope.config),
+            key=canonical_key(item.graph, example_inputs),
+            manager=self.opened.manager,
+            graph=item.graph,
+            example_inputs=example_inputs,
+        )
+        self.backends[item.name] = backend
+        self.pieces[item.name] = wrapped(self._scope, backend, index)
+        self.split_gm.__dict__[item.name] = self.pieces[item.name]
+
+
+def readable(graph: fx.GraphModule) -> str:
+    """Return a graph as Python with shapes; eager pieces and compiled ones alike."""
+    text: str = graph.print_readable(print_output=False)
+    return f"from torch import device, inf, nan\nimport torch\n\n\n{text}\n"
+
+
+class PiecewiseCompileInterpreter(fx.Interpreter):
+    """Runs the stitching graph on fake tensors and compiles each piece where it is called.
+
+    No kernel runs: fake tensors carry shapes alone. The fake mode is on while a piece's graph is
+    run and off while it is compiled, because a compiler may time kernels on real tensors.
+    """
+
+    def __init__(self, compiler: PiecewiseCompiler) -> None:
+        super().__init__(compiler.split_gm)
+        self._compiler = compiler
+        self._items = {item.name: item for item in compiler.items}
+        compiled = [item.name for item in compiler.items if not item.is_splitting]
+        self._indices = {name: index for index, name in enumerate(compiled)}
+
+    def compile_all(self) -> None:
+        """Compile every piece that is not a splitting one."""
+        values = [example_value(node) for node in placeholders(self._compiler.split_gm)]
+        self.run(*values)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the fake outputs of a piece, which is compiled on the way."""
+        # Decompositions of symbolic shapes are written in Python.
+        with _fake_mode(args), enable_python_dispatcher():
+            outputs = super().call_module(target, args, kwargs)
+        item = self._items[target]
+        if not item.is_splitting:
+            self._compiler.add(item, self._indices[target], len(self._indices), list(args))
+        return outputs
+
+
+def _fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Return the mode of fake tensors; a piece without any needs none."""
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    return modes[0] if modes else nullcontext()
+
+
+def _transformed(code: CodeType, plan: ForwardPlan) -> str:
+    """Return Dynamo's code as comments, and the function that takes its place."""
+    head = "# Dynamo's code around the graph, of which the function below takes the place:"
+    lines = [f"# {line}".rstrip() for line in dis.Bytecode(code).dis().splitlines()]
+    return "\n".join([head, *lines, "", "import torch", "", "", plan.source])
+
+
+def _check_inputs(module: nn.Module, inputs: Sequence[BoundInput], passed: Sequence[Any]) -> None:
+    """Compare what a plan will bind with what Dynamo's own code passed to the graph."""
+    for source, value in zip(inputs, passed, strict=True):
+        if source.weight is not None and attribute(module, source.weight) is not value:
+            wanted = f"{source.weight} of the module"
+            raise PlanError(f"graph input: wanted {wanted}, found another tensor passed")

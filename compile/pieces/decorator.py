@@ -1,0 +1,423 @@
+"""`support_torch_compile`: a module whose forward is traced at most once and then never again.
+
+1. The class is decorated; its instances look at the scope that they are built in.
+2. The first call finds a plan in the cache and binds it, or traces the forward, compiles its
+   pieces and writes the plan.
+3. Every call, the first one included, runs the written function: no guard is evaluated and Dynamo
+   is not entered, so no request can trigger a compilation.
+
+Levels 0 and 1 leave the module alone: its forward runs as it is written, and whoever runs the
+model at level 1 compiles it with `compile_as_is`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from compile.config import CompilationLevel, CUDAGraphMode, DynamicShapes
+from compile.pieces.plan import (
+    TOKEN_ARGUMENT,
+    ForwardPlan,
+    Guard,
+    PlanError,
+    TracedCall,
+    bind,
+    check_guards,
+    kept,
+    kind,
+    load_pieces,
+    toolchain_of,
+    with_copies,
+)
+from compile.report import REPORT
+from compile.scope import CompileScope, Runnable, current_model_tag, current_scope
+
+if TYPE_CHECKING:
+    from compile.pieces.backend import PiecewiseCompiler
+    from compile.pieces.dynamo import Trace
+
+logger = logging.getLogger(__name__)
+
+Module = TypeVar("Module", bound=nn.Module)
+Dims = int | Sequence[int]
+
+
+class ForwardError(ValueError):
+    """A forward is called in a way that it was not traced for."""
+
+
+class CompiledForward:
+    """Base of decorated modules: calls go to the compiled forward, where there is one."""
+
+    do_not_compile: bool
+    """The forward runs as it is written."""
+    compiled_forward: TracedForward | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward. Hooks are heeded where it is not compiled."""
+        if self.do_not_compile:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        assert self.compiled_forward is not None
+        return self.compiled_forward(self, args, kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Load or trace and compile for calls like this one, without running the forward."""
+        if self.compiled_forward is not None:
+            assert isinstance(self, nn.Module)
+            self.compiled_forward.prepare(self, args, kwargs)
+
+
+def support_torch_compile(
+    cls: type[Module] | None = None, *, dynamic_arg_dims: Mapping[str, Dims] | None = None
+) -> Any:
+    """Make a module class compile its forward as the scope says in which it is built.
+
+    Args:
+        dynamic_arg_dims: for each argument its dimensions of tokens, counted from the end where
+            negative. By default the first of every argument annotated as a tensor.
+
+    Raises:
+        TypeError: the class is decorated already, itself or one of its bases.
+        ValueError: no argument has such dimensions, or the forward lacks one that is named.
+    """
+    if cls is None:
+        return lambda decorated: support_torch_compile(decorated, dynamic_arg_dims=dynamic_arg_dims)
+    if issubclass(cls, CompiledForward):
+        raise TypeError(f"{cls.__name__}: wanted a class that is not decorated, found one that is")
+    dims = dynamic_dims(cls, dynamic_arg_dims)
+    build = cls.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        scope = current_scope()
+        self.do_not_compile = scope.config.level < CompilationLevel.DYNAMO_ONCE
+        self.compiled_forward = None
+        if not self.do_not_compile:
+            parameters = list(inspect.signature(type(self).forward).parameters)[1:]
+            self.compiled_forward = TracedForward(scope, parameters, dims)
+
+    cls.__bases__ = (CompiledForward, *cls.__bases__)
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def dynamic_dims(
+    cls: type[nn.Module], given: Mapping[str, Dims] | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the dimensions of tokens of a forward's arguments, as given or by annotation."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+    if given is None:
+        hints = typing.get_type_hints(cls.forward)
+        given = {name: 0 for name in names if _is_tensor(hints.get(name))}
+    for name in given:
+        if name not in names:
+            wanted = f"arguments of {cls.__name__}.forward"
+            raise ValueError(f"dynamic_arg_dims: wanted {wanted}, found {name!r}")
+    if not given:
+        wanted = "an argument annotated as torch.Tensor, or dynamic_arg_dims"
+        raise ValueError(f"{cls.__name__}.forward: wanted {wanted}, found none")
+    return {n: (d,) if isinstance(d, int) else tuple(d) for n, d in given.items()}
+
+
+def _is_tensor(hint: Any) -> bool:
+    """Tell `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [part for part in typing.get_args(hint) if part is not type(None)]
+        return rest == [torch.Tensor]
+    return hint is torch.Tensor
+
+
+class TracedForward:
+    """The compiled forward of one module.
+
+    Invariant: `plan` and the function are set together, by the first call that can trace.
+    """
+
+    def __init__(
+        self,
+        scope: CompileScope,
+        parameters: Sequence[str],
+        dims: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Prepare to compile a module built in `scope`.
+
+        Args:
+            parameters: names of the forward's arguments.
+            dims: dimensions of tokens of some of them.
+        """
+        self.plan: ForwardPlan | None = None
+        self.compiler: PiecewiseCompiler | None = None
+        """What traced it; None after a warm start."""
+        self._model_tag = current_model_tag()
+        self.tag = self._model_tag.name
+        self._scope = scope
+        self._toolchain = toolchain_of(scope)
+        self._parameters = tuple(parameters)
+        self._dims = dims
+        self._is_claimed = False
+        self._run: Runnable | None = None
+        self._names: tuple[str, ...] = ()
+        self._absent: tuple[str, ...] = ()
+        self._num_positional = -1
+        """So many positional arguments are in order as they are."""
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of `module`, which is the same one in every call."""
+        run = self._run
+        if run is None:
+            return self._first(module, args, kwargs)
+        if kwargs or len(args) != self._num_positional:
+            args = self._in_order(module, args, kwargs)
+        return run(*args)
+
+    # --- the first call ---
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Load or trace now, and compute nothing: ranks that meet inside the forward may then
+        wait for each other before they enter it."""
+        if self._run is None:
+            self._load_or_trace(module, args, kwargs)
+
+    def _first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        finished = self._load_or_trace(module, args, kwargs)
+        if finished is not None:
+            return finished.result
+        if self._run is None:
+            return module.forward(*args, **kwargs)
+        return self._run(*self._in_order(module, args, kwargs))
+
+    def _load_or_trace(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Trace | None:
+        """Set the function that runs the forward, unless there are too few tokens to trace with.
+
+        Returns a trace that ran the step already: a forward with side effects.
+        """
+        given: Mapping[str, Any] = _arguments(module, args, kwargs)
+        if not self._is_claimed:
+            self._model_tag.claim()
+            self._is_claimed = True
+        if self._load(module, given):
+            return None
+        dims = self._token_dims(given)
+        mode = self._scope.config.dynamic_shapes
+        num_tokens = next(given[name].shape[dims[name][0]] for name in dims)
+        if num_tokens < 2 and mode is DynamicShapes.BACKED:
+            logger.warning("%s: too few tokens to trace with: %d", self.tag, num_tokens)
+            return None
+        return self._trace(module, given, dims)
+
+    def _token_dims(self, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return each tensor's dimensions of tokens, counted from the front.
+
+        Raises:
+            ForwardError: they differ in size, or nothing has one.
+        """
+        dims: dict[str, tuple[int, ...]] = {}
+        sizes: dict[str, int] = {}
+        for name, wanted in self._dims.items():
+            if (value := given[name]) is not None:
+                dims[name] = tuple(_from_the_front(name, dim, value) for dim in wanted)
+                sizes |= {f"{name} dim {dim}": value.shape[dim] for dim in dims[name]}
+        if len(set(sizes.values())) != 1:
+            wanted_sizes = "one number of tokens in all arguments"
+            raise ForwardError(f"{self.tag}: wanted {wanted_sizes}, found {sizes}")
+        return dims
+
+    def _load(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
+        """Bind the plan that an earlier start left, if there is one that fits."""
+        if self._scope.config.compile_lazily:
+            return False
+        started = time.perf_counter()
+        opened = self._toolchain.open(self._scope, self.tag, None)
+        text = opened.cache.load_plan() if opened is not None and opened.cache else None
+        if opened is None or text is None:
+            return False
+        try:
+            plan = ForwardPlan.from_json(text)
+            _check_fits(plan, module, given)
+            self._bind(plan, module, load_pieces(self._scope, opened.manager, plan))
+        except Exception as error:
+            logger.warning("%s: traced again, because its plan is of no use: %s", self.tag, error)
+            return False
+        self._tell_guards(plan.guards)
+        took = time.perf_counter() - started
+        logger.info("%s: %d pieces loaded in %.2f s", self.tag, len(plan.pieces), took)
+        return True
+
+    def _trace(
+        self, module: nn.Module, given: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]]
+    ) -> Trace | None:
+        """Trace, compile, bind and save. Returns a trace that ran the step already."""
+        # A warm start imports neither Dynamo nor what needs it.
+        from compile.pieces.backend import PiecewiseCompiler
+        from compile.pieces.diagnose import recompile_hazards
+        from compile.pieces.dynamo import trace_once
+
+        forward = types.MethodType(type(module).forward, module)
+        place = (forward.__code__.co_filename, forward.__code__.co_firstlineno)
+        logger.debug("%s: tracing %s (%s:%d)", self.tag, _name(module), *place)
+        for hazard in recompile_hazards(forward):
+            logger.warning("%s: %s", self.tag, hazard)
+        compilers: list[PiecewiseCompiler] = []
+
+        def backend(trace: Trace) -> PiecewiseCompiler:
+            compilers.append(PiecewiseCompiler(self._scope, self.tag, lambda: trace.files))
+            return compilers[0]
+
+        config = self._scope.config
+        trace = trace_once(
+            forward,
+            given,
+            dims,
+            backend,
+            mode=config.dynamic_shapes,
+            tolerates_side_effects=config.graph_mode is CUDAGraphMode.NONE,
+        )
+        self.compiler = compilers[0]
+        self._report(trace, self.compiler)
+        if trace.returns is None:
+            return self._run_by_code(forward, given, trace)
+        call = TracedCall(_name(module), forward.__code__.co_varnames[0], given, dims)
+        plan = self.compiler.plan(module, call, trace)
+        trace.inputs = ()
+        self._bind(plan, module, self.compiler.pieces_of(plan))
+        self.compiler.save(plan, trace)
+        return None
+
+    def _run_by_code(
+        self, forward: types.MethodType, given: Mapping[str, Any], trace: Trace
+    ) -> Trace:
+        """Run a forward with side effects by Dynamo's code from now on."""
+        from compile.pieces.dynamo import by_code
+
+        assert self.compiler is not None and trace.code is not None
+        effects = "; ".join(trace.side_effects)
+        logger.warning(
+            "%s: not kept in the cache, because it has side effects: %s", self.tag, effects
+        )
+        self._keep(by_code(forward, trace.code), given, (), self.compiler.guards)
+        return trace
+
+    def _tell_guards(self, guards: Iterable[Guard]) -> None:
+        for guard in guards:
+            logger.warning(
+                "%s: traced for %s alone, as %s asked", self.tag, guard.expression, guard.where
+            )
+
+    def _report(self, trace: Trace, compiler: PiecewiseCompiler) -> None:
+        logger.debug("%s: traced files: %s", self.tag, ", ".join(trace.files))
+        logger.debug("%s: %d guards dropped", self.tag, trace.dropped_guards.total())
+        self._tell_guards(compiler.guards)
+        report = compiler.report(trace, keeps_guards=self._scope.config.evaluate_guards)
+        report.log()
+        compiler.write_readable(REPORT, report.to_json)
+
+    # --- every call ---
+
+    def _bind(self, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]) -> None:
+        bound = bind(plan, module, pieces, partial(kept, self._scope))
+        run = with_copies(self._scope, bound, plan.symbolic_dims)
+        self.plan = plan
+        self._keep(run, plan.arguments, plan.absent, plan.guards)
+
+    def _keep(
+        self,
+        run: Runnable,
+        names: Iterable[str],
+        absent: Iterable[str],
+        guards: Sequence[Guard],
+    ) -> None:
+        self._names, self._absent = tuple(names), tuple(absent)
+        self._run = run
+        if self._names == self._parameters[: len(self._names)]:
+            self._num_positional = len(self._names)
+        if self._scope.config.evaluate_guards:
+            self._run = self._guarded(run, guards)
+
+    def _guarded(self, run: Runnable, guards: Sequence[Guard]) -> Runnable:
+        position, dim = self._names.index(TOKEN_ARGUMENT), self._dims[TOKEN_ARGUMENT][0]
+
+        def check_and_run(*args: Any) -> Any:
+            check_guards(guards, args[position].shape[dim])
+            return run(*args)
+
+        return check_and_run
+
+    def _in_order(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the tensors that the compiled forward takes.
+
+        Raises:
+            ForwardError: others are None than when it was traced.
+        """
+        given = _arguments(module, args, kwargs)
+        unexpected = [name for name in self._absent if given[name] is not None]
+        missing = [n for n in self._names if given[n] is None] if self.plan is not None else []
+        if unexpected or missing:
+            wanted = f"{', '.join(self._names)} as traced"
+            found = ", ".join(name for name, value in given.items() if value is not None)
+            raise ForwardError(f"{self.tag}: wanted the arguments {wanted}, found {found}")
+        return tuple(given[name] for name in self._names)
+
+
+def _from_the_front(name: str, dim: int, value: torch.Tensor) -> int:
+    if not -value.ndim <= dim < value.ndim:
+        wanted = f"a dimension of {name}, which has {value.ndim}"
+        raise ForwardError(f"dynamic_arg_dims: wanted {wanted}, found {dim}")
+    return dim % value.ndim
+
+
+def _check_fits(plan: ForwardPlan, module: nn.Module, given: Mapping[str, Any]) -> None:
+    present = {name: kind(value) for name, value in given.items() if value is not None}
+    wanted = (_name(module), present)
+    found = (plan.forward, dict(zip(plan.arguments, plan.kinds, strict=True)))
+    if wanted != found:
+        raise PlanError(f"plan: wanted one of {wanted}, found one of {found}")
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).forward.__qualname__}"
+
+
+def _arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, torch.Tensor | None]:
+    """Return the arguments of a forward by name, in the order of its signature.
+
+    Raises:
+        ForwardError: one is neither a tensor nor None; it would be taken for a constant.
+    """
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(list(bound.arguments.items())[1:])
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            wanted = "a tensor or None"
+            raise ForwardError(f"{_name(module)}({name}): wanted {wanted}, found {value!r}")
+    return given
+
+
+# --- level 1 ----------------------------------------------------------------------------------
+
+
+def compile_as_is(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward as Dynamo traces it: one graph, guards and all, nothing generated.
+
+    The first dimension of its tensor arguments is symbolic, so that steps of all sizes share the
+    graph. A graph break raises GraphBreakError.
+    """
+    from compile.pieces.dynamo import traced_as_is
+
+    return traced_as_is(module, dynamic_dims(type(module), None))

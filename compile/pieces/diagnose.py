@@ -1,0 +1,376 @@
+"""Say why a forward is not one graph, where, and what to write instead.
+
+A message names the call, its file and line, and a remedy. Reading a value of a tensor is refused
+here even where torch can trace it: each one waits for the device, in the middle of what is to be
+captured.
+
+A forward's source is searched for what would be traced again for other sizes, before anything is
+traced: what is written there, and not what it calls. Counting graphs finds the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import logging
+import os
+import re
+import sysconfig
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from traceback import FrameSummary
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile.pieces.plan import TOKEN_ARGUMENT, Guard
+from compile.pieces.split import example_value, is_symbolic, placeholders
+from compile.pieces.stitch import NUM_TOKENS
+
+logger = logging.getLogger(__name__)
+
+MAX_UNROLLED = 64
+"""How often one line of one module may occur in a graph before it is called an unrolled loop.
+Each time is code to compile; 64 covers the heads and experts of loops that are meant so."""
+
+_OPAQUE = "hide it in an op (compile.custom_op.direct_register_custom_op)"
+_VALUE = "compute it before the forward and pass it as a tensor, or " + _OPAQUE
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A reason for a break. `pattern` is searched in torch's message and in the line of source."""
+
+    what: str
+    pattern: str
+    remedy: str
+
+
+CAUSES = (
+    Cause("print", r"`print`|\bprint\(", "remove it, or log around the forward"),
+    Cause("breakpoint", r"`breakpoint`|\bbreakpoint\(", "run with level 0 to debug"),
+    Cause("a call of a logger", r"\blogg(er|ing)\b", "log around the forward"),
+    Cause(
+        "a range over a value", r"\brange\(.*(\.item\(\)|int\()", "loop inside an op: " + _OPAQUE
+    ),
+    Cause(
+        "a branch on a value",
+        r"[Dd]ata-dependent branching",
+        "use torch.where, or decide before the forward",
+    ),
+    Cause("tolist", r"\.tolist\(", _VALUE),
+    Cause("item", r"\.item\(|_local_scalar_dense", _VALUE),
+    Cause("int or float of a tensor", r"\b(int|float|bool)\(", _VALUE),
+    Cause("nonzero", r"nonzero|masked_select|\bunique\(", "use torch.where with three arguments"),
+    Cause(
+        "a branch on a size",
+        r"[Dd]ata-dependent|specializ",
+        "write it for any number of tokens, or " + _OPAQUE,
+    ),
+    Cause("a native call", r"ctypes|pybind|nanobind|C/C\+\+|builtin", _OPAQUE),
+)
+_OTHER = Cause("a graph break", "", "move it out of the forward, or " + _OPAQUE)
+
+_TORCH = os.path.dirname(torch.__file__)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+
+_BREAKS = {
+    "Unsupported",
+    "UserError",
+    "InternalTorchDynamoError",
+    "GuardOnDataDependentSymNode",
+    "ConstraintViolationError",
+    "FailOnRecompileLimitHit",
+}
+"""What torch raises by name: some of these classes moved between its versions."""
+
+_READS = {"item": "item", "tolist": "tolist", "_local_scalar_dense": "item"}
+_SIZED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "bincount"}
+
+
+class GraphBreakError(RuntimeError):
+    """A forward is not one graph that stays on the device."""
+
+
+class SpecialisedError(GraphBreakError):
+    """Tracing took the number of tokens for a constant."""
+
+
+# --- breaks -----------------------------------------------------------------------------------
+
+
+def explained(error: Exception, forward: MethodType) -> GraphBreakError | None:
+    """Say in one line what Dynamo broke on; None for errors of other kinds."""
+    if type(error).__name__ not in _BREAKS:
+        return None
+    frame = _user_frame(getattr(error, "real_stack", None) or _frames(str(error)))
+    line = "" if frame is None else _source(frame)
+    cause = _cause(str(error), line)
+    where = f"{forward.__qualname__}" if frame is None else _place(frame)
+    return GraphBreakError(_break(cause, where, line, _context(error)))
+
+
+def _break(cause: Cause, where: str, line: str, context: str = "") -> str:
+    found = cause.what if cause is not _OTHER or not context else context
+    code = f" `{line}`" if line else ""
+    return f"forward: wanted one graph, found {found} at {where}{code}; to change: {cause.remedy}"
+
+
+def _cause(message: str, line: str) -> Cause:
+    """Find the first cause that the source shows, else the first that the message names."""
+    for text in (line, message.split("from user code")[0]):
+        for cause in CAUSES:
+            if text and re.search(cause.pattern, text):
+                return cause
+    return _OTHER
+
+
+def _context(error: Exception) -> str:
+    match = re.search(r"Developer debug context: (.*)", str(error))
+    return match.group(1).strip() if match else str(error).strip().split("\n")[0]
+
+
+def _frames(text: str) -> list[FrameSummary]:
+    """Read the frames of a stack that is part of a text."""
+    found = re.findall(r'File "(.+)", line (\d+), in (.+)', text)
+    return [FrameSummary(file, int(line), name) for file, line, name in found]
+
+
+def _user_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
+    """Return the innermost frame outside of torch and Python's own library."""
+    ours = [frame for frame in frames if not _is_library(frame.filename)]
+    chosen = ours or list(frames)
+    return chosen[-1] if chosen else None
+
+
+def _is_library(filename: str) -> bool:
+    if filename.startswith(_TORCH):
+        return True
+    return filename.startswith(_STDLIB) and "site-packages" not in filename
+
+
+def _place(frame: FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _source(frame: FrameSummary) -> str:
+    return (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+
+
+def check_stays_on_device(graph: fx.GraphModule) -> None:
+    """Refuse a graph that reads values of tensors or has shapes that depend on them.
+
+    Raises:
+        GraphBreakError: with file and line of the first one.
+    """
+    for node in graph.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = str(name).split(".")[0]
+        what = _READS.get(name) or (name if name in _SIZED_BY_VALUES else None)
+        if node.op in ("call_method", "call_function") and what is not None:
+            where, line = traced_at(node)
+            named = _cause("", line) if line else _OTHER
+            cause = next((c for c in CAUSES if c.what == what), _OTHER)
+            raise GraphBreakError(_break(cause if named is _OTHER else named, where, line, what))
+
+
+def traced_at(node: fx.Node) -> tuple[str, str]:
+    """Return `file:line` and the source of the line that a node was traced from."""
+    frame = _user_frame(_frames(node.stack_trace or ""))
+    return ("an unknown line", "") if frame is None else (_place(frame), _source(frame))
+
+
+# --- the token dimension ----------------------------------------------------------------------
+
+
+def find_token_symbol(graph: fx.GraphModule) -> torch.SymInt:
+    """Return the size of `input_ids`, by which the whole forward is sized.
+
+    Raises:
+        SpecialisedError: tracing took it for a constant.
+        GraphBreakError: the graph has no such input.
+    """
+    for node in placeholders(graph):
+        value = example_value(node)
+        if node.name.strip("_").removeprefix("l_") == TOKEN_ARGUMENT and value is not None:
+            size: Any = value.shape[0]
+            if is_symbolic(size):
+                symbol: torch.SymInt = size
+                return symbol
+            wanted = "any number of tokens"
+            found = f"{size} taken for granted{_specialised_at(value)}"
+            remedy = next(c.remedy for c in CAUSES if c.what == "a branch on a size")
+            raise SpecialisedError(f"forward: wanted {wanted}, found {found}; to change: {remedy}")
+    names = ", ".join(node.name for node in placeholders(graph)[:8])
+    wanted = f"an argument {TOKEN_ARGUMENT} that it uses"
+    raise GraphBreakError(f"forward: wanted {wanted}, found the graph inputs {names}")
+
+
+def _specialised_at(value: Any) -> str:
+    env = value.fake_mode.shape_env
+    stacks = getattr(env, "specialization_stacks", {}).values()
+    frames = [frame for stack in stacks if (frame := _user_frame(stack)) is not None]
+    return f" at {_place(frames[0])} `{_source(frames[0])}`" if frames else ""
+
+
+def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
+    """Make all symbolic sizes of the graph's inputs the one of `input_ids`.
+
+    Dynamo gives each argument a symbol of its own; the caller checked that the sizes are equal.
+    Inputs that stand for a second symbol lose their uses and stay, unused, in the signature.
+    """
+    first = None
+    for node in placeholders(graph):
+        value = example_value(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and size.node.expr != symbol.node.expr:
+                torch._check(size == symbol)
+        if isinstance(value, torch.SymInt):
+            if first is not None:
+                node.replace_all_uses_with(first)
+            first = first or node
+    graph.recompile()
+
+
+def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
+    """Return the conditions on the number of tokens under which the graph was traced.
+
+    With BACKED symbols that there are two tokens or more is no condition but part of the symbol,
+    so none of these tells of it.
+    """
+    from torch.utils._sympy.printers import PythonPrinter
+
+    env, own = symbol.node.shape_env, symbol.node.expr
+    found = []
+    for guard in env.guards:
+        condition = env.replace(guard.expr)
+        if condition.free_symbols == {own}:
+            renamed = condition.xreplace({own: type(own)(NUM_TOKENS, integer=True, positive=True)})
+            found.append(Guard(PythonPrinter().doprint(renamed), _asked_at(guard.sloc)))
+    return tuple(dict.fromkeys(found))
+
+
+def _asked_at(location: Any) -> str:
+    text = getattr(location, "maybe_user_loc", None)
+    return str(text or location)
+
+
+# --- loops ------------------------------------------------------------------------------------
+
+
+def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
+    """Return `file:line` and source of lines that one module repeats more than MAX_UNROLLED times.
+
+    A loop over child modules is none: between its rounds stands what the children compute.
+    """
+    times: Counter[tuple[str, str, str]] = Counter()
+    rounds: dict[tuple[str, str, str], int] = {}
+    num_child_nodes: Counter[str] = Counter()
+    found: dict[tuple[str, str], None] = {}
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        *ancestors, module = _modules(node)
+        num_child_nodes.update(ancestors)
+        where, source = traced_at(node)
+        key = (module, where, str(node.target))
+        if rounds.get(key) != num_child_nodes[module]:
+            times[key], rounds[key] = 0, num_child_nodes[module]
+        times[key] += 1
+        if times[key] > MAX_UNROLLED:
+            found[where, source] = None
+    return list(found)
+
+
+def _modules(node: fx.Node) -> list[str]:
+    """Return the paths of the modules that a node was traced in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return ["", *(str(path) for path, _ in stack.values())]
+
+
+def warn_unrolled(graph: fx.GraphModule) -> None:
+    """Warn once for each line that a loop repeated in the graph."""
+    for where, source in unrolled_lines(graph):
+        logger.warning(
+            "forward: wanted loops over layers alone, found `%s` at %s more than %d times in the "
+            "graph; to change: %s",
+            source,
+            where,
+            MAX_UNROLLED,
+            _OPAQUE,
+        )
+
+
+@dataclass(frozen=True)
+class RecompileHazard:
+    """A place whose trace depends on an integer's value."""
+
+    file: str
+    line: int
+    pattern: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: wanted {self.remedy}, found {self.pattern}"
+
+
+def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
+    """Return what in a function's source makes one graph for each value, in its lines' order.
+
+    Three patterns: `bit_length`, `min` or `max` of one list, and a branch or loop on a size. A
+    fourth, an op that wants plain integers, does not arise: `direct_register_custom_op` makes them
+    symbolic. A function without a source file has nothing that could be read.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:
+        return []
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    file = inspect.getsourcefile(function) or "<string>"
+    found = [
+        RecompileHazard(file, first + node.lineno - 1, pattern, remedy)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.expr, ast.stmt))
+        for pattern, remedy in _hazards_of(node)
+    ]
+    return sorted(found, key=lambda hazard: hazard.line)
+
+
+def _hazards_of(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Call):
+        yield from _call_hazards(node)
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)) and _asks_for_a_size(node.test):
+        kind = "loop" if isinstance(node, ast.While) else "branch"
+        yield f"a {kind} on a size", "torch.where, or the decision made outside of the forward"
+
+
+def _call_hazards(call: ast.Call) -> Iterator[tuple[str, str]]:
+    match call.func:
+        case ast.Attribute(attr="bit_length"):
+            yield "bit_length()", "next_pow2 of compile.pieces.shapes"
+        case ast.Name(id="max" | "min" as name) if len(call.args) == 1:
+            better = "largest" if name == "max" else "smallest"
+            yield (
+                f"{name}() of a list",
+                f"{better} of compile.pieces.shapes, or a value given to the forward",
+            )
+
+
+def _asks_for_a_size(test: ast.expr) -> bool:
+    """Return whether a condition compares a tensor's size."""
+    comparisons = (part for part in ast.walk(test) if isinstance(part, ast.Compare))
+    return any(_is_size(part) for comparison in comparisons for part in ast.walk(comparison))
+
+
+def _is_size(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr="shape"):
+            return True
+        case ast.Call(func=ast.Attribute(attr="size" | "numel" | "stride")):
+            return True
+    return False

@@ -1,0 +1,250 @@
+"""`PiecewiseBackend`: one piece of a forward, with an artifact for each shape it was compiled for.
+
+Which artifact runs follows from the padded number of tokens alone: the one for exactly so many,
+else the one whose range holds it, else the general one. The choice is looked up, never computed
+twice, and no guard is evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from compile.config import CompilationConfig, CompilationLevel
+from compile.graphs.boundary import boundary
+from compile.graphs.capture import is_in_capture_window
+from compile.pieces.split import is_symbolic
+from compile.scope import Manager, Runnable, Shape
+
+logger = logging.getLogger(__name__)
+
+
+class Range(NamedTuple):
+    """Token counts from `low` to `high`, both included. Without numbers: all there are."""
+
+    low: int = 1
+    high: int = sys.maxsize
+
+    def holds(self, num_tokens: int) -> bool:
+        """Return whether the count lies inside."""
+        return self.low <= num_tokens <= self.high
+
+
+@dataclass(frozen=True)
+class PieceShapes:
+    """What each piece is compiled for beside the general shape.
+
+    Invariant: ranges ascend and do not overlap.
+    """
+
+    sizes: tuple[int, ...] = ()
+    ranges: tuple[Range, ...] = ()
+    lazily: bool = False
+    """A listed size is compiled when it is met for the second time."""
+
+    @classmethod
+    def of(cls, config: CompilationConfig) -> PieceShapes:
+        """Read a resolved configuration; only pieces (level 3) have shapes of their own."""
+        if config.level != CompilationLevel.PIECEWISE:
+            return cls()
+        sizes = tuple(size for size in config.compile_sizes or () if isinstance(size, int))
+        ranges = tuple(Range(*pair) for pair in config.compile_ranges)
+        return cls(sizes, ranges, config.compile_lazily)
+
+    def all(self) -> list[Shape]:
+        """Return every shape, the general one first."""
+        return [None, *self.sizes, *((low, high) for low, high in self.ranges)]
+
+
+class TokenSource(NamedTuple):
+    """Where a piece's arguments say how many tokens there are."""
+
+    argument: int
+    dim: int | None
+    """The dimension of a tensor; None: the argument is the number."""
+
+
+class PieceError(ValueError):
+    """A piece cannot be built from what it was given."""
+
+
+class PiecewiseBackend:
+    """Runs one piece with the artifact for the number of tokens at hand.
+
+    Invariant: every count has an artifact before the first call. `key` names the piece by what it
+    computes, `index` by its place.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_graphs: int,
+        tokens: TokenSource | None,
+        shapes: PieceShapes,
+        key: str = "",
+        manager: Manager | None = None,
+        graph: fx.GraphModule | None = None,
+        example_inputs: Sequence[Any] = (),
+        compiled_runnables: Mapping[Shape, Runnable] | None = None,
+    ) -> None:
+        """Compile `graph` for all shapes, or take what was compiled before.
+
+        Raises:
+            PieceError: graph and runnables are both given or both missing, or the runnables leave
+                a number of tokens without an artifact.
+        """
+        self.index = index
+        self.key = key
+        self.shapes = shapes
+        self._num_graphs = num_graphs
+        self.tokens = tokens
+        self._manager = manager
+        self._graph = graph
+        self._example_inputs = list(example_inputs)
+        self._calls: dict[int, int] = {}
+        self.runnables: dict[Shape, Runnable] = {}
+        self._by_count: dict[int, Runnable] = {}
+        if (graph is None) == (compiled_runnables is None):
+            found = "neither" if graph is None else "both"
+            raise PieceError(f"piece {index}: wanted a graph or compiled runnables, found {found}")
+        if compiled_runnables is not None:
+            self.runnables = {s: boundary(fn) for s, fn in compiled_runnables.items()}
+            self._check_coverage()
+        else:
+            for shape in shapes.all():
+                if not (shapes.lazily and isinstance(shape, int)):
+                    self._compile(shape)
+        if not shapes.lazily:
+            # Nothing is compiled any more, and the graph keeps every layer's nodes.
+            self._manager, self._graph, self._example_inputs = None, None, []
+        self._only = self.runnables.get(None) if tokens is None else None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the piece; args: its inputs in order. Returns a tuple or list of its outputs."""
+        if self.tokens is None:
+            assert self._only is not None
+            return self._only(*args)
+        argument, dim = self.tokens
+        count = args[argument] if dim is None else args[argument].shape[dim]
+        runnable = self._by_count.get(count)
+        return (runnable or self._look_up(count))(*args)
+
+    def _look_up(self, count: int) -> Runnable:
+        """Choose for a count that was not met before, or whose size is still to be compiled."""
+        if self.shapes.lazily and count in self.shapes.sizes and count not in self.runnables:
+            if is_in_capture_window():  # a compiler runs kernels of its own
+                return self._choose(count)
+            self._calls[count] = self._calls.get(count, 0) + 1
+            if self._calls[count] == 1:
+                return self._choose(count)
+            self._compile(count)
+        return self._by_count.setdefault(count, self._choose(count))
+
+    def _choose(self, count: int) -> Runnable:
+        if count in self.runnables:
+            return self.runnables[count]
+        for shape, runnable in self.runnables.items():
+            if isinstance(shape, tuple) and Range(*shape).holds(count):
+                return runnable
+        return self.runnables[None]
+
+    def _compile(self, shape: Shape) -> None:
+        assert self._graph is not None and self._manager is not None
+        inputs = self._example_inputs
+        if isinstance(shape, int):
+            inputs = sized(inputs, self.tokens, shape)
+        started = time.perf_counter()
+        self.runnables[shape] = boundary(
+            self._manager.compile(
+                self._graph,
+                inputs,
+                index=self.index,
+                shape=shape,
+                num_graphs=self._num_graphs,
+                key=self.key,
+            )
+        )
+        took = time.perf_counter() - started
+        logger.debug(
+            "graph %d, shape %s: key %s, ready in %.3f s", self.index, shape, self.key, took
+        )
+
+    def _check_coverage(self) -> None:
+        if None in self.runnables:
+            return
+        count = first_gap([shape for shape in self.runnables if shape is not None])
+        if count is not None or self.tokens is None:
+            wanted = "an artifact for every number of tokens"
+            raise PieceError(f"piece {self.index}: wanted {wanted}, found none for {count}")
+
+
+def first_gap(shapes: Sequence[int | tuple[int, int]]) -> int | None:
+    """Return the smallest number of tokens that no shape holds; None if all are held."""
+    ranges = sorted(Range(s, s) if isinstance(s, int) else Range(*s) for s in shapes)
+    count = 1
+    for one in ranges:
+        if one.low > count:
+            return count
+        count = max(count, one.high + 1)
+    return None if count > sys.maxsize else count
+
+
+def find_tokens(example_inputs: Sequence[Any], symbol: Any) -> TokenSource | None:
+    """Find the argument that tells the number of tokens: `symbol` itself, or a dimension of it."""
+    for argument, value in enumerate(example_inputs):
+        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+            return TokenSource(argument, None)
+    for argument, value in enumerate(example_inputs):
+        sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, size in enumerate(sizes):
+            if is_symbolic(size) and size.node.expr == symbol:
+                return TokenSource(argument, dim)
+    return None
+
+
+def sized(example_inputs: Sequence[Any], tokens: TokenSource | None, count: int) -> list[Any]:
+    """Return fake inputs with `count` tokens in place of the symbol.
+
+    Raises:
+        PieceError: the inputs carry no number of tokens.
+    """
+    if tokens is None:
+        raise PieceError(f"compile_sizes: wanted a piece with a token dimension, found {count}")
+    carrier = example_inputs[tokens.argument]
+    size = carrier if tokens.dim is None else carrier.shape[tokens.dim]
+    values = {size.node.expr: count}
+    return [_sized(value, values) for value in example_inputs]
+
+
+def _sized(value: Any, values: Mapping[Any, int]) -> Any:
+    if isinstance(value, torch.SymInt):
+        return _number(value, values)
+    if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
+        return value
+    shape = [_number(size, values) for size in value.shape]
+    stride = [_number(step, values) for step in value.stride()]
+    mode = value.fake_mode  # type: ignore[attr-defined]
+    with mode:
+        return torch.empty_strided(
+            shape,
+            stride,
+            dtype=value.dtype,
+            device=value.device,
+            requires_grad=value.requires_grad,
+        )
+
+
+def _is_symbolic(value: torch.Tensor) -> bool:
+    return any(type(size) is not int for size in (*value.shape, *value.stride()))
+
+
+def _number(size: Any, values: Mapping[Any, int]) -> int:
+    return int(size.node.expr.xreplace(dict(values)) if isinstance(size, torch.SymInt) else size)

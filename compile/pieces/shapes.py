@@ -1,0 +1,41 @@
+"""Arithmetic on sizes that may be symbolic while a forward is traced.
+
+A traced graph serves every size only where no Python integer is asked for its bits, its order or
+its truth. These functions ask for none of that, so they give one graph for all values; on plain
+integers they compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def next_pow2(n: int) -> int:
+    """Return the smallest power of two that is at least `n`, and 1 below 1; up to 2^62.
+
+    Without `bit_length`, which would make a graph for each value: every bit below the highest one
+    of n - 1 is set, in six steps for 64 bits (Warren, Hacker's Delight, 3-2).
+    """
+    below = torch.sym_max(n, 1) - 1
+    for shift in (1, 2, 4, 8, 16, 32):
+        below = below | (below >> shift)
+    power: int = below + 1
+    return power
+
+
+def largest(sizes: Sequence[int]) -> int:
+    """Return the largest of at least one size."""
+    found = sizes[0]
+    for size in sizes[1:]:
+        found = torch.sym_max(found, size)
+    return found
+
+
+def smallest(sizes: Sequence[int]) -> int:
+    """Return the smallest of at least one size."""
+    found = sizes[0]
+    for size in sizes[1:]:
+        found = torch.sym_min(found, size)
+    return found

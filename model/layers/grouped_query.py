@@ -1,0 +1,91 @@
+"""Grouped-query attention (Ainslie et al., 2023) with its projections and rotary positions.
+
+Families differ in their biases, in windows, and in whether heads are normalised before they turn.
+
+Shapes: T tokens, E hidden size, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from model.config import ModelConfig
+from model.layers.attention import Attention
+from model.layers.linear import QKVParallelLinear, RowParallelLinear
+from model.layers.norm import RMSNorm
+from model.layers.slices import WeightSlice
+from model.parallel import Shard
+
+
+class GroupedQueryAttention(nn.Module):
+    """The attention of one layer. Its window, if it has one, is the configuration's for it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        normalises_heads: bool = False,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build one rank's heads of layer `layer`.
+
+        Args:
+            normalises_heads: queries and keys go through a norm that all heads share.
+        """
+        super().__init__()
+        head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            head_dim,
+            bias=qkv_bias,
+            shard=shard,
+            dtype=dtype,
+            device=device,
+        )
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            head_dim,
+            layer_name=f"model.layers.{layer}.self_attn.attn",
+            sliding_window=config.layer_windows[layer],
+        )
+        self.q_norm = self.k_norm = None
+        if normalises_heads:
+            # Every head has the same norm, so every rank holds all of it.
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * head_dim,
+            config.hidden_size,
+            bias=output_bias,
+            shard=shard,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: [T, E]; cos, sin: [T, 1, D / 2]"""
+        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        attended = self.attn(q, k, v, cos, sin)
+        out: torch.Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensors."""
+        yield from self.qkv_proj.weight_slices(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.weight_slices(f"{name}.q_norm")
+            yield from self.k_norm.weight_slices(f"{name}.k_norm")
+        yield from self.o_proj.weight_slices(f"{name}.o_proj")

@@ -1,0 +1,117 @@
+"""API keys: those given as arguments, and those of a file that is read again when it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cluster.config import ConfigError
+
+log = logging.getLogger("lockstep.keys")
+
+LOOK_EVERY_S = 1.0
+"""How often the file is looked at while requests come."""
+MAX_FILE_BYTES = 1 << 20
+"""Size of a file of keys."""
+
+
+class ApiKeys:
+    """The known keys, as digests: how long a comparison of digests takes tells nothing about a key.
+
+    Invariant: a file that cannot be read, or has no key, leaves the keys that were read before.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with the keys given, and those of a file, one in a line.
+
+        Raises:
+            ConfigError: the file cannot be read or has no key.
+        """
+        self._given = [_digest(key) for key in keys]
+        self._file = file
+        self._from_file: list[bytes] = []
+        self._stamp: tuple[int, int, int] | None = None
+        self._clock = clock
+        self._look_at = 0.0
+        if file is not None:
+            self._from_file = [_digest(key) for key in read_keys(file)]
+            self._stamp = _stamp(file)
+            self._look_at = clock() + LOOK_EVERY_S
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether a request needs a key."""
+        return bool(self._given or self._file)
+
+    def has(self, key: str) -> bool:
+        """Return whether a key is known, in the same time for every key."""
+        self._look()
+        found, is_known = _digest(key), False
+        for known in (*self._given, *self._from_file):
+            is_known |= hmac.compare_digest(found, known)
+        return is_known
+
+    def _look(self) -> None:
+        """Read the file again if it has changed."""
+        if self._file is None or self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + LOOK_EVERY_S
+        try:
+            stamp = _stamp(self._file)
+            if stamp == self._stamp:
+                return
+            self._from_file = [_digest(key) for key in read_keys(self._file)]
+            self._stamp = stamp
+            log.info("api_keys_file: read again, %d keys", len(self._from_file))
+        except (ConfigError, OSError) as error:
+            log.error("api_keys_file: %s; the keys that were read before stay", error)
+
+
+def read_keys(file: Path) -> list[str]:
+    """Return the keys in a file: one in a line, without blank lines and those that begin with #.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no key, or something that is not a key.
+    """
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_FILE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("api_keys_file", "a file of keys", f"{file}: {error}") from None
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError("api_keys_file", "at least one key, one in a line", f"{file}: none")
+    check_keys("api_keys_file", keys)
+    return keys
+
+
+def check_keys(field: str, keys: Iterable[str]) -> None:
+    """Refuse keys that cannot come in a header, without repeating them in the error.
+
+    Raises:
+        ConfigError: says what a key may be.
+    """
+    for number, key in enumerate(keys, start=1):
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            wanted = "keys of printable ASCII characters without spaces"
+            raise ConfigError(field, wanted, f"another one, number {number}")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    found = os.stat(file)
+    return found.st_mtime_ns, found.st_size, found.st_ino

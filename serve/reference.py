@@ -1,0 +1,227 @@
+"""Every argument, limit and request field: `python -m serve.reference` prints serve/REFERENCE.md.
+
+Names, types and defaults come from the structs, bounds from the errors that refuse a wrong value,
+meanings from the docstrings below fields and constants. One without a docstring is an error.
+
+    python -m serve.reference > serve/REFERENCE.md
+    python -m serve.reference --check [FILE]        exit code 1 unless the file is up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.config import ConfigError
+from compile.config import FIELDS, CompilationConfig, CompilationConfigError
+from compile.resolve import PRESETS
+from serve.compilation import given_fields, requested
+from serve.config import ALIASES, DeployArgs, KVArgs, PoolArgs
+from serve.openai import schema
+from serve.sampling import ParameterError
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
+CLUSTER_FILES = ("config", "engine/watchdog", "actors/rank_group", "actors/placement")
+"""Those outside of serve/ whose limits a user meets."""
+
+
+def document() -> str:
+    """Return the text of serve/REFERENCE.md.
+
+    Raises:
+        ValueError: a field or constant has no docstring.
+    """
+    return "\n\n".join(_sections()) + "\n"
+
+
+def _sections() -> Iterator[str]:
+    yield """\
+# Arguments, limits and request fields
+
+`python -m serve.reference` prints this file from the code; change it there.
+
+## Arguments of `deploy`
+
+They are `key=value` with dots (`serve run serve.app:deploy decode.replicas=2`), or YAML
+([tiny.yaml](../examples/configs/tiny.yaml)), and strict: an unknown key, a value of the wrong type
+or a field given twice ends the start with exit code 1 and one line,
+`FIELD: wanted ..., found ...`. What is named here but not built yet is refused by name. Defaults
+are in JSON."""
+    yield _fields(DeployArgs)
+    yield "### `prefill.*`, `decode.*`, `mixed.*`"
+    yield _fields(PoolArgs)
+    yield "### `kv.*`"
+    yield _fields(KVArgs)
+    yield "### `compilation.*`"
+    presets = ", ".join(f"{mode.name} in {name} pools" for name, mode in PRESETS.items())
+    yield f"Where no `cudagraph_mode` is given, it is {presets}."
+    yield _fields(CompilationConfig, CompilationConfig)
+    yield "### Other spellings"
+    yield _table("argument | stands for", _spellings())
+    yield """\
+## Limits
+
+Constants of the code. Limits that can be set are among the arguments; those of one field, with
+these constants in them, are among the request fields. A status is what a request beyond gets."""
+    yield _table("limit | value | file | meaning", _limits())
+    yield """\
+## Request fields
+
+A null is the same as leaving a field out; an unknown field gets 400. Both
+`POST /v1/chat/completions` and `POST /v1/completions` take these:"""
+    shared = schema.RequestFields.__struct_fields__
+    yield _fields(schema.RequestFields, _completion)
+    yield "### Of chat completions"
+    yield _fields(schema.ChatRequest, _chat, without=shared)
+    yield "### Of a message, and of a part of its content"
+    yield _fields(schema.Message)
+    yield _fields(schema.TextPart)
+    yield "### Of completions"
+    yield _fields(schema.CompletionRequest, _completion, without=shared)
+    yield "### Of `stream_options`"
+    yield _fields(schema.StreamOptions)
+    yield """\
+### Without effect
+
+OpenAI or vLLM know these fields, and Lockstep has not built them yet: each is accepted at the
+values below, which change nothing, and gets 400 at any other."""
+    yield _table("field | accepted | of", _inert())
+
+
+def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    if missing := [row[0] for row in cells if not row[-1]]:
+        raise ValueError(f"docstring: wanted one below {', '.join(missing)}, found none")
+    rule = "|".join("---" for _ in head.split("|"))
+    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def _fields(
+    kind: type, build: Callable[..., object] | None = None, *, without: tuple[str, ...] = ()
+) -> str:
+    """Return the table of a struct's fields; `build` refuses values that are out of bounds."""
+    classes = [cls for cls in reversed(kind.__mro__) if "__annotations__" in vars(cls)]
+    types = {name: text for cls in classes for name, text in inspect.get_annotations(cls).items()}
+    nodes = [ast.parse(inspect.getsource(cls)).body[0] for cls in classes]
+    meanings = dict(pair for node in nodes for pair in _docstrings(node))
+    rows = []
+    for name, default in _defaults(kind):
+        if name not in without:
+            bounds = [_bounds(build, name)] if build else []
+            type_name = types[name].replace("UnsetType | ", "").replace(" | ", " or ")
+            value = _value(name, default)
+            rows.append([f"`{name}`", f"`{type_name}`", value, *bounds, meanings[name]])
+    return _table(f"field | type | default | {'bounds | ' if build else ''}meaning", rows)
+
+
+def _defaults(kind: type) -> Iterator[tuple[str, Any]]:
+    if kind is CompilationConfig:
+        defaults = requested({}).to_dict()
+        yield from ((name, defaults[name]) for name in FIELDS)
+        return
+    for field in msgspec.structs.fields(kind):
+        is_made = field.default_factory is not msgspec.NODEFAULT
+        yield field.name, field.default_factory() if is_made else field.default
+
+
+def _docstrings(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the names that a class or module assigns, each with the docstring below it."""
+    assert isinstance(node, ast.ClassDef | ast.Module)
+    for assigned, below in pairwise([*node.body, ast.Pass()]):
+        if not isinstance(assigned, ast.AnnAssign | ast.Assign):
+            continue
+        match below:
+            case ast.Expr(ast.Constant(str(text))):
+                meaning = " ".join(text.split())
+            case _:
+                meaning = ""
+        targets = assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
+        for target in targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from ((name.id, meaning) for name in names if isinstance(name, ast.Name))
+
+
+def _value(name: str, value: object) -> str:
+    """Return a default or a constant as JSON; empty for what is required, unset or a section."""
+    if value in (msgspec.NODEFAULT, msgspec.UNSET) or isinstance(value, msgspec.Struct):
+        return "required" if value is msgspec.NODEFAULT else ""
+    text = f"`{json.dumps(value)}`"
+    if "bytes" in name.lower() and isinstance(value, int) and value >= 1 << 20:
+        return f"{text} ({value >> 20} MiB)"
+    return text
+
+
+def _bounds(build: Callable[..., object], name: str) -> str:
+    """Return what the error of a value wants that no field takes; empty where none is raised."""
+    try:
+        build(**{name: object()})
+    except (ConfigError, CompilationConfigError, ParameterError) as error:
+        return error.wanted
+    except TypeError:
+        pass  # Keys are read before the content is checked.
+    return ""
+
+
+def _chat(**given: Any) -> object:
+    fields: dict[str, Any] = {"messages": [], "logprobs": True, **given}
+    return schema.ChatRequest(**fields).sampling_params()
+
+
+def _completion(**given: Any) -> object:
+    fields: dict[str, Any] = {"prompt": "", **given}
+    return schema.CompletionRequest(**fields).sampling_params()
+
+
+def _spellings() -> Iterator[tuple[str, str]]:
+    for name, path in ALIASES.items():
+        yield f"`{name}`", f"`{'.'.join(path)}`"
+    for name in ("torch_compile_config", "cuda_graph_config"):
+        yield f"`{name}`", _bounds(partial(given_fields, {}), name)
+    name = "dynamic_shapes_config"
+    yield f"`compilation.{name}`", _bounds(lambda **given: given_fields(given), name)
+
+
+def _limits() -> Iterator[tuple[str, str, str, str]]:
+    beside = [ROOT / "cluster" / f"{name}.py" for name in CLUSTER_FILES]
+    for path in [*sorted((ROOT / "serve").rglob("*.py")), *beside]:
+        file = path.relative_to(ROOT).with_suffix("")
+        for name, meaning in _docstrings(ast.parse(path.read_text())):
+            if LIMIT.fullmatch(name):
+                value = getattr(importlib.import_module(".".join(file.parts)), name)
+                yield f"`{name}`", _value(name, value), f"`{file}.py`", meaning
+
+
+def _inert() -> Iterator[tuple[str, str, str]]:
+    chat, completion = schema.CHAT_FIELDS.inert, schema.COMPLETION_FIELDS.inert
+    for name, values in (chat | completion).items():
+        of = "both" if name in chat and name in completion else "chat" if name in chat else "texts"
+        yield f"`{name}`", " or ".join(_value("", value) for value in (*values, None)), of
+
+
+def main() -> None:
+    """Print the document, or compare it with a file."""
+    parser = argparse.ArgumentParser(prog="python -m serve.reference")
+    default = ROOT / "serve" / "REFERENCE.md"
+    parser.add_argument("--check", nargs="?", type=Path, const=default, metavar="FILE")
+    path = parser.parse_args().check
+    if path is None:
+        print(document(), end="")
+    elif path.read_text() != document():
+        wanted = "what `python -m serve.reference` prints"
+        raise SystemExit(f"{path}: wanted {wanted}, found another text: write it anew")
+
+
+if __name__ == "__main__":
+    main()

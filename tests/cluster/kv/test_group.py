@@ -1,0 +1,128 @@
+"""Tickets and reads of a group end when they have ended on all of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.channel_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.kv.group import GroupHolder, GroupReader
+from cluster.kv.handoff import KVHolder, KVReadResult
+from cluster.messages import FrameError, KVHandoff
+
+HANDOFF = KVHandoff(1, "r", [], [5], [1], 4, 64, "kv", 10.0)
+
+
+class FakeReader:
+    """A rank's reader that ends reads when told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.finished: list[KVReadResult] = []
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        self.calls.append("expect")
+
+    def start(self, request_id: str, handoff: KVHandoff, source: list[int], dst: list[int]) -> None:
+        self.calls.append("start")
+
+    def cancel(self, request_id: str) -> None:
+        self.calls.append("cancel")
+
+    def take_finished(self) -> list[KVReadResult]:
+        finished, self.finished = self.finished, []
+        return finished
+
+
+@pytest.fixture
+def orders() -> list[KVOrder]:
+    """What was told to the followers."""
+    return []
+
+
+def test_blocks_are_freed_when_the_ticket_has_ended_on_every_rank(orders: list[KVOrder]) -> None:
+    local = KVHolder(10.0, lambda: 0.0)
+    holder = GroupHolder(local, 2, orders.append)
+    ticket = holder.hold("r", [5], [1])
+    assert orders == [HoldKV(ticket, "r", [5], [1])]
+    holder.on_tickets_ended([ticket])
+    local.release(ticket, 1)
+    assert holder.take_ended() == []
+    assert holder.num_held == 1
+    holder.on_tickets_ended([ticket])
+    assert holder.num_held == 0
+    assert holder.take_ended() == [ticket]
+    assert holder.take_ended() == []
+
+
+def test_a_dropped_ticket_is_dropped_on_every_rank(orders: list[KVOrder]) -> None:
+    holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 1, orders.append)
+    first, second = holder.hold("a", [1], [1]), holder.hold("b", [2], [1])
+    holder.drop(first)
+    assert orders[2:] == [DropKV(first)]
+    holder.on_tickets_ended([second])
+    assert holder.take_ended() == []
+    holder.on_tickets_ended([first])
+    assert holder.take_ended() == [first]
+
+
+def test_a_group_of_one_needs_no_report(orders: list[KVOrder]) -> None:
+    holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 0, orders.append)
+    ticket = holder.hold("r", [5], [1])
+    holder.drop(ticket)
+    assert holder.take_ended() == [ticket]
+
+
+@pytest.mark.parametrize("last", ["leader", "follower"])
+@pytest.mark.parametrize("errors", [{}, {"leader": "kv lease"}, {"follower": "kv lease"}])
+def test_a_read_ends_with_its_last_rank_and_is_as_good_as_its_worst(
+    orders: list[KVOrder], last: str, errors: dict[str, str]
+) -> None:
+    local = FakeReader()
+    reader = GroupReader(local, 1, orders.append)
+    reader.expect("r", HANDOFF)
+    reader.start("r", HANDOFF, [0], [7])
+    assert local.calls == ["expect", "start"]
+    assert orders == [ExpectKV("r", HANDOFF), StartRead("r", HANDOFF, [0], [7])]
+
+    def finish(rank: str) -> None:
+        error = errors.get(rank, "")
+        if rank == "leader":
+            local.finished.append(KVReadResult("r", ok=not error, error=error))
+        else:
+            reader.on_read_ended("r", error)
+
+    finish("follower" if last == "leader" else "leader")
+    assert reader.take_finished() == []
+    finish(last)
+    error = next(iter(errors.values()), "")
+    assert reader.take_finished() == [KVReadResult("r", ok=not error, error=error)]
+    assert reader.take_finished() == []
+
+
+def test_a_cancelled_read_still_waits_for_every_rank(orders: list[KVOrder]) -> None:
+    local = FakeReader()
+    reader = GroupReader(local, 1, orders.append)
+    reader.expect("r", HANDOFF)
+    reader.start("r", HANDOFF, [0], [7])
+    local.finished.append(KVReadResult("r", ok=True, error=""))
+    assert reader.take_finished() == []
+    reader.cancel("r")
+    assert orders[-1] == CancelRead("r")
+    reader.on_read_ended("r", "aborted")
+    assert reader.take_finished() == [KVReadResult("r", ok=False, error="aborted")]
+
+
+def test_reports_of_what_nobody_asked_for_are_refused_by_name(orders: list[KVOrder]) -> None:
+    holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 0, orders.append)
+    ticket = holder.hold("r", [5], [1])
+    holder.drop(ticket)
+    assert holder.take_ended() == [ticket]
+    for strange in (ticket, 77, 2**53):
+        wanted = f"^ticket: wanted one that is held, found the end of {strange}$"
+        with pytest.raises(FrameError, match=wanted):
+            holder.on_tickets_ended([strange])
+    reader = GroupReader(FakeReader(), 1, orders.append)
+    reader.expect("r", HANDOFF)
+    wanted = r"^read: wanted one that was started, found the end of 'r'$"
+    with pytest.raises(FrameError, match=wanted):
+        reader.on_read_ended("r", "")

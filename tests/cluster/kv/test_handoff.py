@@ -1,0 +1,119 @@
+"""Tickets and leases."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.kv.handoff import KVHolder
+
+
+class Clock:
+    """A clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def holder(clock: Clock) -> KVHolder:
+    return KVHolder(10.0, clock)
+
+
+def test_tickets_are_never_reused(holder: KVHolder) -> None:
+    tickets = []
+    for _ in range(3):
+        tickets.append(holder.hold("same", [1], [1]))
+        holder.drop(tickets[-1])
+    assert tickets == [1, 2, 3]
+
+
+def test_a_release_in_time_counts_the_blocks(holder: KVHolder) -> None:
+    ticket = holder.hold("r", [3, 4], [1, 1])
+    assert holder.release(ticket, 2)
+    assert holder.num_blocks_sent == 2
+    assert holder.take_ended() == [ticket]
+    assert holder.take_ended() == []
+    assert not holder.release(ticket, 2), "a ticket ends once"
+
+
+def test_a_lease_that_ran_out_is_dead_before_anyone_looks(holder: KVHolder, clock: Clock) -> None:
+    ticket = holder.hold("r", [3], [1])
+    clock.now = 10.0
+    assert not holder.is_alive(ticket)
+    assert not holder.renew(ticket)
+    assert not holder.release(ticket, 1)
+    assert holder.num_blocks_sent == 0
+    assert holder.take_ended() == [], "its blocks are freed by the tick alone"
+    assert holder.tick() == [ticket]
+    assert holder.take_ended() == [ticket]
+
+
+def test_the_next_deadline_is_that_of_the_least_recently_renewed(
+    holder: KVHolder, clock: Clock
+) -> None:
+    assert holder.next_deadline() is None
+    first, second = holder.hold("a", [1], [1]), holder.hold("b", [2], [1])
+    clock.now = 4.0
+    assert holder.renew(first)
+    assert holder.next_deadline() == 10.0
+    clock.now = 11.0
+    assert holder.tick() == [second]
+    assert holder.next_deadline() == 14.0
+
+
+def test_a_ticket_covers_its_blocks_in_their_generations_only(holder: KVHolder) -> None:
+    ticket = holder.hold("r", [3, 4], [7, 8])
+    assert holder.covers(ticket, [4], [8])
+    assert not holder.covers(ticket, [4], [9])
+    assert not holder.covers(ticket, [5], [1])
+    assert not holder.covers(ticket, [3, 4], [7])
+    holder.drop(ticket)
+    assert not holder.covers(ticket, [4], [8])
+
+
+@settings(max_examples=300, deadline=None, print_blob=True, database=None)
+@given(data=st.data())
+def test_a_lease_that_ended_never_lives_again(data: st.DataObject) -> None:
+    clock = Clock()
+    holder = KVHolder(5.0, clock)
+    deadlines = [0.0]  # by ticket; there is no ticket 0
+    ended: list[int] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        clock.now += data.draw(st.sampled_from([0, 0, 1, 3]))
+        action = data.draw(st.sampled_from(["hold", "renew", "release", "drop", "tick", "take"]))
+        ticket = data.draw(st.integers(0, len(deadlines) - 1))
+        alive = clock.now < deadlines[ticket]
+        match action:
+            case "hold":
+                assert holder.hold("r", [1], [1]) == len(deadlines)
+                deadlines.append(clock.now + 5)
+            case "renew":
+                assert holder.renew(ticket) == alive
+                deadlines[ticket] = clock.now + 5 if alive else 0
+            case "release":
+                assert holder.release(ticket, 1) == alive
+                deadlines[ticket] = 0
+            case "drop":
+                holder.drop(ticket)
+                deadlines[ticket] = 0
+            case "tick":
+                holder.tick()
+                assert holder.num_held == sum(clock.now < deadline for deadline in deadlines)
+            case "take":
+                ended += holder.take_ended()
+        for known, deadline in enumerate(deadlines):
+            assert holder.is_alive(known) == (clock.now < deadline)
+    clock.now += 5
+    holder.tick()
+    ended += holder.take_ended()
+    assert sorted(ended) == list(range(1, len(deadlines)))

@@ -1,0 +1,128 @@
+"""A graph that one rank has no room for is captured by none, and all come to it together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import EngineConfig, ParallelConfig
+from cluster.credentials import Credentials
+from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
+from cluster.rank.groups import GroupMembership
+from cluster.rank.rendezvous import LeaderEndpoints, introduce
+from cluster.wire.contexts import end_context
+from compile.config import CUDAGraphMode
+from compile.context import BatchDescriptor, ForwardContext
+from compile.graphs.capture import CaptureCase, capture_all
+from compile.graphs.pools import GraphPools, new_graph_pool
+from model.config import ModelConfig
+
+HOST = "127.0.0.1"
+CREDENTIALS = Credentials("test", b"s" * 32)
+SIZES = (8, 4, 2, 1)
+
+
+def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
+    """Join dp x tp ranks on threads through one store, do the work on each and leave."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
+    opened = [
+        LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=dp_rank)
+        for dp_rank in range(dp)
+    ]
+    offers = [endpoints.rendezvous for endpoints in opened]
+    told = introduce([offer for offer in offers if offer is not None])
+
+    def run(rank: int) -> Any:
+        dp_rank, tp_rank = divmod(rank, tp)
+        where = told[dp_rank]
+        place: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp, "shares_experts": True}
+        place["hello"] = where.hello(CREDENTIALS, 0)
+        if tp_rank == 0:
+            listener = opened[dp_rank].listener
+            group = GroupMembership.lead(where, listener, tp, "cpu", HOST, **place)
+        else:
+            group = GroupMembership.follow(where, tp_rank, "cpu", HOST, **place)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    try:
+        with ThreadPoolExecutor(dp * tp) as threads:
+            return list(threads.map(run, range(dp * tp)))
+    finally:
+        for endpoints in opened:
+            end_context(endpoints.context, "test", linger=0)
+
+
+def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
+    def work(group: GroupMembership) -> Any:
+        mine = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
+        assert group.shard.data is not None
+        across = group.shard.data.all_reduce(torch.full((1,), 10.0**group.rank))
+        return group.rank, group.minimum("n", 10 - group.rank), float(mine), float(across)
+
+    assert run_ranks(2, 2, work) == [
+        (0, 7, 11.0, 101.0),
+        (1, 7, 11.0, 1010.0),
+        (2, 7, 1100.0, 101.0),
+        (3, 7, 1100.0, 1010.0),
+    ]
+
+
+@pytest.mark.feature("P05", "P10")
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
+def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int) -> None:
+    """Each size is captured when all ranks have come to it; the last rank lacks room for two."""
+    log: list[tuple[int, int]] = []
+    lock = threading.Lock()
+    per_token = 1000
+
+    def work(group: GroupMembership) -> Any:
+        is_last = group.rank == group.size - 1
+        short = iter([MARGIN_BYTES + 7999, 1 << 40, MARGIN_BYTES, 1 << 40])
+        room = FreeMemory(
+            group,
+            torch.device("cpu"),
+            per_token,
+            free_bytes=lambda device: next(short) if is_last else 1 << 40,
+        )
+
+        def run(case: CaptureCase) -> None:
+            with lock:
+                log.append((case.descriptor.num_tokens, group.rank))
+
+        def has_room(num_tokens: int) -> bool:
+            time.sleep(0.02 * group.rank)
+            return room.has_room(num_tokens)
+
+        report = capture_all(
+            [
+                CaptureCase(CUDAGraphMode.FULL, BatchDescriptor(n, n, True), ForwardContext)
+                for n in SIZES
+            ],
+            run,
+            rank=group.rank,
+            pools=GraphPools(lambda: new_graph_pool(torch.device("cpu")), policy="shared"),
+            warmups={CUDAGraphMode.FULL: 0},
+            synchronize=lambda: None,
+            has_room=has_room,
+        )
+        return report.graph_bs, [key.num_tokens for _, key in report.skipped]
+
+    results = run_ranks(dp, tp, work)
+    assert results == [((1, 4), [2, 8])] * (dp * tp)
+    # The same order on all ranks, and nobody is a size ahead.
+    assert [size for size, _ in log] == [4] * (dp * tp) + [1] * (dp * tp)
+
+
+def test_what_a_graph_needs_follows_from_the_model(tiny_checkpoint: Any) -> None:
+    config = ModelConfig.from_dir(tiny_checkpoint)
+    assert bytes_per_token(config, "float32") == 2 * bytes_per_token(config, "bfloat16")
+    assert free_memory_bytes(torch.device("cpu")) > 1 << 20

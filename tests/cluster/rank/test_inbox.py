@@ -1,0 +1,128 @@
+"""What a leader takes at a step's border, and what it makes of what does not fit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from cluster.credentials import Credentials
+from cluster.messages import Abort, GenerateRequest, Sampling, Submit, Watch, encode
+from cluster.rank import inbox as inbox_module
+from cluster.rank.inbox import MAX_FRAMES, BadSubmit, Inbox, max_submit_bytes
+from cluster.wire.budget import Budget
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import join, pack, split
+from cluster.wire.sockets import MAX_PART_BYTES, CurveHandshake, connecting_socket
+
+CREDENTIALS = Credentials("test", b"s" * 32)
+SAMPLING = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context, "127.0.0.1", CREDENTIALS, max_model_len=131_072, vocab_size=256)
+    handshake = CurveHandshake(CREDENTIALS.secret)
+    sender = connecting_socket(context, zmq.PUSH, handshake, max_waiting=100_000)
+    sender.connect(inbox.address)
+    yield inbox, sender
+    inbox.close()
+    end_context(context, "test", linger=0)
+
+
+def take_all(inbox: Inbox, num: int) -> list[list[Any]]:
+    """Return what each border took, until it is so much."""
+    borders: list[list[Any]] = []
+    deadline = time.monotonic() + 20
+    while sum(map(len, borders)) < num and time.monotonic() < deadline:
+        if inbox.socket.poll(100):
+            borders.append(list(inbox.take()))
+    return borders
+
+
+def test_a_border_takes_no_more_than_its_share(
+    ends: tuple[Inbox, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox, sender = ends
+    monkeypatch.setattr(inbox_module, "MAX_S", 1000.0)
+    for i in range(3 * MAX_FRAMES):
+        sender.send_multipart(pack(encode(Abort([str(i)])), CREDENTIALS))
+    time.sleep(1.0)  # all have come
+    borders = take_all(inbox, 3 * MAX_FRAMES)
+    assert max(map(len, borders)) == MAX_FRAMES
+    assert [a.request_ids for border in borders for a in border] == [
+        [str(i)] for i in range(3 * MAX_FRAMES)
+    ]
+
+
+def test_a_border_takes_no_longer_than_its_share(
+    ends: tuple[Inbox, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox, sender = ends
+    monkeypatch.setattr(inbox_module, "MAX_S", 0.0)
+    for _ in range(5):
+        sender.send_multipart(pack(encode(Abort(["r"])), CREDENTIALS))
+    time.sleep(0.2)
+    assert [len(border) for border in take_all(inbox, 5)] == [1] * 5
+
+
+def test_a_budget_allows_the_first_whatever_has_passed() -> None:
+    now = 0.0
+    budget = Budget(3, 1.0, lambda: now)
+    now = 9.0
+    assert [budget.take() for _ in range(5)] == [True, True, True, False, False]
+    budget.renew()
+    assert budget.take()
+    now = 10.0
+    assert not budget.take()
+
+
+def test_the_longest_submission_arrives_whole(ends: tuple[Inbox, zmq.Socket[bytes]]) -> None:
+    inbox, sender = ends
+    request = GenerateRequest("r", [100_000] * 131_071, [], SAMPLING, "tcp://10.0.0.1:9")
+    body = encode(Submit(request, None))
+    assert 9 * MAX_PART_BYTES < len(body) < max_submit_bytes(131_072, 256)
+    sender.send_multipart(pack(body, CREDENTIALS))
+    assert take_all(inbox, 1) == [[Submit(request, None)]]
+
+
+@pytest.mark.parametrize("length", [0, 1, MAX_PART_BYTES, MAX_PART_BYTES + 1, 5 * MAX_PART_BYTES])
+def test_parts_are_the_frame(length: int) -> None:
+    body = bytes(i % 251 for i in range(length))
+    parts = [bytes(part) for part in split(body)]
+    assert max(map(len, parts)) <= MAX_PART_BYTES
+    assert join(parts, length) == body
+
+
+def test_a_bad_submission_is_answered_and_all_else_is_dropped(
+    ends: tuple[Inbox, zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, sender = ends
+    bad = GenerateRequest("r", [-5], [], SAMPLING, "tcp://10.0.0.1:9")
+    other = Credentials("other", CREDENTIALS.secret)
+    watch = encode(Watch("tcp://10.0.0.1:9"))
+    with caplog.at_level(logging.ERROR):
+        for message in (
+            [b"xy"],
+            [b"x", b"y"],
+            [CREDENTIALS.header],
+            [CREDENTIALS.header, watch, watch],
+            pack(watch, other),
+            pack(b"\x91" * 60_000, CREDENTIALS),
+            [CREDENTIALS.header, *[b"z" * MAX_PART_BYTES] * 70],
+            pack(encode(Submit(bad, None)), CREDENTIALS),
+            pack(watch, CREDENTIALS),
+        ):
+            sender.send_multipart(message)
+        [refused, found] = [m for border in take_all(inbox, 2) for m in border]
+    assert found == Watch("tcp://10.0.0.1:9")
+    assert isinstance(refused, BadSubmit)
+    assert (refused.request_id, refused.reply_to) == ("r", "tcp://10.0.0.1:9")
+    assert "Expected `int` >= 0 - at `$[1][1][0]`" in refused.error
+    assert "config_hash: wanted test, found other" in caplog.text
+    assert f"frame: wanted at most {max_submit_bytes(131_072, 256)} bytes" in caplog.text

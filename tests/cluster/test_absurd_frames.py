@@ -1,0 +1,339 @@
+"""Frames of a process that has the secret and sends nonsense: a leader serves on, and serves right.
+
+Each frame is a good one that was altered in one place, by another value or in its bytes. Whatever
+becomes of it, the leader runs on, good requests between them get the tokens that transformers
+gives, and at the end nothing is left of any.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.credentials import Credentials
+from cluster.kv import reads as kv_reads
+from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.messages import (
+    Abort,
+    EngineOutput,
+    GenerateRequest,
+    KVHandoff,
+    KVSource,
+    LogitRules,
+    OutputFrame,
+    RankProcess,
+    Sampling,
+    Submit,
+    Watch,
+    decode,
+    encode,
+)
+from cluster.rank.inbox import MAX_FRAMES
+from cluster.rank.leader import Leader
+from cluster.wire.contexts import end_context
+from cluster.wire.message_parts import join, pack
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from compile.config import CompilationConfig
+
+HOST, VOCAB, NUM_TOKENS = "127.0.0.1", 256, 6
+CREDENTIALS = Credentials("test", b"s" * 32)
+HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
+PROMPT = [5, 99, 7, 31, 64]
+
+live = settings(
+    deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck)
+)
+
+
+@dataclass
+class Served:
+    """A leader on a thread of this process, and an ingress's two sockets."""
+
+    leader: Leader
+    inbox: zmq.Socket[bytes]
+    replies: zmq.Socket[bytes]
+    reply_to: str
+    memory: SharedMemory
+    """Blocks that a ticket may name."""
+    wanted: list[int] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    ids: Iterator[int] = field(default_factory=count)
+    num_sent: int = 0
+
+    def send(self, body: bytes) -> None:
+        self.inbox.send_multipart(pack(body, CREDENTIALS))
+
+    def ask(self, request: GenerateRequest) -> list[EngineOutput]:
+        """Return a request's outputs; those of others are dropped."""
+        self.send(encode(Submit(request, None)))
+        outputs: list[EngineOutput] = []
+        deadline = time.monotonic() + 20
+        while not outputs or not outputs[-1].finish_reason:
+            assert not self.errors, self.errors
+            assert time.monotonic() < deadline, "no answer"
+            if self.replies.poll(100):
+                _, *parts = self.replies.recv_multipart()
+                found = decode(join(parts, 1 << 20), OutputFrame).outputs
+                mine = (decode(data, EngineOutput) for data in found)
+                outputs += [o for o in mine if o.request_id == request.request_id]
+        return outputs
+
+    def check(self) -> None:
+        """A good request gets the right tokens."""
+        outputs = self.ask(request(f"good {next(self.ids)}", self.reply_to))
+        assert [token for output in outputs for token in output.token_ids] == self.wanted
+        assert outputs[-1].finish_reason == "length"
+
+    def check_rest(self) -> None:
+        """Nothing is left of any request."""
+        scheduler = self.leader.engine.scheduler
+        deadline = time.monotonic() + 20
+        while scheduler.has_unfinished:
+            assert time.monotonic() < deadline, scheduler.stats()
+            time.sleep(0.01)
+        scheduler.check()
+        assert scheduler.stats().num_free_blocks == scheduler.stats().num_blocks
+        sender = self.leader._output_sender
+        assert not sender._reply_to and not sender._num_requests
+
+
+def request(request_id: str, reply_to: str, **fields: Any) -> GenerateRequest:
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 7, NUM_TOKENS, (), -1, -1, None)
+    return GenerateRequest(
+        request_id, PROMPT, [], msgspec.structs.replace(sampling, **fields), reply_to
+    )
+
+
+@pytest.fixture(scope="module", params=[Role.MIXED, Role.DECODE], ids=lambda role: role.value)
+def served(request: pytest.FixtureRequest, make_oracle: Callable[[str], Any]) -> Iterator[Served]:
+    oracle = make_oracle("tied")
+    config = EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=128,
+        role=request.param,
+        cache=CacheConfig(block_size=4, num_kv_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
+        compilation=CompilationConfig(level=0, cudagraph_mode="NONE"),
+    )
+    timeout_s, kv_reads.ANSWER_TIMEOUT_S = kv_reads.ANSWER_TIMEOUT_S, 0.2
+    logging.getLogger("lockstep").setLevel(logging.CRITICAL)  # a line for each frame
+    leader = Leader(config, engine_id="e", epoch=0, host=HOST, credentials=CREDENTIALS)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
+    inbox.connect(leader.inbox)
+    replies = listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=100_000)
+    reply_to = f"tcp://{HOST}:{replies.bind_to_random_port(f'tcp://{HOST}')}"
+    memory = SharedMemory(8 * leader.runner.kv_spec.block_bytes)
+    made = Served(leader, inbox, replies, reply_to, memory)
+
+    def run() -> None:
+        try:
+            leader.run()
+        except BaseException as error:
+            made.errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    first = made.ask(_good(reply_to))
+    made.wanted = [token for output in first for token in output.token_ids]
+    oracle.check_greedy(PROMPT, made.wanted)
+    yield made
+    leader.stop()
+    thread.join(timeout=10)
+    assert not thread.is_alive() and not made.errors
+    end_context(context, "test", linger=0)
+    logging.getLogger("lockstep").setLevel(logging.NOTSET)
+    kv_reads.ANSWER_TIMEOUT_S = timeout_s
+
+
+def _good(reply_to: str) -> GenerateRequest:
+    return request("first", reply_to)
+
+
+# --- nonsense -------------------------------------------------------------------------------------
+
+
+NAME = "absurd 000000"
+
+
+def good_frames(served: Served) -> list[Any]:
+    """Return frames that hold something in every field, and a ticket that this engine would take.
+
+    Its blocks are there to be read, but nobody answers where it says.
+    """
+    rules = LogitRules(0.5, 0.5, 1.1, (3, 4), (1.0, -2.0), b"\xff" * 32, 2)
+    sampling = Sampling(0.8, 40, 0.9, 0.05, 7, NUM_TOKENS, (9, 300), 2, 3, rules)
+    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.reply_to)
+    process, spec = RankProcess(0, "nonce"), served.leader.runner.kv_spec
+    memory = served.memory
+    source = KVSource(0, node_id(), memory.pid, memory.fd, "tcp://127.0.0.1:9", process)
+    handoff = KVHandoff(3, NAME, [source], [1, 2], [1, 1], 6, spec.block_bytes, spec.layout, 30.0)
+    return [
+        Submit(asked, None),
+        Submit(asked, handoff),
+        Abort([NAME, "good"]),
+        Watch("tcp://127.0.0.1:9"),
+    ]
+
+
+NUMBERS = [-1, 0, 1, 2**31 - 1, 2**31, 2**53, 2**63, 2**64 - 1, -(2**63), 0.5, 1e308]
+NUMBERS += [float("nan"), float("inf"), -float("inf"), -0.0, 5e-324]
+OTHERS: list[Any] = [None, True, "", "x" * 300, "tcp://1.2.3.4:5", b"", b"\0" * 40, [], [[]], {}]
+OTHERS += [[-1], [2**40], [float("nan")], [1] * 3000, [""], [None], {"a": 1}]
+absurd = st.sampled_from(NUMBERS + OTHERS) | st.integers(-300, 300) | st.floats() | st.binary()
+
+
+def places(node: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield where something stands in a frame, at any depth."""
+    if isinstance(node, list):
+        for i, inner in enumerate(node):
+            yield (*path, i)
+            yield from places(inner, (*path, i))
+
+
+@st.composite
+def altered_frames(draw: st.DrawFn, served: Served) -> bytes:
+    frame = encode(draw(st.sampled_from(good_frames(served))))
+    how = draw(st.sampled_from(["value"] * 6 + ["remove", "repeat", "bytes", "cut", "noise"]))
+    if how == "noise":
+        return draw(st.binary(max_size=200))
+    if how == "cut":
+        return frame[: draw(st.integers(0, len(frame)))]
+    if how == "bytes":
+        at = draw(st.integers(0, len(frame) - 1))
+        return frame[:at] + draw(st.binary(min_size=1, max_size=3)) + frame[at + 1 :]
+    content = msgspec.msgpack.decode(frame)
+    *path, last = draw(st.sampled_from(list(places(content))))
+    node = content
+    for i in path:
+        node = node[i]
+    if how == "remove":
+        del node[last]
+    elif how == "repeat":
+        node[last : last + 1] = [node[last]] * draw(st.sampled_from([2, 3, 600]))
+    else:
+        node[last] = draw(absurd)
+    return msgspec.msgpack.encode(content)
+
+
+def send_absurd(served: Served, data: st.DataObject) -> None:
+    name = f"absurd {next(served.ids):06}".encode()
+    served.send(data.draw(altered_frames(served)).replace(NAME.encode(), name))
+    served.num_sent += 1
+    if served.num_sent % 20 == 0:
+        served.check()
+
+
+@settings(live, max_examples=200)
+@given(data=st.data())
+def test_nonsense_ends_no_leader(served: Served, data: st.DataObject) -> None:
+    send_absurd(served, data)
+
+
+@pytest.mark.slow
+@settings(live, max_examples=5000)
+@given(data=st.data())
+def test_much_nonsense_ends_no_leader(served: Served, data: st.DataObject) -> None:
+    send_absurd(served, data)
+
+
+def test_nothing_is_left_of_nonsense(served: Served) -> None:
+    served.check()
+    served.check_rest()
+
+
+BAD_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"seed": -1}, "Expected `int` >= 0 - at `$[1][3][4]`"),
+        ({"temperature": float("nan")}, "Expected `float` >= 0.0"),
+        ({"num_logprobs": 21}, "Expected `int` <= 20"),
+        ({"bias_token_ids": (-1,), "biases": (1.0,)}, "Expected `int` >= 0"),
+        ({"bias_token_ids": (VOCAB,), "biases": (1.0,)}, "rules.bias_token_ids: wanted ids below"),
+        ({"bias_token_ids": (1, 2), "biases": (1.0,)}, "rules.biases: wanted 2, one per token"),
+        ({"allowed_tokens": b"\0\0"}, "rules.allowed_tokens: wanted at least one token"),
+        ({"allowed_tokens": b"\0" * 32 + b"\1"}, "rules.allowed_tokens: wanted tokens below 256"),
+        (
+            {"allowed_tokens": b"\6", "min_tokens": 1, "stop_token_ids": (1, 2, 3)},
+            "rules.min_tokens: wanted a token that may come before it, found stop tokens alone",
+        ),
+        (
+            {"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB + 9))},
+            "rules.min_tokens: wanted a token that may come before it, found stop tokens alone",
+        ),
+    ],
+)
+def test_who_asks_for_the_impossible_is_told_what_was_wanted(
+    served: Served, fields: dict[str, Any], error: str
+) -> None:
+    rules = {name: value for name, value in fields.items() if hasattr(BAD_RULES, name)}
+    others = {name: value for name, value in fields.items() if name not in rules}
+    if rules:
+        others["rules"] = msgspec.structs.replace(BAD_RULES, **rules)
+    [output] = served.ask(request(f"bad {next(served.ids)}", served.reply_to, **others))
+    assert output.finish_reason == "error" and error in output.error
+    served.check()
+
+
+def test_a_second_request_of_one_id_does_not_end_the_first(served: Served) -> None:
+    name = f"twice {next(served.ids)}"
+    for _ in range(3):
+        served.send(encode(Submit(request(name, served.reply_to), None)))
+    outputs = served.ask(request(name, served.reply_to))
+    assert [token for output in outputs for token in output.token_ids] == served.wanted
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
+    """Two-byte frames of a process with the secret, and aborts of requests that nobody knows."""
+    is_over = threading.Event()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    flood = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000)
+    flood.connect(served.leader.inbox)
+    frames = [[b"x", b"y"], pack(encode(Abort(["nobody"])), CREDENTIALS), [b"\xc1"]]
+
+    def send() -> None:
+        while not is_over.is_set():
+            for frame in frames:
+                flood.send_multipart(frame)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    try:
+        time.sleep(0.3)
+        steps = served.leader.stats(tp_rank=0, dp_rank=0, pid=0, node="").step
+        for _ in range(3):
+            served.check()
+        done = served.leader.stats(tp_rank=0, dp_rank=0, pid=0, node="").step - steps
+    finally:
+        is_over.set()
+        thread.join(timeout=5)
+        end_context(context, "flood", linger=0)
+    assert done >= 3 * NUM_TOKENS
+
+
+def test_what_is_left_in_the_inbox_is_taken_without_a_knock(served: Served) -> None:
+    """More than a border takes, sent at once to a leader that sleeps."""
+    time.sleep(0.1)
+    for _ in range(4 * MAX_FRAMES):
+        served.send(encode(Abort(["nobody"])))
+    began = time.monotonic()
+    served.check()
+    assert time.monotonic() - began < 0.9, "less than a leader sleeps"

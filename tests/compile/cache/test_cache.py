@@ -1,0 +1,444 @@
+"""A compiled forward is found again, wherever its directory went, unless something changed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import logging
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile import environment
+from compile.cache import key
+from compile.cache.disk import read_checked
+from compile.cache.index import INDEX, CompileCache, Index, nearest_factors, root_directory
+from compile.config import CompilationConfig
+from compile.counters import counter
+
+
+def _load_toy() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "compile_toy_forwards", Path(__file__).with_name("forwards.py")
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+toy = _load_toy()
+NUM_DIFFERENT = 2
+"""Of the toy's three pieces two compute the same."""
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """A file that the forward goes through."""
+    path = tmp_path / "traced.py"
+    path.write_text("scale = 2\n")
+    return path
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def directories(root: Path) -> list[str]:
+    return sorted(p.parent.relative_to(root).as_posix() for p in root.rglob(INDEX))
+
+
+@pytest.mark.feature("G05")
+def test_a_second_start_compiles_nothing(tmp_path: Path, traced: Path) -> None:
+    scope = toy.scope(tmp_path / "root")
+    cold = toy.start(scope, traced_files=[str(traced)])
+    assert cold.counters["num_backend_compilations"] == NUM_DIFFERENT
+    assert cold.counters["num_compiled_artifacts_saved"] == NUM_DIFFERENT
+    with counter.expect(
+        num_backend_compilations=0, num_eager_compiles=0, num_compiled_artifacts_loaded=2
+    ):
+        warm = toy.start(scope, traced_files=[str(traced)])
+    assert (cold.was_traced, warm.was_traced) == (True, False)
+    assert cold.outputs == warm.outputs == toy.eager()
+
+
+@pytest.mark.feature("G01")
+def test_each_rank_and_prefix_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root, tp_rank=0, dp_rank=0))
+    toy.start(toy.scope(root, tp_rank=1, dp_rank=2))
+    toy.start(toy.scope(root, tp_rank=1, dp_rank=2), prefix="draft")
+    [shared] = {directory.split("/")[0] for directory in directories(root)}
+    assert directories(root) == [
+        f"{shared}/rank_0_0/backbone",
+        f"{shared}/rank_1_2/backbone",
+        f"{shared}/rank_1_2/draft",
+    ]
+
+
+@pytest.mark.feature("G01")
+def test_the_root_is_the_field_else_below_the_cache_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.CACHE_ROOT, str(tmp_path / "environment"))
+    assert root_directory(CompilationConfig()) == tmp_path / "environment" / "compile"
+    toy.start(toy.scope(""))
+    assert files(tmp_path / "environment" / "compile")
+    assert (
+        root_directory(CompilationConfig(cache_dir=str(tmp_path / "field"))) == tmp_path / "field"
+    )
+
+
+@pytest.mark.feature("G10")
+def test_two_prefixes_do_not_read_each_others_plans(tmp_path: Path) -> None:
+    scope = toy.scope(tmp_path / "root")
+    backbone = CompileCache.open(scope, "backbone", [__file__])
+    draft = CompileCache.open(scope, "draft", [__file__])
+    assert backbone is not None and draft is not None
+    backbone.save_plan("of the backbone")
+    assert draft.load_plan() is None
+    draft.save_plan("of the draft")
+    assert [_plan(scope, prefix) for prefix in ("backbone", "draft")] == [
+        "of the backbone",
+        "of the draft",
+    ]
+
+
+@pytest.mark.feature("G10")
+def test_prefixes_that_go_through_different_files_are_both_found_again(
+    tmp_path: Path, traced: Path
+) -> None:
+    scope = toy.scope(tmp_path / "root")
+    for _ in range(2):
+        backbone = toy.start(scope, prefix="backbone", traced_files=[str(traced)])
+        draft = toy.start(scope, prefix="draft", traced_files=[__file__])
+    assert not backbone.was_traced and not draft.was_traced
+
+
+def _plan(scope: Any, prefix: str) -> str | None:
+    cache = CompileCache.open(scope, prefix)
+    return None if cache is None else cache.load_plan()
+
+
+@pytest.mark.parametrize("prefix", ["", "../up", "a/b", ".hidden"])
+def test_a_prefix_names_one_directory(tmp_path: Path, prefix: str) -> None:
+    with pytest.raises(ValueError, match="prefix: wanted the name of a directory"):
+        CompileCache.open(toy.scope(tmp_path), prefix)
+
+
+@pytest.mark.feature("G03")
+def test_an_edited_traced_file_is_compiled_again_and_the_old_one_is_still_known(
+    tmp_path: Path, traced: Path
+) -> None:
+    scope = toy.scope(tmp_path / "root")
+    toy.start(scope, traced_files=[str(traced)])
+    traced.write_text("scale = 3\n")
+    edited = toy.start(scope, traced_files=[str(traced)])
+    assert edited.was_traced and edited.counters["num_backend_compilations"] == NUM_DIFFERENT
+    traced.write_text("scale = 2\n")
+    assert not toy.start(scope, traced_files=[str(traced)]).was_traced
+
+
+@pytest.mark.feature("G03")
+def test_a_forward_that_went_through_other_files_before_is_still_known(
+    tmp_path: Path, traced: Path
+) -> None:
+    scope = toy.scope(tmp_path / "root")
+    other = tmp_path / "other.py"
+    other.write_text("")
+    toy.start(scope, traced_files=[str(traced)])
+    traced.write_text("scale = 3\n")
+    toy.start(scope, traced_files=[str(traced), str(other)])
+    traced.write_text("scale = 2\n")
+    assert not toy.start(scope, traced_files=[str(traced)]).was_traced
+
+
+def test_plans_for_other_sizes_are_kept_apart_and_share_pieces(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root))
+    sized = toy.start(toy.scope(root, compile_sizes=(4,)), shapes=(None, 4))
+    assert sized.was_traced
+    # The pieces for any size were there; those for 4 tokens were not.
+    assert sized.counters["num_compiled_artifacts_loaded"] == NUM_DIFFERENT
+    assert sized.counters["num_backend_compilations"] == NUM_DIFFERENT
+    for fields, shapes in (({}, (None,)), ({"compile_sizes": (4,)}, (None, 4))):
+        assert not toy.start(toy.scope(root, **fields), shapes=shapes).was_traced
+
+
+@pytest.mark.feature("G01")
+def test_ranks_share_what_one_of_them_compiled(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root, tp_rank=0))
+    other = toy.start(toy.scope(root, tp_rank=1))
+    assert other.was_traced and "num_backend_compilations" not in other.counters
+    assert other.counters["num_compiled_artifacts_loaded"] == NUM_DIFFERENT
+
+
+# --- the index --------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("G04")
+def test_the_index_is_a_literal_with_relative_paths(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root, compile_sizes=(4,)), shapes=(None, 4, (5, 8)))
+    [path] = root.rglob(INDEX)
+    found = ast.literal_eval(path.read_text())
+    places = {(shape, index, "eager") for shape in (None, 4, (5, 8)) for index in range(3)}
+    assert found["version"] == 1 and set(found["entries"]) == places
+    for entry in found["entries"].values():
+        assert not Path(entry["artifact"]).is_absolute()
+        assert (path.parent / entry["artifact"]).is_file()
+    same = [found["entries"][None, index, "eager"] for index in (0, 2)]
+    assert same[0] == same[1] != found["entries"][None, 1, "eager"]
+    assert str(tmp_path) not in read_checked(path)
+
+
+@pytest.mark.feature("G04")
+@pytest.mark.parametrize("content", [b"", b"{'version': 1", b"\xff", b"# sha256 0\n{}\n"])
+def test_an_unusable_index_is_logged_and_compiled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root))
+    [path] = root.rglob(INDEX)
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        again = toy.start(toy.scope(root))
+    assert again.was_traced and again.counters["num_backend_compilations"] == NUM_DIFFERENT
+    assert again.outputs == toy.eager()
+    assert "compile cache: index is not used" in caplog.text
+    assert not toy.start(toy.scope(root)).was_traced
+
+
+@pytest.mark.feature("G04")
+def test_an_index_of_another_version_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / INDEX
+    Index(plans={"sizes": "../../artifacts/0"}).write(path)
+    assert Index.read(path).plans
+    monkeypatch.setattr("compile.cache.index.VERSION", 2)
+    with caplog.at_level(logging.WARNING):
+        assert Index.read(path) == Index()
+    assert "wanted version 2, found 1" in caplog.text
+
+
+def test_an_index_keeps_what_another_process_entered_meanwhile(tmp_path: Path) -> None:
+    scope = toy.scope(tmp_path / "root")
+    one = CompileCache.open(scope, "backbone", [__file__])
+    two = CompileCache.open(scope, "backbone", [__file__])
+    assert one is not None and two is not None
+    one.record(None, 0, "eager", "key of 0", "a")
+    two.record(None, 1, "eager", "key of 1", "b")
+    assert one.find("key of 1", "eager") == "b"
+    assert set(Index.read(one.directory / INDEX).entries) == {
+        (None, 0, "eager"),
+        (None, 1, "eager"),
+    }
+
+
+# --- damage, moving, switching off ------------------------------------------------------------
+
+
+def _flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
+
+
+@pytest.mark.feature("G04")
+@pytest.mark.parametrize("damage", [lambda c: c[: len(c) // 2], _flip, lambda _: b""])
+def test_whichever_file_is_damaged_the_next_start_is_right(
+    tmp_path: Path, traced: Path, damage: Any
+) -> None:
+    root, scope = tmp_path / "root", toy.scope(tmp_path / "root", compile_sizes=(4,))
+    start = {"traced_files": [str(traced)], "shapes": (None, 4)}
+    toy.start(scope, **start)
+    pristine = tmp_path / "pristine"
+    shutil.copytree(root, pristine)
+    damaged = [path for path in files(root) if path.stat().st_size]
+    assert len(damaged) == 6, "two pieces, a plan, an index, a pointer and a key"
+    for path in damaged:
+        content = path.read_bytes()
+        path.write_bytes(damage(content))
+        assert toy.start(scope, **start).outputs == toy.eager(), path
+        assert not toy.start(scope, **start).was_traced, path
+        if path.parent.name != "forwards":
+            assert path.read_bytes() == content, path
+        shutil.rmtree(root)
+        shutil.copytree(pristine, root)
+
+
+@pytest.mark.feature("G06")
+def test_a_cache_that_was_moved_is_loaded(tmp_path: Path, traced: Path) -> None:
+    toy.start(toy.scope(tmp_path / "here"), traced_files=[str(traced)])
+    (tmp_path / "far").mkdir()
+    shutil.move(tmp_path / "here", tmp_path / "far" / "there")
+    with counter.expect(num_backend_compilations=0, num_compiled_artifacts_loaded=NUM_DIFFERENT):
+        moved = toy.start(toy.scope(tmp_path / "far" / "there"), traced_files=[str(traced)])
+    assert not moved.was_traced and moved.outputs == toy.eager()
+
+
+@pytest.mark.feature("G06")
+def test_no_file_of_a_cache_names_its_place(tmp_path: Path) -> None:
+    toy.start(toy.scope(tmp_path / "root"))
+    found = files(tmp_path / "root")
+    assert len(found) > 5
+    for path in found:
+        assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+@pytest.mark.feature("G07")
+def test_switched_off_nothing_is_read_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope = toy.scope(tmp_path / "root")
+    toy.start(scope)
+    before = {path: path.read_bytes() for path in files(tmp_path)}
+    monkeypatch.setenv(environment.DISABLE_COMPILE_CACHE, "1")
+    off = toy.start(scope)
+    assert off.was_traced and off.outputs == toy.eager()
+    assert off.counters["num_backend_compilations"] == NUM_DIFFERENT
+    assert "num_compiled_artifacts_saved" not in off.counters
+    assert {path: path.read_bytes() for path in files(tmp_path)} == before
+    monkeypatch.setenv(environment.DISABLE_COMPILE_CACHE, "0")
+    assert not toy.start(scope).was_traced
+
+
+@pytest.mark.feature("G08")
+@pytest.mark.parametrize(
+    ("field", "variable", "is_unpacked"),
+    [
+        (None, None, False),
+        (None, "binary", False),
+        (None, "unpacked", True),
+        ("binary", "unpacked", False),
+        ("unpacked", "binary", True),
+    ],
+)
+def test_pieces_are_unpacked_where_the_field_or_else_the_environment_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    field: str | None,
+    variable: str | None,
+    is_unpacked: bool,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv(environment.COMPILE_CACHE_SAVE_FORMAT, variable)
+    scope = toy.scope(tmp_path / "root", compile_cache_save_format=field)
+    toy.start(scope)
+    found = [path.name for path in files(tmp_path) if path.parent.name == "pieces"]
+    assert found == (
+        ["piece_0_general.py", "piece_1_general.py", "piece_2_general.py"] * is_unpacked
+    )
+    warm = toy.start(scope)
+    assert not warm.was_traced and warm.outputs == toy.eager()
+
+
+@pytest.mark.feature("G08")
+def test_a_cache_that_was_saved_binary_is_unpacked_when_it_is_loaded(tmp_path: Path) -> None:
+    toy.start(toy.scope(tmp_path / "root"))
+    warm = toy.start(toy.scope(tmp_path / "root", compile_cache_save_format="unpacked"))
+    assert not warm.was_traced
+    sources = [path for path in files(tmp_path) if path.parent.name == "pieces"]
+    assert sources and all("def forward" in path.read_text() for path in sources)
+
+
+# --- whose directory --------------------------------------------------------------------------
+
+
+def test_a_directory_that_others_write_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root))
+    root.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        started = toy.start(toy.scope(root))
+    assert started.was_traced and started.outputs == toy.eager()
+    assert "compile cache is off" in caplog.text and "only its owner writes" in caplog.text
+
+
+def test_new_directories_are_for_their_owner_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    toy.start(toy.scope(root))
+    directories = [path for path in [root, *root.rglob("*")] if path.is_dir()]
+    assert len(directories) > 3
+    for path in directories:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_place_that_cannot_be_written_costs_the_cache_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        started = toy.start(toy.scope(tmp_path / "file" / "root"))
+    assert started.outputs == toy.eager()
+    assert "compile cache is off" in caplog.text
+
+
+# --- why a start missed -----------------------------------------------------------------------
+
+
+@pytest.mark.feature("Q08")
+def test_a_miss_says_which_factor_differs_from_the_nearest_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    assert toy.start(toy.scope(root)).misses == ["nothing was compiled before"]
+    far = replace(toy.scope(root, evaluate_guards=True, passes=()), key_factors={"model": "far"})
+    toy.start(far)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    with caplog.at_level(logging.INFO):
+        missed = toy.start(toy.scope(root))
+    [nearest] = [
+        path.parent.name
+        for path in root.glob("*/cache_key_factors.json")
+        if json.loads(path.read_text())["model"] == "toy"
+        and not json.loads(path.read_text())["ATEN_CPU_CAPABILITY"]
+    ]
+    assert missed.misses == [f"ATEN_CPU_CAPABILITY:  -> avx2 (since {nearest})"]
+    assert missed.misses[0] in caplog.text
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_the_nearest_directory_is_the_one_with_the_fewest_differences(
+    tmp_path: Path, wanted: int
+) -> None:
+    factors = {name: "same" for name in "abcdef"}
+    for number in range(4):
+        # The wanted one differs in one factor, the others in more.
+        num_changes = 1 + (number - wanted) % 4
+        changed = {name: f"other {number}" for name in list(factors)[:num_changes]}
+        directory = tmp_path / key.hash_factors({**factors, **changed})
+        directory.mkdir()
+        (directory / "cache_key_factors.json").write_text(json.dumps({**factors, **changed}))
+    found = nearest_factors(tmp_path, factors)
+    assert found is not None
+    assert found[1] == {**factors, "a": f"other {wanted}"}
+
+
+@pytest.mark.feature("Q08")
+def test_the_factors_lie_beside_and_hash_to_the_directorys_name(tmp_path: Path) -> None:
+    toy.start(toy.scope(tmp_path / "root"))
+    [path] = (tmp_path / "root").glob("*/cache_key_factors.json")
+    factors = json.loads(path.read_text())
+    assert key.hash_factors(factors) == path.parent.name
+    assert factors["model"] == "toy" and factors["compiler"] == "eager"
+
+
+@pytest.mark.feature("Q03")
+def test_traced_files_and_the_directory_are_logged(
+    tmp_path: Path, traced: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="compile"):
+        toy.start(toy.scope(tmp_path / "root"), traced_files=[str(traced)])
+    [directory] = directories(tmp_path / "root")
+    assert f"compile cache: {tmp_path / 'root' / directory}" in caplog.text
+    assert f"compile cache: traced {traced}" in caplog.text

@@ -1,0 +1,95 @@
+"""Files appear whole, changed text is recognised, and a lock is waited for no longer than asked."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from compile.cache.disk import (
+    CorruptFileError,
+    file_lock,
+    read_checked,
+    write_atomic,
+    write_checked,
+)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, b"new")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_checked_text_comes_back_and_is_a_python_literal(tmp_path: Path) -> None:
+    path = tmp_path / "index.py"
+    write_checked(path, "{(None, 0): 'ü'}\n")
+    assert read_checked(path) == "{(None, 0): 'ü'}\n"
+    assert ast.literal_eval(path.read_text()) == {(None, 0): "ü"}
+
+
+@pytest.mark.parametrize("position", [0, 20, 75, 80, -1])
+def test_a_changed_byte_of_checked_text_is_noticed(tmp_path: Path, position: int) -> None:
+    path = tmp_path / "index.py"
+    write_checked(path, "{'piece': 1, 'shape': None}\n")
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"^.*index\.py: wanted .*, found "):
+        read_checked(path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 70, 80])
+def test_text_that_was_cut_short_is_noticed(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "index.py"
+    write_checked(path, "{'piece': 1, 'shape': None}\n")
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CorruptFileError):
+        read_checked(path)
+
+
+def test_bytes_that_are_no_text_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "index.py"
+    path.write_bytes(b"# sha256 \xff\xfe\n")
+    with pytest.raises(CorruptFileError, match="wanted text"):
+        read_checked(path)
+
+
+def test_a_lock_that_cannot_be_opened_is_one_that_is_not_had(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with file_lock(tmp_path / "lock", 0) as is_held:
+        assert not is_held
+    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
+        raise ZeroDivisionError
+
+
+def test_a_filesystem_without_locks_is_one_where_none_is_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with file_lock(tmp_path / "lock", 5) as is_held:
+        assert not is_held
+
+
+def test_a_lock_that_is_held_is_reported_and_free_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with file_lock(path, 0) as first, file_lock(path, 0) as second:
+        assert (first, second) == (True, False)
+    with file_lock(path, 0) as third:
+        assert third

@@ -1,0 +1,174 @@
+"""What Inductor writes and is told while it works for the cache, and not a moment longer."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile.cache import inductor_directory
+from compile.cache.inductor_directory import PROBES, InductorDirectory
+
+REPLACED = [
+    ("torch._inductor.codecache", None, "_precompile_header"),
+    ("torch._inductor.codecache", "CppCodeCache", "_load_library"),
+    ("torch._inductor.codecache", "PyCodeCache", "load_by_key_path"),
+    ("torch._inductor.cpu_vec_isa", "VecISA", "check_build"),
+]
+
+
+def found(module: str, owner: str | None, name: str) -> Any:
+    holder = importlib.import_module(module)
+    return vars(holder if owner is None else getattr(holder, owner))[name]
+
+
+def test_this_torch_has_every_name_that_is_replaced() -> None:
+    for place in REPLACED:
+        assert found(*place) is not None
+
+
+def test_environment_and_names_are_as_before_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    before = [found(*place) for place in REPLACED]
+    with pytest.raises(KeyError), InductorDirectory(tmp_path).entered(is_loading=True):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+        assert all(found(*place) is not old for place, old in zip(REPLACED, before, strict=True))
+        raise KeyError
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "before"
+    assert "TRITON_CACHE_DIR" not in os.environ
+    assert [found(*place) for place in REPLACED] == before
+
+
+def test_headers_are_built_for_compiling_and_not_for_loading(tmp_path: Path) -> None:
+    before = found(*REPLACED[0])
+    with InductorDirectory(tmp_path).entered(is_loading=False):
+        assert found(*REPLACED[0]) is before
+    with InductorDirectory(tmp_path).entered(is_loading=True):
+        assert found(*REPLACED[0])("header", "command", vec_isa=None) is None
+
+
+class _Isa:
+    """Vector instructions that can be asked for; `asked` counts how often it is found out."""
+
+    _arch_flags = "-mvector"
+    asked = 0
+
+    def __str__(self) -> str:
+        return "vector"
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> type[_Isa]:
+    """Vector instructions that this process did not ask for yet."""
+
+    def check_build(self: Any, code: str) -> bool:
+        _Isa.asked += 1
+        return "good" in code
+
+    _Isa.asked = 0
+    module = importlib.import_module("torch._inductor.cpu_vec_isa")
+    monkeypatch.setattr(module.VecISA, "check_build", check_build)
+    monkeypatch.setattr(inductor_directory, "_answers", {})
+    return _Isa
+
+
+def ask(directory: Path, code: str) -> bool:
+    with InductorDirectory(directory).entered(is_loading=True):
+        answer: bool = found(*REPLACED[3])(_Isa(), code)
+    return answer
+
+
+def test_an_answer_about_vector_instructions_is_remembered_by_a_later_process(
+    tmp_path: Path, probes: type[_Isa], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(tmp_path, "good") and not ask(tmp_path, "bad")
+    assert probes.asked == 2
+    monkeypatch.setattr(inductor_directory, "_answers", {})
+    assert ask(tmp_path, "good") and not ask(tmp_path, "bad")
+    assert probes.asked == 2
+
+
+def test_other_flags_are_another_question(tmp_path: Path, probes: type[_Isa]) -> None:
+    ask(tmp_path, "good")
+    probes._arch_flags += " -mmore"
+    ask(tmp_path, "good")
+    probes._arch_flags = "-mvector"
+    assert probes.asked == 2
+
+
+def test_an_answer_is_written_into_each_directory_of_a_process(
+    tmp_path: Path, probes: type[_Isa], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    ask(first, "good")
+    with InductorDirectory(second).entered(is_loading=False):
+        pass
+    monkeypatch.setattr(inductor_directory, "_answers", {})
+    ask(second, "good")
+    assert probes.asked == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"# sha256 0\n{'vector': True}", b"\xff"])
+def test_damaged_answers_are_asked_for_again(
+    tmp_path: Path,
+    probes: type[_Isa],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes,
+) -> None:
+    ask(tmp_path, "good")
+    (tmp_path / PROBES).write_bytes(content)
+    monkeypatch.setattr(inductor_directory, "_answers", {})
+    with caplog.at_level(logging.WARNING):
+        assert ask(tmp_path, "good")
+    assert probes.asked == 2 and "probed again" in caplog.text
+
+
+def test_a_torch_without_a_name_loses_only_what_it_was_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inductor_directory._warn_once.cache_clear()
+    monkeypatch.delattr("torch._inductor.codecache._precompile_header")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with InductorDirectory(tmp_path).entered(is_loading=True) as loaded:
+                assert loaded == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch._inductor.codecache._precompile_header: wanted in this torch, found none; "
+        "loading may build C++ code again"
+    ]
+
+
+def test_files_are_collected_by_their_place_and_put_back_where_they_are_missing_or_changed(
+    tmp_path: Path,
+) -> None:
+    one, two = InductorDirectory(tmp_path / "one"), InductorDirectory(tmp_path / "two")
+    library = one.directory / "ab" / "kernel.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"machine code")
+    files = one.collect([library, tmp_path / "elsewhere.py"])
+    assert files == {"ab/kernel.so": b"machine code"}
+    for damage in (b"", b"mach", None):
+        two.restore(files)
+        path = two.directory / "ab" / "kernel.so"
+        assert path.read_bytes() == b"machine code"
+        path.unlink() if damage is None else path.write_bytes(damage)
+
+
+def test_what_inductor_loaded_from_elsewhere_is_forgotten_on_entering_and_on_leaving(
+    tmp_path: Path,
+) -> None:
+    loaded = importlib.import_module("torch._inductor.codecache").PyCodeCache.modules_no_attr
+    loaded["elsewhere.py"] = importlib
+    with InductorDirectory(tmp_path).entered(is_loading=True):
+        assert not loaded
+        loaded["here.py"] = importlib
+    assert not loaded

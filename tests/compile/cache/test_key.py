@@ -1,0 +1,265 @@
+"""The key of compiled code: what changes code changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile.cache import key
+from compile.cache.key import (
+    KEYED_FIELDS,
+    TRACED_FILES,
+    UNKEYED_FIELDS,
+    describe,
+    differing,
+    hash_factors,
+    key_factors,
+    sources_hash,
+    traced_factor,
+    traced_names,
+)
+from compile.config import CompilationConfig, CUDAGraphMode, DynamicShapes
+from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
+from compile.scope import CompileScope
+
+CONFIG = CompilationConfig(level=3, splitting_ops=("lockstep::attention",), compile_sizes=(4,))
+SCOPE = CompileScope(CONFIG, key_factors={"model": "2 layers", "dtype": "float32", "tp": "1"})
+
+CHANGES_CODE: dict[str, Any] = {
+    "level": 2,
+    "splitting_ops": ("lockstep::other",),
+    "use_inductor": False,
+    "inductor_compile_config": {"max_autotune": True},
+    "dynamic_shapes": DynamicShapes.UNBACKED,
+    "evaluate_guards": True,
+    "passes": (),
+}
+CHANGES_NO_CODE: dict[str, Any] = {
+    "compiler": "inductor_standalone",
+    "use_cudagraph": False,
+    "cudagraph_capture_sizes": (1, 2),
+    "cuda_graph_sizes": (64,),
+    "cudagraph_mode": CUDAGraphMode.NONE,
+    "cudagraph_copy_inputs": True,
+    "compile_sizes": (8,),
+    "compile_ranges": ((1, 8),),
+    "compile_lazily": True,
+    "debug_dump_path": "/elsewhere",
+    "cache_dir": "/elsewhere",
+    "share_artifacts": False,
+    "compile_cache_save_format": "unpacked",
+    "capture_num_tokens": (16,),
+    "enable_padding": False,
+    "num_warmups_full": 5,
+    "num_warmups_piecewise": 5,
+    "graph_pool": "per_bucket",
+    "poison_graph_pool": True,
+    "reserve_graph_memory": True,
+    "sealed": "strict",
+    "graph_bs": (1, 2),
+}
+
+
+def name(scope: CompileScope = SCOPE, compiler: str = "eager", state: str = "state") -> str:
+    return hash_factors(key_factors(scope, compiler, state))
+
+
+def test_a_pass_that_changes_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may live outside of this package, whose sources are in the key."""
+    scope = replace(SCOPE, config=replace(CONFIG, passes=("fuse_add_rms_norm",)))
+    before = name(scope)
+    assert before == name(scope)
+    monkeypatch.setattr(FuseAddRMSNorm, "uuid", lambda self: "another")
+    assert name(scope) != before
+
+
+def test_each_field_of_the_configuration_is_sorted_into_one_list() -> None:
+    sorted_in = [*KEYED_FIELDS, *UNKEYED_FIELDS]
+    assert sorted(sorted_in) == sorted({field.name for field in fields(CompilationConfig)})
+    assert len(sorted_in) == len(set(sorted_in))
+
+
+@pytest.mark.feature("G02")
+@pytest.mark.parametrize("field", KEYED_FIELDS)
+def test_a_field_that_changes_code_changes_the_key(field: str) -> None:
+    changed = replace(SCOPE, config=replace(CONFIG, **{field: CHANGES_CODE[field]}))
+    assert name(changed) != name()
+
+
+@pytest.mark.feature("G02")
+@pytest.mark.parametrize("field", UNKEYED_FIELDS)
+def test_a_field_that_changes_no_code_keeps_the_key(field: str) -> None:
+    # Together with what each needs to be legal.
+    base = replace(CONFIG, compile_sizes=None)
+    value = CHANGES_NO_CODE[field]
+    assert value != getattr(base, field)
+    changed = replace(SCOPE, config=replace(base, **{field: value}))
+    assert name(changed) == name(replace(SCOPE, config=base))
+
+
+@pytest.mark.feature("G02")
+@pytest.mark.parametrize("factor", ["model", "dtype", "tp"])
+def test_what_the_caller_adds_changes_the_key(factor: str) -> None:
+    changed = replace(SCOPE, key_factors={**SCOPE.key_factors, factor: "another"})
+    assert name(changed) != name()
+
+
+@pytest.mark.feature("G02")
+def test_ranks_do_not_change_the_key() -> None:
+    assert name(replace(SCOPE, tp_rank=1, dp_rank=3)) == name()
+
+
+@pytest.mark.feature("G02")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(torch, "__version__", "2.99.0"),
+        lambda patch: patch.setattr(torch.version, "git_version", "another"),
+        lambda patch: patch.setattr(torch, "get_num_threads", lambda: 99),
+        lambda patch: patch.setattr(key, "processor", lambda: "another"),
+        lambda patch: patch.setattr(key, "compiler_version", lambda: "another"),
+        lambda patch: patch.setattr(key, "device", lambda: "cuda sm_90"),
+        lambda patch: patch.setattr(key, "python", lambda: "another"),
+        lambda patch: patch.setattr(key, "OWN_SOURCES", "another"),
+        lambda patch: patch.setenv("ATEN_CPU_CAPABILITY", "default"),
+    ],
+)
+def test_the_machine_and_what_compiles_change_the_key(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    before = name()
+    change(monkeypatch)
+    assert name() != before
+
+
+@pytest.mark.feature("G02")
+def test_the_compiler_and_its_state_change_the_key() -> None:
+    assert len({name(), name(compiler="inductor"), name(state="another")}) == 3
+
+
+@pytest.mark.feature("G02")
+@pytest.mark.parametrize("variable", ["MASTER_PORT", "CUDA_VISIBLE_DEVICES", "RANK", "HOME"])
+def test_ports_ranks_devices_and_paths_of_the_environment_do_not(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    before = name()
+    monkeypatch.setenv(variable, "7")
+    assert name() == before
+
+
+def test_a_factor_of_the_caller_may_not_take_the_place_of_another() -> None:
+    with pytest.raises(ValueError, match="key_factors: wanted names of their own, found torch"):
+        name(replace(SCOPE, key_factors={"torch": "mine"}))
+
+
+def test_the_order_of_options_does_not_count() -> None:
+    one = replace(CONFIG, inductor_compile_config={"a": 1, "b": [2, None]})
+    two = replace(CONFIG, inductor_compile_config={"b": [2, None], "a": 1})
+    assert name(replace(SCOPE, config=one)) == name(replace(SCOPE, config=two))
+
+
+def test_sources_count_with_their_names_and_places(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "below").mkdir()
+    first = sources_hash(tmp_path)
+    (tmp_path / "below" / "b.py").write_text("2")
+    second = sources_hash(tmp_path)
+    (tmp_path / "below" / "b.py").rename(tmp_path / "b.py")
+    third = sources_hash(tmp_path)
+    (tmp_path / "a.py").write_text("3")
+    assert len({first, second, third, sources_hash(tmp_path)}) == 4
+
+
+# --- traced files -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module that a forward may have gone through."""
+    path = tmp_path / "traced_helper.py"
+    path.write_text("def f(x): return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("traced_helper")
+    yield path
+    sys.modules.pop("traced_helper", None)
+
+
+@pytest.mark.feature("G03")
+def test_an_edited_helper_changes_the_key(helper: Path) -> None:
+    names = traced_names([str(helper)])
+    before = traced_factor(names)
+    helper.write_text("def f(x): return x + 1\n")
+    assert names == ["traced_helper"]
+    assert traced_factor(names) != before
+
+
+@pytest.mark.feature("G03")
+def test_code_without_a_file_and_unreadable_files_are_skipped(tmp_path: Path) -> None:
+    assert traced_names(["<string>", "<frozen os>", str(tmp_path / "gone.py"), str(tmp_path)]) == []
+
+
+@pytest.mark.feature("G03")
+def test_traced_files_are_named_as_modules_so_that_the_place_does_not_count(
+    helper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = traced_factor(traced_names([str(helper)]))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    helper.rename(moved / helper.name)
+    monkeypatch.setattr(sys, "path", [str(moved), *sys.path])
+    del sys.modules["traced_helper"]
+    importlib.invalidate_caches()
+    assert traced_factor(["traced_helper"]) == before
+
+
+def test_a_traced_module_that_is_gone_changes_the_key(helper: Path) -> None:
+    before = traced_factor(["traced_helper"])
+    helper.unlink()
+    assert traced_factor(["traced_helper"]) == "traced_helper missing" != before
+
+
+def test_the_main_module_is_named_by_its_path(
+    helper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del sys.modules["traced_helper"]
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(helper), raising=False)
+    assert traced_names([str(helper)]) == [str(helper)]
+
+
+def test_a_file_that_is_no_module_is_named_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("")
+    assert traced_names([str(path), str(path)]) == [str(path)]
+
+
+# --- what differs -----------------------------------------------------------------------------
+
+
+def test_only_factors_that_differ_are_told() -> None:
+    old, new = {"a": "1", "b": "2", "gone": "3"}, {"a": "1", "b": "4", "new": "5"}
+    assert differing(old, new) == {
+        "b": ("2", "4"),
+        "new": ("(absent)", "5"),
+        "gone": ("3", "(absent)"),
+    }
+
+
+def test_of_a_long_factor_only_the_words_that_changed_are_told() -> None:
+    flags = [f"flag{number}" for number in range(40)]
+    changed = [*flags[:20], "other", *flags[21:]]
+    assert describe("processor", " ".join(flags), " ".join(changed)) == "processor: flag20 -> other"
+    assert describe("torch", "2.11", "2.13") == "torch: 2.11 -> 2.13"
+
+
+def test_of_traced_files_the_names_that_changed_are_told() -> None:
+    old, new = "model.a 1\nmodel.b 2\nmodel.c 3", "model.a 1\nmodel.b 4\nmodel.d 5"
+    assert describe(TRACED_FILES, old, new) == (
+        "traced files: model.b changed, model.c no longer traced, model.d newly traced"
+    )

@@ -1,0 +1,577 @@
+"""A captured step replays on CPU as it ran, from fixed addresses, and keeps what a graph keeps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from compile.context import ForwardContext, forward_context, get_forward_context
+from compile.custom_op import direct_register_custom_op
+from compile.graphs.boundary import boundary
+from compile.graphs.cpu.graph import CpuStepGraph
+from compile.graphs.cpu.pool import CpuGraphPool
+from compile.graphs.errors import (
+    CaptureError,
+    DeadTensorError,
+    ForeignTensorError,
+    NestedCaptureError,
+    ReplayError,
+    ValueReadError,
+)
+from compile.graphs.pools import GraphPool, StepGraph, new_graph_pool, new_step_graph
+
+CPU = torch.device("cpu")
+N = 4
+WEIGHT = torch.randn(N, N, generator=torch.Generator().manual_seed(0))
+ORDER = torch.tensor([2, 0, 3, 1])
+
+
+def _running_sum(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write into `out` and return a new tensor, after looking at values."""
+    scale = 0.5 if float(x.sum()) > 0 else 0.25
+    out.copy_(x.cumsum(0).mul_(scale).tanh_())
+    return x * scale
+
+
+running_sum = direct_register_custom_op(
+    "test_running_sum", _running_sum, mutates_args=["out"], fake_impl=lambda x, out: x.clone()
+)
+
+
+def new_graph(pool: GraphPool | None = None) -> StepGraph:
+    return new_step_graph(pool or new_graph_pool(CPU))
+
+
+def captured(fn: Callable[[], Any], pool: GraphPool | None = None) -> tuple[StepGraph, Any]:
+    graph = new_graph(pool)
+    return graph, graph.capture(fn)
+
+
+# --- programs -----------------------------------------------------------------------------------
+# A program is a list of (op, i, j); an op takes values i and j, all [N, N], and may append one.
+
+Values = list[torch.Tensor]
+
+
+def _piece(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return fresh memory, two views of one memory, an expanded row and an input."""
+    both = torch.cat([a.sin(), b.cos()])
+    return both[:N], both[N:], (a + b)[:1].tanh().expand(N, N), a
+
+
+piece = boundary(_piece)
+
+
+def _write_half(values: Values, a: torch.Tensor, b: torch.Tensor) -> None:
+    a[: N // 2].copy_(b[N // 2 :].clone())
+
+
+def _out(values: Values, a: torch.Tensor, b: torch.Tensor) -> None:
+    values.append(torch.maximum(a, b, out=torch.empty_like(a)))
+
+
+def _opaque(values: Values, a: torch.Tensor, b: torch.Tensor) -> None:
+    out = a.new_empty(N, N)
+    values.extend([running_sum(b, out), out])
+
+
+def _drop(values: Values, a: torch.Tensor, b: torch.Tensor) -> None:
+    if len(values) > 3:
+        del values[2]
+
+
+OPS: list[Callable[[Values, torch.Tensor, torch.Tensor], Any]] = [
+    lambda v, a, b: v.append((a + b) * 0.5),
+    lambda v, a, b: v.append(a.mul(0.75)),
+    lambda v, a, b: v.append(torch.tanh(a @ b)),
+    lambda v, a, b: v.append(F.linear(a, WEIGHT, b[0]).tanh()),
+    lambda v, a, b: v.append(torch.addmm(a, b, WEIGHT).sigmoid()),
+    lambda v, a, b: v.append(F.softmax(a, -1)),
+    lambda v, a, b: v.append(F.layer_norm(a, (N,), b[0], b[1]).tanh()),
+    lambda v, a, b: v.append(F.scaled_dot_product_attention(a[None], b[None], a[None])[0]),
+    lambda v, a, b: v.append(torch.cat([a[1:], b[:1]])),
+    lambda v, a, b: v.append(torch.where(a > b, a, 0.25)),
+    lambda v, a, b: v.append(F.embedding(ORDER, a) + torch.tensor(0.125)),
+    lambda v, a, b: v.append(a.double().cumsum(0).float().tanh()),
+    lambda v, a, b: v.append(a.max(0).values + b),
+    lambda v, a, b: v.append(torch.full((N, N), 0.5)),
+    # Views, which share memory with what they are of.
+    lambda v, a, b: v.append(a.t()),
+    lambda v, a, b: v.append(a.reshape(2, 2 * N).view(N, N)),
+    lambda v, a, b: v.append(torch.stack([a, b]).unbind()[1]),
+    lambda v, a, b: v.append(a.contiguous()),
+    # Writes.
+    lambda v, a, b: a.tanh_(),
+    lambda v, a, b: a.copy_(b),
+    lambda v, a, b: a.t()[1].mul_(0.5),
+    lambda v, a, b: a.index_copy_(0, ORDER[:2], b[:2].clone()),
+    lambda v, a, b: a.masked_fill_(b > 0.5, 0.25),
+    _write_half,
+    _out,
+    _opaque,
+    lambda v, a, b: v.extend(piece(a, b)[:2]),
+    lambda v, a, b: v.extend(piece(a, b)[2:]),
+    _drop,
+]
+PROGRAMS = st.lists(
+    st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 9), st.integers(0, 9)),
+    min_size=1,
+    max_size=24,
+)
+Program = list[tuple[int, int, int]]
+
+
+def run(program: Program, inputs: Values) -> torch.Tensor:
+    values = list(inputs)
+    for op, i, j in program:
+        # What is expanded cannot be written to.
+        a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
+        OPS[op](values, a.clone() if 0 in a.stride() else a, b)
+    return torch.stack(values[-3:]).sum(0)
+
+
+def draw(generator: torch.Generator) -> Values:
+    return [torch.rand(N, N, generator=generator) - 0.5 for _ in range(2)]
+
+
+def check_replays(graph: StepGraph, program: Program, static: Values, output: torch.Tensor) -> None:
+    """Compare replays on new inputs with the program as it is, to the bit."""
+    address = output.data_ptr()
+    for seed in range(1, 4):
+        fresh = draw(torch.Generator().manual_seed(seed))
+        for buffer, value in zip(static, fresh, strict=True):
+            buffer.copy_(value)
+        graph.replay()
+        wanted = run(program, fresh)
+        assert torch.equal(output, wanted)
+        # What the program writes into its inputs, the replay writes into the static ones.
+        assert all(map(torch.equal, static, fresh))
+        assert output.data_ptr() == address
+
+
+@pytest.mark.feature("X02")
+@given(program=PROGRAMS, is_inference=st.booleans())
+def test_a_replay_equals_the_step_to_the_bit(program: Program, is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        static = draw(torch.Generator().manual_seed(0))
+        wanted = run(program, [x.clone() for x in static])
+        graph, output = captured(lambda: run(program, static))
+        assert torch.equal(output, wanted)
+        check_replays(graph, program, static, output)
+
+
+@given(programs=st.lists(PROGRAMS, min_size=2, max_size=3))
+def test_graphs_of_one_pool_replay_in_turn(programs: list[Program]) -> None:
+    pool = new_graph_pool(CPU)
+    steps = []
+    for program in programs:
+        static = draw(torch.Generator().manual_seed(0))
+        graph, output = captured(lambda p=program, s=static: run(p, s), pool)
+        # As a wrapper holds it: what one graph leaves, the next may overwrite.
+        steps.append((graph, program, static, pool.weak_ref(output)))
+        del output
+    for step in [*steps, *reversed(steps)]:
+        check_replays(*step)
+
+
+def test_a_compiled_piece_is_one_call_and_is_compiled_once() -> None:
+    compilations = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        compilations.append(module)
+        return module.forward
+
+    fn = boundary(torch.compile(_piece, backend=backend, dynamic=False))
+    static = draw(torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        fn(*static)
+        graph = CpuStepGraph(CpuGraphPool(poison=False))
+        outputs = graph.capture(lambda: fn(*static))
+        assert [len(calls) for _, calls in graph._recorded().groups] == [1]
+        for seed in range(1, 4):
+            fresh = draw(torch.Generator().manual_seed(seed))
+            for buffer, value in zip(static, fresh, strict=True):
+                buffer.copy_(value)
+            graph.replay()
+            assert all(map(torch.equal, outputs, _piece(*static)))
+    assert len(compilations) == 1
+
+
+def test_a_piece_keeps_strides_shared_memory_and_what_is_no_tensor() -> None:
+    x = torch.rand(N, N)
+    fn = boundary(lambda a: [*_piece(a, a), {"n": 3, "t": a.t().sin()}, None])
+    _, (top, bottom, row, same, named, nothing) = captured(lambda: fn(x))
+    assert top.untyped_storage().data_ptr() == bottom.untyped_storage().data_ptr()
+    assert bottom.data_ptr() == top.data_ptr() + N * N * 4
+    assert (row.stride(), named["t"].stride()) == ((0, 1), (1, N))
+    assert same is x
+    assert (named["n"], nothing) == (3, None)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+    for _ in range(length):
+        x = x + 1
+    return x
+
+
+def test_memory_of_dropped_tensors_is_reused_inside_of_a_graph() -> None:
+    pool = CpuGraphPool(segment_bytes=1 << 12)
+    x = torch.zeros(1024)
+    graph, output = captured(lambda: chain(x, 50), pool)
+    # One tensor is read while the next one is written.
+    assert pool.num_bytes == 2 * 4096
+    x.fill_(5)
+    graph.replay()
+    assert torch.equal(output, torch.full((1024,), 55.0))
+
+
+def test_a_smaller_graph_needs_no_memory_of_its_own() -> None:
+    pool = CpuGraphPool(segment_bytes=1 << 12)
+    captured(lambda: chain(torch.ones(4096), 5), pool)
+    before = pool.num_bytes
+    kept = [captured(lambda n=n: chain(torch.ones(n), 5), pool)[0] for n in (2048, 1024, 64)]
+    assert (pool.num_bytes, len(kept)) == (before, 3)
+
+
+def test_outputs_that_are_held_keep_their_memory() -> None:
+    pool = CpuGraphPool(segment_bytes=1 << 12)
+    held = [captured(lambda i=i: torch.zeros(1024) + i, pool)[1] for i in range(3)]
+    assert [int(t.unique()) for t in held] == [0, 1, 2]
+    assert pool.num_bytes == 4 * 4096
+
+
+def test_a_replay_shows_where_a_step_reads_memory_that_it_let_go_of() -> None:
+    pool = new_graph_pool(CPU)
+    x = torch.ones(8)
+
+    def step() -> torch.Tensor:
+        doubled = x * 2
+        loose = pool.weak_ref(doubled)
+        del doubled
+        return x + loose
+
+    graph, output = captured(step, pool)
+    graph.replay()
+    assert output.isnan().all()
+
+
+def test_a_graph_overwrites_what_another_one_let_go_of() -> None:
+    pool = new_graph_pool(CPU)
+    x = torch.ones(8)
+    first, output = captured(lambda: x * 2, pool)
+    loose = pool.weak_ref(output)
+    del output
+    second, _ = captured(lambda: x * 3 + 1, pool)
+    first.replay()
+    assert torch.equal(loose, torch.full((8,), 2.0))
+    second.replay()
+    assert not torch.equal(loose, torch.full((8,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "poison"),
+    [(torch.bfloat16, None), (torch.int64, -(2**63)), (torch.uint8, 255), (torch.bool, True)],
+)
+def test_memory_that_nobody_wrote_is_poison(dtype: torch.dtype, poison: int | None) -> None:
+    _, output = captured(lambda: torch.empty(5, dtype=dtype))
+    assert output.isnan().all() if poison is None else (output == poison).all()
+
+
+def test_a_pool_without_poison_leaves_values_alone() -> None:
+    pool = new_graph_pool(CPU, poison=False)
+    graph, output = captured(lambda: torch.empty(5), pool)
+    output.fill_(3)
+    graph.replay()
+    assert torch.equal(output, torch.full((5,), 3.0))
+
+
+def test_letting_go_of_a_result_does_not_disturb_the_next_one() -> None:
+    pool = new_graph_pool(CPU)
+    x = torch.ones(8)
+    graph, output = captured(lambda: x * 2, pool)
+    loose = pool.weak_ref(output)
+    graph.replay()
+    del output
+    assert torch.equal(loose, torch.full((8,), 2.0))
+
+
+# --- what is frozen -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Metadata:
+    scale: float
+    lengths: torch.Tensor
+    extra: dict[str, list[int]] = field(default_factory=lambda: {"shift": [0]})
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    metadata: Metadata = get_forward_context().attn_metadata
+    return x * metadata.scale + metadata.lengths + metadata.extra["shift"][0]
+
+
+scaled = direct_register_custom_op("test_scaled", _scaled, fake_impl=lambda x: x.clone())
+
+
+@pytest.mark.feature("L03")
+def test_ops_of_a_replay_see_the_context_of_their_capture() -> None:
+    lengths = torch.zeros(3)
+    x = torch.ones(3)
+    metadata = Metadata(2.0, lengths)
+    with forward_context(ForwardContext(attn_metadata=metadata)):
+        graph, output = captured(lambda: scaled(x))
+    # Host values are those of the capture, whether they changed or another context is current.
+    metadata.extra["shift"][0] = 100
+    object.__setattr__(metadata, "scale", 50.0)
+    lengths.fill_(7)
+    now = ForwardContext(attn_metadata=Metadata(1000.0, torch.zeros(3)))
+    with forward_context(now):
+        graph.replay()
+        assert get_forward_context() is now
+    assert torch.equal(output, torch.full((3,), 9.0))
+
+
+def test_each_call_of_a_replay_sees_the_context_that_it_was_captured_in() -> None:
+    x, zeros = torch.ones(3), torch.zeros(3)
+
+    def step() -> torch.Tensor:
+        results = []
+        for scale in (2.0, 3.0):
+            with forward_context(ForwardContext(attn_metadata=Metadata(scale, zeros))):
+                results.append(scaled(x))
+        return torch.cat(results)
+
+    graph, output = captured(step)
+    x.fill_(10)
+    graph.replay()
+    assert output.tolist() == [20.0] * 3 + [30.0] * 3
+
+
+def test_host_values_are_those_of_the_capture() -> None:
+    x, host = torch.ones(3), {"scale": 2.0}
+    graph, output = captured(lambda: x * host["scale"] + torch.tensor(host["scale"]))
+    host["scale"] = 5.0
+    gc.collect()
+    graph.replay()
+    assert output.tolist() == [4.0] * 3
+
+
+def test_a_tensor_that_does_not_outlive_the_graph_is_named() -> None:
+    owned = {"bias": torch.ones(3)}
+    x = torch.ones(3)
+    graph, _ = captured(lambda: x + owned["bias"])
+    graph.replay()
+    del owned["bias"]
+    with pytest.raises(
+        DeadTensorError, match=r"aten::add at .*test_graphs.py:\d+\[1\]: float32 \[3\]"
+    ):
+        graph.replay()
+
+
+def test_a_tensor_of_the_context_that_does_not_outlive_the_graph_is_named() -> None:
+    x = torch.ones(3)
+    with forward_context(ForwardContext(attn_metadata=Metadata(2.0, torch.zeros(3)))):
+        graph, _ = captured(lambda: scaled(x))
+        graph.replay()
+    with pytest.raises(DeadTensorError, match=r"forward context\.attn_metadata\.lengths: float32"):
+        graph.replay()
+
+
+def test_a_tensor_that_the_step_made_of_host_values_is_refused_at_once() -> None:
+    x = torch.ones(3)
+    with pytest.raises(DeadTensorError, match=r"aten::add .* float32 \[3\] on cpu is gone"):
+        captured(lambda: x + torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_a_view_keeps_the_memory_that_a_graph_uses_alive() -> None:
+    biases = [torch.ones(2, 3)]
+    x = torch.ones(3)
+    graph, output = captured(lambda: x + biases[0][0])
+    kept = biases.pop()[1]
+    graph.replay()
+    assert (output.tolist(), len(kept)) == ([2.0] * 3, 3)
+
+
+@pytest.mark.feature("D06")
+def test_addresses_stay_the_same_over_many_replays() -> None:
+    static = draw(torch.Generator().manual_seed(0))
+    graph, outputs = captured(lambda: piece(static[0].tanh(), F.linear(*static)))
+    addresses = [t.data_ptr() for t in outputs]
+    for seed in range(100):
+        static[0].copy_(draw(torch.Generator().manual_seed(seed))[0])
+        graph.replay()
+        assert [t.data_ptr() for t in outputs] == addresses
+        assert all(map(torch.equal, outputs, piece(static[0].tanh(), F.linear(*static))))
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool((x > 0).any()),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "data_ptr": lambda x: x.data_ptr(),
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "write through a mask": lambda x: x.index_put_((x > 0,), torch.ones(3)),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave((x + 1).long()),
+}
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_a_value_between_ops_is_refused(
+    read: Callable[[torch.Tensor], Any], is_inference: bool
+) -> None:
+    x = torch.ones(3)
+    with (
+        torch.inference_mode(is_inference),
+        pytest.raises(ValueReadError, match=r"test_graphs.py:\d+: wanted tensors that stay"),
+    ):
+        captured(lambda: read(x * 2))
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_piece_may_read_values(read: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(3)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        read(x.clone())
+        return x + 1
+
+    graph, output = captured(lambda: boundary(inside)(x * 2))
+    x.fill_(2)
+    graph.replay()
+    assert output.tolist() == [5.0] * 3
+
+
+def test_one_value_may_be_written_through_a_mask() -> None:
+    x = torch.tensor([1.0, -1.0, 2.0])
+
+    def step() -> torch.Tensor:
+        y = x * 1
+        y[y < 0] = 9
+        return y
+
+    graph, output = captured(step)
+    x.copy_(torch.tensor([-1.0, 1.0, -2.0]))
+    graph.replay()
+    assert output.tolist() == [9.0, 1.0, 9.0]
+
+
+def test_a_capture_inside_of_a_capture_is_refused() -> None:
+    x = torch.ones(3)
+    inner = new_graph()
+    with pytest.raises(NestedCaptureError, match="capture: wanted no capture around it"):
+        captured(lambda: inner.capture(lambda: x + 1))
+
+
+def test_a_replay_inside_of_a_capture_is_refused() -> None:
+    x = torch.ones(3)
+    graph, _ = captured(lambda: x + 1)
+    with pytest.raises(NestedCaptureError, match="replay: wanted no capture around it"):
+        captured(graph.replay)
+
+
+@pytest.mark.parametrize("where", ["argument", "output"])
+def test_a_tensor_on_another_device_is_refused(where: str) -> None:
+    x = torch.ones(3)
+    elsewhere = torch.ones(3, device="meta")
+    step = {"argument": lambda: elsewhere + 1, "output": lambda: x.to("meta")}[where]
+    with pytest.raises(
+        ForeignTensorError, match=r"wanted a tensor on cpu, found float32 \[3\] on meta"
+    ):
+        captured(step)
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(ForeignTensorError, match="wanted a strided tensor"):
+        captured(lambda: sparse @ WEIGHT[:3, :3])
+
+
+def test_a_lazy_conjugate_is_refused() -> None:
+    x = torch.ones(3, dtype=torch.complex64).conj()
+    with pytest.raises(ForeignTensorError, match="lazy conjugate"):
+        captured(lambda: x * 2)
+
+
+def test_an_output_that_grows_is_refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(CaptureError, match=r"aten::add .*wanted outputs of their final size"):
+        captured(lambda: torch.add(x, 1, out=torch.empty(0)))
+
+
+def test_a_collective_between_ops_is_refused() -> None:
+    x = torch.ones(3)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CaptureError, match="wanted a collective inside of an opaque op"):
+            captured(lambda: dist.all_reduce(x))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_graph_that_holds_nothing_cannot_be_replayed() -> None:
+    with pytest.raises(ReplayError, match="replay: wanted a captured step, found none"):
+        new_graph().replay()
+
+
+def test_a_pool_on_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ForeignTensorError, match="graph pool: wanted a device of type cpu or cuda"):
+        new_graph_pool(torch.device("meta"))
+
+
+def test_a_failed_capture_leaves_nothing_behind() -> None:
+    pool = CpuGraphPool(segment_bytes=1 << 12)
+    x = torch.ones(1024)
+
+    def step() -> None:
+        kept = x + 1
+        raise RuntimeError(f"inside {kept.shape}")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="inside"):
+            captured(step, pool)
+    assert x.tolist() == [1.0] * 1024
+    graph, output = captured(lambda: x + 1, pool)
+    graph.replay()
+    assert (output[0].item(), pool.num_bytes) == (2.0, 4096)
+
+
+def test_what_was_captured_in_inference_mode_replays_in_it() -> None:
+    x = torch.ones(3)
+    with torch.inference_mode():
+        graph, output = captured(lambda: (x * 2).add_(1))
+    x.fill_(4)
+    graph.replay()
+    assert output.tolist() == [9.0] * 3
+
+
+def test_one_random_draw_per_replay() -> None:
+    torch.manual_seed(0)
+    wanted = [torch.rand(3).bernoulli() for _ in range(3)]
+    torch.manual_seed(0)
+    graph, output = captured(lambda: torch.rand(3).bernoulli())
+    assert torch.equal(output, wanted[0])
+    for draws in wanted[1:]:
+        graph.replay()
+        assert torch.equal(output, draws)

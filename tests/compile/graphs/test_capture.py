@@ -1,0 +1,386 @@
+"""Graphs are captured once, largest first, in one window; after the seal nothing new is."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.context import BatchDescriptor, Context, ForwardContext, get_forward_context
+from compile.counters import counter
+from compile.graphs import capture
+from compile.graphs.capture import (
+    CaptureCase,
+    CaptureReport,
+    capture_all,
+    capture_window,
+    graphs_to_capture,
+    is_in_capture_window,
+    is_sealed,
+    note_late_capture,
+    note_late_compile,
+    paused_gc,
+    seal,
+    unseal,
+    warmups_of,
+)
+from compile.graphs.cpu.pool import CpuGraphPool
+from compile.graphs.errors import GraphError, InputAddressError, LateCapture, LateCompilation
+from compile.graphs.pools import GraphPools
+from compile.graphs.wrapper import CUDAGraphWrapper
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+CONFIG = CompilationConfig(
+    level=3,
+    cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+    graph_bs=(1, 2, 4),
+    capture_num_tokens=(1, 8, 16),
+)
+IN_ORDER = [
+    (PIECEWISE, BatchDescriptor(16)),
+    (PIECEWISE, BatchDescriptor(8)),
+    (PIECEWISE, BatchDescriptor(1)),
+    (FULL, BatchDescriptor(4, 4, True)),
+    (FULL, BatchDescriptor(2, 2, True)),
+    (FULL, BatchDescriptor(1, 1, True)),
+]
+WHOLE_IN_ORDER = [
+    (FULL, BatchDescriptor(16, 3)),
+    (FULL, BatchDescriptor(8, 3)),
+    *IN_ORDER[3:],
+    (FULL, BatchDescriptor(1, 1)),
+]
+"""Of steps with at most three sequences, where no pieces are captured."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """Set aside what exists: each capture collects garbage."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _not_sealed() -> Iterator[None]:
+    unseal()
+    yield
+    unseal()
+
+
+@dataclass
+class Recorder:
+    """Stands where a model does: keeps the context of each forward and what happened around."""
+
+    policy: str = "shared"
+    events: list[Any] = field(default_factory=list)
+    contexts: list[ForwardContext] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12), policy=self.policy)
+        self.inputs = torch.ones(16, 1024)
+        pieces = [
+            CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools, is_first=i == 0) for i in (0, 1)
+        ]
+        self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in pieces][-1], FULL, self.pools)
+
+    def run(self, case: CaptureCase) -> Any:
+        self.contexts.append(get_forward_context())
+        mode = self.contexts[-1].cudagraph_runtime_mode
+        self.events.append((mode.name, case.descriptor.num_tokens))
+        return self.forward(self.inputs[: case.descriptor.num_tokens])
+
+    def cases(self, config: CompilationConfig = CONFIG) -> list[CaptureCase]:
+        return [
+            CaptureCase(*graph, self.prepare(graph[1])) for graph in graphs_to_capture(config, 4)
+        ]
+
+    def prepare(self, key: BatchDescriptor) -> Callable[[], ForwardContext]:
+        def fill() -> ForwardContext:
+            bounds = torch.arange(0, key.num_tokens + 1)
+            context = Context(batch_size=key.num_seqs or 1, graph_bs=key.num_seqs or 1)
+            return ForwardContext(attn_metadata=bounds, context=context)
+
+        return fill
+
+    def capture(self, cases: list[CaptureCase] | None = None, **options: Any) -> CaptureReport:
+        given: dict[str, Any] = {
+            "rank": 0,
+            "pools": self.pools,
+            "warmups": warmups_of(CONFIG),
+            "synchronize": lambda: self.events.append("synchronize"),
+        }
+        return capture_all(self.cases() if cases is None else cases, self.run, **(given | options))
+
+    def captured(self) -> list[Any]:
+        return [event for event in self.events if event[0] in ("FULL", "PIECEWISE")]
+
+
+# --- which graphs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "graphs"),
+    [
+        (NONE, []),
+        (PIECEWISE, IN_ORDER[:3]),
+        (FULL, WHOLE_IN_ORDER),
+        (CUDAGraphMode.FULL_DECODE_ONLY, IN_ORDER[3:]),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, IN_ORDER),
+    ],
+)
+def test_a_configuration_names_the_graphs_that_its_mode_replays(
+    mode: CUDAGraphMode, graphs: list[Any]
+) -> None:
+    assert graphs_to_capture(replace(CONFIG, cudagraph_mode=mode), 3) == graphs
+
+
+def test_whole_graphs_of_a_speculating_engine_have_more_tokens_than_sequences() -> None:
+    config = replace(CONFIG, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    keys = [key for _, key in graphs_to_capture(config, 4, query_len=3)]
+    assert keys == [BatchDescriptor(3 * bs, bs, True) for bs in (4, 2, 1)]
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("C02")
+def test_captures_descend_whatever_order_cases_come_in_and_reports_ascend() -> None:
+    for cases in itertools.islice(itertools.permutations(Recorder().cases()), 0, 720, 97):
+        recorder = Recorder()
+        report = recorder.capture(list(cases))
+        assert recorder.captured() == [(mode.name, key.num_tokens) for mode, key in IN_ORDER]
+        assert report.captured == (*reversed(IN_ORDER[:3]), *reversed(IN_ORDER[3:]))
+        assert (report.num_tokens, report.graph_bs) == ((1, 8, 16), (1, 2, 4))
+
+
+@pytest.mark.feature("C02")
+def test_the_largest_graph_alone_decides_the_memory() -> None:
+    recorder = Recorder()
+    sizes: list[int] = []
+    recorder.capture(progress=lambda *_: sizes.append(recorder.pools.num_bytes))
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+
+
+@pytest.mark.feature("C04")
+@pytest.mark.parametrize(("rank", "shown"), [(0, [(i, 6) for i in range(1, 7)]), (1, [])])
+def test_progress_is_shown_on_rank_0_alone(rank: int, shown: list[Any]) -> None:
+    times = iter([10.0, 12.5])
+    progress: list[Any] = []
+    report = Recorder().capture(
+        rank=rank, progress=lambda *numbers: progress.append(numbers), clock=lambda: next(times)
+    )
+    assert progress == shown
+    assert (report.elapsed_s, report.sizes) == (2.5, (1, 2, 4, 8, 16))
+
+
+@pytest.mark.feature("C05")
+@pytest.mark.parametrize(
+    ("fields", "full", "piecewise"),
+    [({}, 1, 3), ({"num_warmups_full": 2, "num_warmups_piecewise": 0}, 2, 0)],
+)
+def test_each_capture_is_warmed_up(fields: dict[str, int], full: int, piecewise: int) -> None:
+    recorder = Recorder()
+    recorder.capture(warmups=warmups_of(replace(CONFIG, **fields)))
+    wanted: list[Any] = []
+    for mode, key in IN_ORDER:
+        num_warmups = full if mode is FULL else piecewise
+        wanted += [("NONE", key.num_tokens)] * num_warmups
+        wanted += [(mode.name, key.num_tokens), "synchronize"]
+    assert recorder.events == wanted
+
+
+@pytest.mark.feature("C08")
+def test_the_device_is_waited_for_after_each_graph() -> None:
+    recorder = Recorder()
+    recorder.capture()
+    after = [b for a, b in itertools.pairwise(recorder.events) if a in recorder.captured()]
+    assert after == ["synchronize"] * 6
+    assert recorder.events.count("synchronize") == 6
+
+
+@pytest.mark.feature("C06")
+@pytest.mark.parametrize("policy", ["shared", "per_bucket"])
+def test_graphs_share_a_pool_or_have_one_per_token_count(policy: str) -> None:
+    recorder = Recorder(policy)
+    report = recorder.capture()
+    pools = [recorder.pools.of(key) for _, key in IN_ORDER]
+    buckets = [key.num_tokens if policy == "per_bucket" else 0 for _, key in IN_ORDER]
+    for (a, first), (b, second) in itertools.combinations(zip(buckets, pools, strict=True), 2):
+        assert (first is second) == (a == b)
+    # A graph of pieces holds one output while it writes the next.
+    rows = 16 if policy == "shared" else 16 + 8 + 4 + 2 + 1
+    assert report.num_bytes == recorder.pools.num_bytes == rows * 4096 * 2
+
+
+@pytest.mark.feature("C12")
+def test_each_size_runs_in_its_context() -> None:
+    recorder = Recorder()
+    recorder.capture(warmups={FULL: 1, PIECEWISE: 1})
+    pairs = zip(recorder.contexts[::2], recorder.contexts[1::2], strict=True)
+    for (mode, key), (eager, captured) in zip(IN_ORDER, pairs, strict=True):
+        assert (eager.cudagraph_runtime_mode, eager.batch_descriptor) == (NONE, None)
+        assert (captured.cudagraph_runtime_mode, captured.batch_descriptor) == (mode, key)
+        assert eager.attn_metadata is captured.attn_metadata
+        assert len(captured.attn_metadata) == key.num_tokens + 1
+        assert captured.context == Context(batch_size=key.num_seqs or 1, graph_bs=key.num_seqs or 1)
+    assert get_forward_context() == ForwardContext()
+
+
+@pytest.mark.feature("C12")
+def test_the_context_is_reset_after_an_error() -> None:
+    def fail(case: CaptureCase) -> None:
+        raise RuntimeError("inside")
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="inside"):
+        capture_all(
+            recorder.cases(),
+            fail,
+            rank=0,
+            pools=recorder.pools,
+            warmups=warmups_of(CONFIG),
+            synchronize=lambda: None,
+        )
+    assert get_forward_context() == ForwardContext()
+    assert not is_in_capture_window()
+
+
+@pytest.mark.feature("C09")
+@pytest.mark.parametrize("was_enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_collection_is_paused_and_put_back(was_enabled: bool, fails: bool) -> None:
+    seen = []
+
+    def run(case: CaptureCase) -> None:
+        seen.append((gc.isenabled(), torch.is_inference_mode_enabled(), is_in_capture_window()))
+        if fails:
+            raise RuntimeError("inside")
+
+    recorder = Recorder()
+    if not was_enabled:
+        gc.disable()
+    try:
+        recorder.run = run  # type: ignore[method-assign]
+        if fails:
+            with pytest.raises(RuntimeError, match="inside"):
+                recorder.capture()
+        else:
+            recorder.capture()
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+    assert set(seen) == {(False, True, True)}
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_garbage_is_collected_before_the_pause() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    death = weakref.ref(Node())
+    assert death() is not None
+    with paused_gc():
+        assert death() is None
+
+
+@pytest.mark.parametrize("was_frozen", [True, False])
+def test_a_pause_sets_aside_what_exists_and_puts_it_back(was_frozen: bool) -> None:
+    gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
+    with paused_gc():
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_freeze_count() > 0) == was_frozen
+    gc.freeze()
+
+
+def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> None:
+    recorder = Recorder()
+    asked: list[int] = []
+
+    def has_room(num_tokens: int) -> bool:
+        asked.append(num_tokens)
+        return num_tokens not in (16, 2)
+
+    report = recorder.capture(
+        warmups={FULL: 0, PIECEWISE: 0},
+        has_room=has_room,
+    )
+    assert asked == [key.num_tokens for _, key in IN_ORDER]
+    assert recorder.captured() == [
+        ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)
+    ]  # fmt: skip
+    assert report.skipped == (IN_ORDER[0], IN_ORDER[4])
+    assert (report.num_tokens, report.graph_bs) == ((1, 8), (1, 4))
+
+
+# --- the window and the seal --------------------------------------------------------------------
+
+
+def test_a_window_is_open_inside_on_its_thread_alone() -> None:
+    seen = []
+    with capture_window():
+        with capture_window():
+            pass
+        other = threading.Thread(target=lambda: seen.append(is_in_capture_window()))
+        other.start()
+        other.join()
+        seen.append(is_in_capture_window())
+    assert (seen, is_in_capture_window()) == ([False, True], False)
+
+
+@pytest.mark.feature("X01")
+def test_before_the_seal_compilations_are_not_late() -> None:
+    with counter.expect(num_late_compilations=0):
+        note_late_compile("piece 3")
+    assert not is_sealed()
+
+
+@pytest.mark.feature("X01")
+@pytest.mark.parametrize("what", ["compile", "capture"])
+def test_a_late_one_is_counted_and_named_once(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    note = {"compile": note_late_compile, "capture": note_late_capture}[what]
+    seal("warn")
+    assert is_sealed()
+    expected = {"compile": (3, 0), "capture": (0, 3)}[what]
+    with counter.expect(num_late_compilations=expected[0], num_late_captures=expected[1]):
+        for name in ("size 7", "size 7", "size 9"):
+            note(name)
+    assert [r.getMessage().split(": ")[-1] for r in caplog.records] == ["size 7", "size 9"]
+
+
+@pytest.mark.feature("X01")
+@pytest.mark.parametrize(
+    ("note", "error"), [(note_late_compile, LateCompilation), (note_late_capture, LateCapture)]
+)
+def test_a_strict_seal_refuses(note: Callable[[str], None], error: type[GraphError]) -> None:
+    seal("strict")
+    with pytest.raises(error, match=r"wanted none after the process was sealed, found size 7"):
+        note("size 7")
+
+
+@pytest.mark.feature("C11")
+def test_no_window_opens_after_a_strict_seal() -> None:
+    seal("strict")
+    with pytest.raises(LateCapture, match="a capture window"):
+        Recorder().capture()
+    unseal()
+    assert len(Recorder().capture().captured) == 6
+
+
+@pytest.mark.parametrize("kind", [LateCapture, InputAddressError])
+def test_an_error_travels_between_processes(kind: type[GraphError]) -> None:
+    error = pickle.loads(pickle.dumps(kind("field", "this", "that")))
+    assert (type(error), str(error)) == (kind, "field: wanted this, found that")
+    assert capture.is_sealed() is False

@@ -1,0 +1,99 @@
+"""CUDA graphs behave as step graphs do on CPU: a capture has run, and weak outputs own nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compile.config import CUDAGraphMode
+from compile.context import BatchDescriptor, ForwardContext, forward_context
+from compile.graphs.capture import capture_window
+from compile.graphs.cuda import alias
+from compile.graphs.errors import ReplayError
+from compile.graphs.pools import GraphPools, new_graph_pool, new_step_graph
+from compile.graphs.wrapper import CUDAGraphWrapper
+
+
+def test_an_alias_has_the_elements_and_not_the_memory() -> None:
+    # The function does not ask which device it is on, so the CPU shows what it does.
+    x = torch.arange(24.0).view(4, 6)[1:, ::2]
+    same = alias(x)
+    same[0, 0] = -1
+    assert x[0, 0] == -1
+    assert (same.shape, same.stride(), same.data_ptr()) == (x.shape, x.stride(), x.data_ptr())
+    assert same.untyped_storage()._cdata != x.untyped_storage()._cdata
+
+
+def test_without_the_private_function_a_tensor_is_its_own_alias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+    x = torch.ones(3)
+    assert alias(x) is x
+
+
+def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ weight) + x
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+def test_a_capture_has_run_and_replays_follow_the_inputs(device: torch.device) -> None:
+    x, weight = (torch.randn(8, 8, device=device) for _ in range(2))
+    step(x, weight)
+    graph = new_step_graph(new_graph_pool(device))
+    output = graph.capture(lambda: step(x, weight))
+    torch.testing.assert_close(output, step(x, weight))
+    for _ in range(3):
+        x.copy_(torch.randn(8, 8, device=device))
+        graph.replay()
+        torch.testing.assert_close(output, step(x, weight))
+
+
+@pytest.mark.gpu
+def test_a_smaller_graph_finds_its_memory_in_the_pool(device: torch.device) -> None:
+    pools = GraphPools(lambda: new_graph_pool(device))
+    wrapper = CUDAGraphWrapper(lambda x: x.tanh() + 1, CUDAGraphMode.FULL, pools)
+    x = torch.ones(8, 1 << 20, device=device)
+    sizes = []
+    with capture_window():
+        for n in range(8, 0, -1):
+            context = ForwardContext(
+                batch_descriptor=BatchDescriptor(n), cudagraph_runtime_mode=CUDAGraphMode.FULL
+            )
+            with forward_context(context):
+                wrapper(x[:n])
+                torch.testing.assert_close(wrapper(x[:n]), x[:n].tanh() + 1)
+            sizes.append(pools.num_bytes)
+    assert sizes[0] > 0 and set(sizes) == {sizes[0]}
+
+
+@pytest.mark.gpu
+def test_an_error_inside_of_a_capture_is_the_one_that_is_raised(device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    graph = new_step_graph(new_graph_pool(device))
+
+    def fail() -> Any:
+        raise ValueError(f"inside {(x + 1).shape}")
+
+    with pytest.raises(ValueError, match="inside"):
+        graph.capture(fail)
+    with pytest.raises(ReplayError, match="wanted a captured step"):
+        graph.replay()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.nonzero()])
+def test_reading_a_value_inside_of_a_capture_is_an_error(
+    device: torch.device, read: Callable[[torch.Tensor], Any]
+) -> None:
+    x = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError):
+        new_step_graph(new_graph_pool(device)).capture(lambda: read(x))

@@ -1,0 +1,537 @@
+"""A wrapper captures in its own mode, replays by key, checks addresses and holds no memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.context import BatchDescriptor, Context, ForwardContext, forward_context
+from compile.counters import counter
+from compile.custom_op import direct_register_custom_op
+from compile.graphs.capture import (
+    CaptureCase,
+    capture_all,
+    capture_window,
+    graphs_to_capture,
+    seal,
+    unseal,
+    warmups_of,
+)
+from compile.graphs.cpu.pool import CpuGraphPool
+from compile.graphs.errors import CaptureError, InputAddressError, LateCapture
+from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs, wrap_forward
+from compile.pieces.plan import wrapped
+from compile.scope import CompileScope
+from compile.toolchain import StandardToolchain
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+CPU = torch.device("cpu")
+WIDTH = 4
+MAX_TOKENS = 8
+WEIGHTS = torch.randn(2, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def shared_pools() -> GraphPools:
+    return GraphPools(lambda: new_graph_pool(CPU))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """Set aside what exists: each capture collects garbage."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _not_sealed() -> Iterator[None]:
+    yield
+    unseal()
+
+
+def step(mode: CUDAGraphMode, key: BatchDescriptor | None) -> Any:
+    """Enter the context of a step."""
+    return forward_context(ForwardContext(cudagraph_runtime_mode=mode, batch_descriptor=key))
+
+
+def fill(buffer: torch.Tensor, seed: int) -> None:
+    buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+# --- a model of two pieces around attention -----------------------------------------------------
+
+
+def _attend(q: torch.Tensor, out: torch.Tensor) -> None:
+    """Look at values, as attention looks at lengths, and write into the caller's output."""
+    length = int(q.sum().abs()) % 3 + 1
+    out.copy_(q / length)
+
+
+attend = direct_register_custom_op("test_wrapper_attend", _attend, mutates_args=["out"])
+
+
+class Model:
+    """Two pieces around an eager op. `calls` counts what runs and is not replayed."""
+
+    def __init__(self, config: CompilationConfig, pools: GraphPools) -> None:
+        self.calls: list[str] = []
+        scope = CompileScope(config, toolchain=StandardToolchain(pools))
+        self.pieces = [wrapped(scope, self.before, 0), wrapped(scope, self.after, 1)]
+
+    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append("before")
+        return (x @ WEIGHTS[0]).tanh(), torch.empty_like(x)
+
+    def after(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("after")
+        return (x @ WEIGHTS[1]).tanh()
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        q, out = self.pieces[0](x)
+        attend(q, out)
+        return self.pieces[1](out)
+
+
+def eager(x: torch.Tensor) -> torch.Tensor:
+    return Model(CompilationConfig(), shared_pools())(x)  # type: ignore[no-any-return]
+
+
+class Engine:
+    """A model with static inputs that captures what its configuration asks for."""
+
+    def __init__(self, mode: CUDAGraphMode, **fields: Any) -> None:
+        self.config = CompilationConfig(
+            level=3,
+            cudagraph_mode=mode,
+            graph_bs=(1, 4),
+            capture_num_tokens=(1, 2, 8),
+            **fields,
+        )
+        self.pools = shared_pools()
+        self.model = Model(self.config, self.pools)
+        self.forward = wrap_forward(self.model, self.config, self.pools)
+        self.inputs = torch.zeros(MAX_TOKENS, WIDTH)
+
+    def capture(self) -> None:
+        cases = [
+            CaptureCase(mode, key, ForwardContext)
+            for mode, key in graphs_to_capture(self.config, MAX_TOKENS)
+        ]
+        capture_all(
+            cases,
+            lambda case: self.forward(self.inputs[: case.descriptor.num_tokens]),
+            rank=0,
+            pools=self.pools,
+            warmups=warmups_of(self.config),
+            synchronize=lambda: None,
+        )
+
+    def run(self, mode: CUDAGraphMode, key: BatchDescriptor, seed: int) -> torch.Tensor:
+        fill(self.inputs, seed)
+        with torch.inference_mode(), step(mode, key):
+            output: torch.Tensor = self.forward(self.inputs[: key.num_tokens])
+        return output.clone()
+
+
+@pytest.mark.parametrize(
+    ("mode", "captured", "in_decode", "in_mixed"),
+    [
+        pytest.param(NONE, 0, 0, 0, marks=pytest.mark.feature("B01")),
+        # Two pieces for each of three sizes.
+        pytest.param(PIECEWISE, 2 * 3, 2, 2, marks=pytest.mark.feature("B02")),
+        # Two decode steps and three that are none.
+        pytest.param(FULL, 2 + 3, 1, 1, marks=pytest.mark.feature("B03")),
+        pytest.param(CUDAGraphMode.FULL_DECODE_ONLY, 2, 1, 0, marks=pytest.mark.feature("B04")),
+        pytest.param(
+            CUDAGraphMode.FULL_AND_PIECEWISE, 2 + 6, 1, 2, marks=pytest.mark.feature("B05")
+        ),
+    ],
+)
+def test_a_mode_captures_and_replays_what_it_says(
+    mode: CUDAGraphMode, captured: int, in_decode: int, in_mixed: int
+) -> None:
+    engine = Engine(mode)
+    with counter.expect(num_cudagraph_captured=captured, num_cudagraph_replayed=0):
+        engine.capture()
+    is_uniform = mode.decode_mode() is FULL
+    decode = BatchDescriptor(4, 4, True) if is_uniform else BatchDescriptor(8)
+    mixed = BatchDescriptor(8, 8) if mode is FULL else BatchDescriptor(8)
+    steps = [(mode.decode_mode(), decode, in_decode), (mode.mixed_mode(), mixed, in_mixed)]
+    for seed, (runtime_mode, key, replayed) in itertools.product((1, 2), steps):
+        engine.model.calls.clear()
+        with counter.expect(num_cudagraph_replayed=replayed, num_late_captures=0):
+            output = engine.run(runtime_mode, key, seed)
+        assert engine.model.calls == ([] if replayed else ["before", "after"])
+        assert torch.equal(output, eager(engine.inputs[: key.num_tokens]))
+
+
+@pytest.mark.feature("B09")
+def test_without_graphs_nothing_is_wrapped_or_captured() -> None:
+    engine = Engine(CUDAGraphMode.FULL_AND_PIECEWISE, use_cudagraph=False)
+    assert engine.forward is engine.model
+    assert not any(isinstance(piece, CUDAGraphWrapper) for piece in engine.model.pieces)
+    with counter.expect(num_cudagraph_captured=0):
+        engine.capture()
+    assert engine.pools.num_bytes == 0
+
+
+@pytest.mark.feature("M10")
+@pytest.mark.parametrize("mode", list(CUDAGraphMode))
+def test_only_what_a_mode_captures_is_wrapped(mode: CUDAGraphMode) -> None:
+    engine = Engine(mode)
+    wrapped = [isinstance(piece, CUDAGraphWrapper) for piece in engine.model.pieces]
+    assert wrapped == [PIECEWISE in (mode.decode_mode(), mode.mixed_mode())] * 2
+    assert isinstance(engine.forward, CUDAGraphWrapper) == (mode.decode_mode() is FULL)
+
+
+# --- one wrapper --------------------------------------------------------------------------------
+
+
+def counting(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    calls: list[int] = []
+
+    def call(*args: Any) -> Any:
+        calls.append(1)
+        return fn(*args)
+
+    return call, calls
+
+
+@pytest.mark.feature("M05")
+def test_the_first_call_of_a_key_captures_and_the_next_ones_replay() -> None:
+    runnable, calls = counting(lambda x: x * 2)
+    wrapper = CUDAGraphWrapper(runnable, PIECEWISE, shared_pools())
+    x = torch.ones(8)
+    keys = [BatchDescriptor(8), BatchDescriptor(4)]
+    for key in keys:
+        with (
+            capture_window(),
+            step(PIECEWISE, key),
+            counter.expect(num_cudagraph_captured=1, num_cudagraph_replayed=2),
+        ):
+            outputs = [wrapper(x[: key.num_tokens]).clone() for _ in range(3)]
+        assert all(torch.equal(output, torch.full((key.num_tokens,), 2.0)) for output in outputs)
+    assert len(calls) == 2
+    assert wrapper.num_replays == {key: 2 for key in keys}
+
+
+@pytest.mark.feature("M01")
+def test_each_of_two_nested_wrappers_acts_in_its_own_mode() -> None:
+    trace: list[str] = []
+
+    def innermost(x: torch.Tensor) -> torch.Tensor:
+        trace.append("inner")
+        return x + 1
+
+    pools = shared_pools()
+    inner = CUDAGraphWrapper(innermost, PIECEWISE, pools)
+
+    def model(x: torch.Tensor) -> Any:
+        trace.append("outer")
+        return inner(x * 2)
+
+    outer = CUDAGraphWrapper(model, FULL, pools)
+    x = torch.ones(2)
+    doubled = torch.empty(2)
+    key = BatchDescriptor(2)
+    with capture_window():
+        with step(FULL, key):
+            outer(x)
+            assert (len(outer.num_replays), len(inner.num_replays)) == (1, 0)
+        with step(PIECEWISE, key):
+            inner(torch.mul(x, 2, out=doubled))
+            assert (len(outer.num_replays), len(inner.num_replays)) == (1, 1)
+    ran = {NONE: ["outer", "inner"], FULL: [], PIECEWISE: []}
+    for mode, expected in ran.items():
+        trace.clear()
+        fill(x, seed=3)
+        with step(mode, key):
+            called = inner if mode is PIECEWISE else outer
+            output = called(torch.mul(x, 2, out=doubled) if mode is PIECEWISE else x)
+        assert torch.equal(output, x * 2 + 1)
+        assert trace == expected
+
+
+@pytest.mark.feature("M02")
+def test_an_input_that_moved_is_an_error_with_both_lists() -> None:
+    wrapper = CUDAGraphWrapper(lambda x, y: x + y[0], PIECEWISE, shared_pools())
+    x, y, moved = torch.ones(2), [torch.ones(2)], [torch.ones(2)]
+    with capture_window(), step(PIECEWISE, BatchDescriptor(2)):
+        wrapper(x, y)
+        wrapper(x, y)
+        with pytest.raises(InputAddressError) as caught:
+            wrapper(x, moved)
+    lists = [str([hex(t.data_ptr()) for t in (x, *each)]) for each in (y, moved)]
+    assert (caught.value.wanted, caught.value.found) == tuple(lists)
+    assert "PIECEWISE graph for BatchDescriptor(num_tokens=2" in str(caught.value)
+
+
+@pytest.mark.feature("M03")
+def test_pool_memory_is_flat_over_descending_sizes() -> None:
+    pool = CpuGraphPool(segment_bytes=1 << 12)
+    wrapper = CUDAGraphWrapper(lambda x: x.tanh() + 1, FULL, GraphPools(lambda: pool))
+    x = torch.ones(8, 1024)
+    sizes = []
+    with capture_window():
+        for n in range(8, 0, -1):
+            with step(FULL, BatchDescriptor(n)):
+                wrapper(x[:n])
+            sizes.append(pool.num_bytes)
+    assert sizes == [sizes[0]] * 8 and sizes[0] <= 3 * 8 * 4096
+
+
+def test_the_capturing_call_returns_an_output_that_keeps_its_memory() -> None:
+    wrapper = CUDAGraphWrapper(lambda x: x * 3, FULL, shared_pools())
+    x = torch.ones(8)
+    with capture_window():
+        with step(FULL, BatchDescriptor(8)):
+            held = wrapper(x)
+        with step(FULL, BatchDescriptor(4)):
+            first = wrapper(x[:4])
+            assert first.data_ptr() != held.data_ptr()
+        address = held.data_ptr()
+        del held, first
+        # What was let go of is used again: the entries hold nothing.
+        with step(FULL, BatchDescriptor(2)):
+            assert wrapper(x[:2]).data_ptr() == address
+
+
+@pytest.mark.feature("M04")
+def test_garbage_is_collected_before_the_first_piece_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    collections: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda *_: collections.append(1))
+    pools = shared_pools()
+    pieces = [CUDAGraphWrapper(torch.sin, PIECEWISE, pools, is_first=i == 0) for i in range(3)]
+    counts = []
+    with capture_window(), step(PIECEWISE, BatchDescriptor(2)):
+        for piece in pieces:
+            piece(torch.ones(2))
+            counts.append(len(collections))
+    assert counts == [1, 1, 1]
+
+
+@pytest.mark.feature("C07")
+def test_equal_token_counts_of_different_query_lengths_are_two_graphs() -> None:
+    runnable, calls = counting(lambda x: x * 2)
+    wrapper = CUDAGraphWrapper(runnable, FULL, shared_pools())
+    mode = CUDAGraphMode.FULL_DECODE_ONLY
+    config = CompilationConfig(level=3, cudagraph_mode=mode, graph_bs=(2, 4))
+    keys = [key for q in (1, 2) for _, key in graphs_to_capture(config, 4, query_len=q)]
+    assert [(key.num_tokens, key.num_seqs) for key in keys] == [(4, 4), (2, 2), (8, 4), (4, 2)]
+    x = torch.ones(8)
+    for _ in range(2):
+        for key in keys:
+            with capture_window(), step(FULL, key):
+                wrapper(x[: key.num_tokens])
+    assert len(calls) == 4
+
+
+@pytest.mark.feature("L03")
+def test_the_key_is_the_padded_batch_of_the_context() -> None:
+    wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, shared_pools())
+    x = torch.ones(4)
+    key = BatchDescriptor(4, 4, True)
+    with capture_window(), step(FULL, key):
+        wrapper(x)
+    for batch_size in (3, 4):
+        context = ForwardContext(
+            context=Context(batch_size=batch_size, graph_bs=4),
+            batch_descriptor=key,
+            cudagraph_runtime_mode=FULL,
+        )
+        with forward_context(context), counter.expect(num_cudagraph_replayed=1):
+            wrapper(x)
+    assert wrapper.num_replays == {key: 2}
+
+
+def test_a_step_with_a_mode_and_no_key_is_an_error() -> None:
+    wrapper = CUDAGraphWrapper(torch.sin, FULL, shared_pools())
+    with pytest.raises(CaptureError, match="batch_descriptor: wanted the key"), step(FULL, None):
+        wrapper(torch.ones(1))
+
+
+@pytest.mark.feature("D06")
+def test_addresses_stay_the_same_over_steps_of_any_size() -> None:
+    engine = Engine(PIECEWISE)
+    engine.capture()
+    numbers = torch.Generator().manual_seed(0)
+    addresses: dict[int, set[int]] = {}
+    with torch.inference_mode():
+        for seed in range(100):
+            n = (1, 2, 8)[int(torch.randint(3, (), generator=numbers))]
+            fill(engine.inputs, seed)
+            with step(PIECEWISE, BatchDescriptor(n)):
+                output = engine.forward(engine.inputs[:n])
+            assert torch.equal(output, eager(engine.inputs[:n]))
+            addresses.setdefault(n, set()).add(output.data_ptr())
+    assert sorted(map(len, addresses.values())) == [1, 1, 1]
+
+
+# --- outside of the window ----------------------------------------------------------------------
+
+
+@pytest.mark.feature("C11")
+@pytest.mark.parametrize("policy", [None, "warn"])
+def test_a_key_that_was_not_captured_runs_eagerly_and_is_counted(
+    policy: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    if policy:
+        seal(policy)
+    wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, shared_pools())
+    x = torch.ones(2)
+    with (
+        step(FULL, BatchDescriptor(2)),
+        counter.expect(num_late_captures=3, num_cudagraph_captured=0, num_cudagraph_replayed=0),
+    ):
+        outputs = [wrapper(x) for _ in range(3)]
+    assert all(output.tolist() == [2.0, 2.0] for output in outputs)
+    named = [r.getMessage() for r in caplog.records if "BatchDescriptor(num_tokens=2" in r.message]
+    assert len(named) == 1
+
+
+@pytest.mark.feature("X01")
+def test_a_strict_seal_refuses_a_key_that_was_not_captured() -> None:
+    wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, shared_pools())
+    x = torch.ones(2)
+    with capture_window(), step(FULL, BatchDescriptor(2)):
+        wrapper(x)
+    seal("strict")
+    with step(FULL, BatchDescriptor(2)):
+        assert wrapper(x).tolist() == [2.0, 2.0]
+    with (
+        counter.expect(num_late_captures=1),
+        pytest.raises(LateCapture, match=r"found FULL graph for BatchDescriptor\(num_tokens=1,"),
+        step(FULL, BatchDescriptor(1)),
+    ):
+        wrapper(x[:1])
+
+
+# --- eager ops between pieces -------------------------------------------------------------------
+
+
+class Chain:
+    """Two captured pieces around an op that returns a new tensor."""
+
+    def __init__(self, between: Callable[..., Any]) -> None:
+        pools = shared_pools()
+        self.first = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, pools)
+        self.between = between
+        self.second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, is_first=False)
+        # So that new tensors lie at new addresses.
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        y = self.between(self.first(x))
+        self.kept.append(y)
+        return self.second(y, x)
+
+
+@pytest.mark.feature("M08")
+def test_outputs_of_eager_ops_between_pieces_have_one_address_per_key() -> None:
+    stable = Chain(StableOutputs(lambda x: x + 1))
+    x = torch.ones(8)
+    keys = [BatchDescriptor(8), BatchDescriptor(3)]
+    with capture_window():
+        for key in keys:
+            with step(PIECEWISE, key):
+                stable(x[: key.num_tokens])
+    for seed, key in itertools.product(range(3), keys):
+        fill(x, seed)
+        part = x[: key.num_tokens]
+        with step(PIECEWISE, key):
+            assert torch.equal(stable(part), part * 2 + 1 - part)
+
+
+def test_without_a_slot_the_next_piece_finds_its_input_elsewhere() -> None:
+    bare = Chain(lambda x: x + 1)
+    x = torch.ones(8)
+    with capture_window(), step(PIECEWISE, BatchDescriptor(8)):
+        bare(x)
+        with pytest.raises(InputAddressError):
+            bare(x)
+
+
+def test_a_slot_leaves_alone_what_already_lies_still() -> None:
+    static = torch.zeros(3)
+    op = StableOutputs(lambda x: {"same": x, "part": x[1:], "new": x + 1})
+    with capture_window(), step(PIECEWISE, BatchDescriptor(3)):
+        found = [op(static) for _ in range(2)]
+    assert found[0]["same"] is static
+    assert found[0]["part"].data_ptr() == static.data_ptr() + 4
+    assert found[0]["new"] is found[1]["new"]
+
+
+def test_a_slot_has_the_strides_that_the_next_piece_was_compiled_for() -> None:
+    op = StableOutputs(lambda x: (x.repeat(2, 1) + 1)[:, ::2])
+    with capture_window(), step(PIECEWISE, BatchDescriptor(3)):
+        first, second = op(torch.arange(6.0)), op(torch.arange(6.0))
+    assert first is second and first.stride() == (6, 2)
+    assert first.tolist() == [[1.0, 3.0, 5.0]] * 2
+
+
+@pytest.mark.parametrize("mode", [NONE, FULL])
+def test_slots_are_used_in_piecewise_steps_alone(mode: CUDAGraphMode) -> None:
+    op = StableOutputs(lambda x: x + 1)
+    with capture_window(), step(mode, BatchDescriptor(3)):
+        first, second = op(torch.zeros(3)), op(torch.zeros(3))
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_no_slot_is_made_outside_of_the_window() -> None:
+    op = StableOutputs(lambda x: x + 1)
+    with step(PIECEWISE, BatchDescriptor(3)):
+        first, second = op(torch.zeros(3)), op(torch.zeros(3))
+    assert first.data_ptr() != second.data_ptr()
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+IN_A_PROCESS = """
+import torch
+from compile.graphs.capture import capture_window
+from compile.config import CUDAGraphMode
+from compile.context import BatchDescriptor, ForwardContext, forward_context
+from compile.counters import counter
+from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.graphs.wrapper import CUDAGraphWrapper
+
+pools = GraphPools(lambda: new_graph_pool(torch.device("cpu")))
+wrapper = CUDAGraphWrapper(torch.sin, CUDAGraphMode.FULL, pools)
+step = ForwardContext(
+    batch_descriptor=BatchDescriptor(2), cudagraph_runtime_mode=CUDAGraphMode.FULL
+)
+x = torch.ones(2)
+with capture_window(), forward_context(step):
+    wrapper(x), wrapper(x)
+print(counter.num_cudagraph_captured, counter.num_cudagraph_replayed)
+"""
+
+
+@pytest.mark.feature("M09")
+def test_each_process_captures_its_own_graphs() -> None:
+    wrapper = CUDAGraphWrapper(torch.sin, FULL, shared_pools())
+    with capture_window(), step(FULL, BatchDescriptor(2)):
+        wrapper(torch.ones(2))
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", IN_A_PROCESS]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1"]
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_wrapper_cannot_leave_its_process(duplicate: Callable[[Any], Any]) -> None:
+    wrapper = CUDAGraphWrapper(torch.sin, FULL, shared_pools())
+    with pytest.raises(TypeError, match="wanted a capture in each process"):
+        duplicate(wrapper)

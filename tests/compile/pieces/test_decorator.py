@@ -1,0 +1,522 @@
+"""A decorated module is traced at most once; every call runs the same written function."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+
+from compile.config import CUDAGraphMode
+from compile.counters import counter
+from compile.graphs.capture import LateCompilation, seal, unseal
+from compile.pieces.decorator import (
+    CompiledForward,
+    ForwardError,
+    compile_as_is,
+    dynamic_dims,
+    support_torch_compile,
+)
+from compile.pieces.dynamo import TraceError, side_effects
+from compile.pieces.plan import ForwardPlan
+
+# --- the class --------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("I01")
+@pytest.mark.parametrize(("level", "compiles"), [(0, False), (1, False), (2, True), (3, True)])
+def test_levels_0_and_1_leave_the_forward_as_it_is(toys: Any, level: int, compiles: bool) -> None:
+    toy = toys.build(level=level)
+    assert isinstance(toy, CompiledForward) and toy.do_not_compile is not compiles
+    with counter.expect(num_graphs_seen=int(compiles)):
+        for n in (3, 5):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+@pytest.mark.feature("I01")
+def test_outside_of_a_scope_nothing_is_compiled(toys: Any) -> None:
+    toy = toys.Compiled()
+    assert toy.do_not_compile
+    with counter.expect(num_graphs_seen=0):
+        toy(*toys.inputs(3))
+
+
+@pytest.mark.feature("I01")
+def test_decorating_twice_is_an_error(toys: Any) -> None:
+    class Once(toys.Plain):  # type: ignore[misc]
+        pass
+
+    class Derived(support_torch_compile(Once)):  # type: ignore[misc]
+        pass
+
+    for decorated in (Once, Derived):
+        with pytest.raises(TypeError, match="wanted a class that is not decorated"):
+            support_torch_compile(decorated)
+
+
+@pytest.mark.feature("I01")
+def test_the_decorator_takes_arguments_and_keeps_the_class(toys: Any) -> None:
+    class Plain(toys.Plain):  # type: ignore[misc]
+        """Says something."""
+
+    found = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})(Plain)
+    assert found is Plain and found.__doc__ == "Says something."
+    toy = toys.build(found)
+    assert torch.equal(toy(*toys.inputs(4)), toys.expected(toy, 4))
+    assert toy.compiled_forward.plan.symbolic_dims == ((0,), (0,))
+
+
+def test_the_class_can_still_be_used_like_a_module(toys: Any) -> None:
+    toy = toys.build()
+    toy(*toys.inputs(4))
+    plain = toys.Plain()
+    plain.load_state_dict(toy.state_dict())
+    assert torch.equal(plain(*toys.inputs(5)), toy(*toys.inputs(5)))
+
+
+# --- dimensions -------------------------------------------------------------------------------
+
+
+class Annotated(nn.Module):
+    def forward(
+        self,
+        ids: torch.Tensor,
+        embeds: Optional[torch.Tensor] = None,  # noqa: UP045
+        mask: torch.Tensor | None = None,
+        scale: float = 1.0,
+        tensors: Any = None,
+    ) -> torch.Tensor:
+        return ids
+
+
+class Unannotated(nn.Module):
+    def forward(self, ids, scale: float = 1.0):  # type: ignore[no-untyped-def]
+        return ids
+
+
+@pytest.mark.feature("I02")
+def test_tensors_by_annotation_have_their_first_dimension_dynamic() -> None:
+    assert dynamic_dims(Annotated, None) == {"ids": (0,), "embeds": (0,), "mask": (0,)}
+
+
+@pytest.mark.feature("I02")
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0, (0,)), (-1, (-1,)), ([0, 1], (0, 1)), ((1,), (1,))]
+)
+def test_dimensions_may_be_given(given: Any, expected: tuple[int, ...]) -> None:
+    assert dynamic_dims(Unannotated, {"ids": given}) == {"ids": expected}
+
+
+@pytest.mark.feature("I02")
+def test_no_dimension_and_an_unknown_argument_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"Unannotated\.forward: wanted an argument annotated"):
+        support_torch_compile(Unannotated)
+    with pytest.raises(ValueError, match=r"wanted arguments of Annotated.*, found 'nobody'"):
+        support_torch_compile(Annotated, dynamic_arg_dims={"nobody": 0})
+
+
+@pytest.mark.feature("I02")
+def test_a_dimension_counted_from_the_end_stays_symbolic(toys: Any) -> None:
+    class Rows(nn.Module):
+        """Positions come as three rows, tokens last."""
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return input_ids * 2 + positions.sum(0)
+
+    made = support_torch_compile(Rows, dynamic_arg_dims={"input_ids": 0, "positions": -1})
+    module = toys.build(made)
+    with counter.expect(num_graphs_seen=1):
+        for n in (4, 1, 9):
+            ids, rows = torch.arange(n), torch.arange(3 * n).view(3, n)
+            assert torch.equal(module(ids, rows), ids * 2 + rows.sum(0))
+
+
+@pytest.mark.feature("I02")
+def test_a_dimension_that_an_argument_lacks_is_refused(toys: Any) -> None:
+    class Flat(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids * 2
+
+    module = toys.build(support_torch_compile(Flat, dynamic_arg_dims={"input_ids": 1}))
+    with pytest.raises(ForwardError, match="wanted a dimension of input_ids, which has 1, found 1"):
+        module(torch.arange(4))
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("I03")
+def test_a_smaller_batch_after_a_larger_one_runs_the_same_graph(toys: Any) -> None:
+    toy = toys.build()
+    with counter.expect(num_graphs_seen=1, num_backend_compilations=3):
+        for n in (8, 1, 8, 2):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+    assert toy.compiled_forward.compiler is not None
+
+
+@pytest.mark.feature("J04")
+def test_no_batch_compiles_after_the_first_call(toys: Any) -> None:
+    toy = toys.build(compile_sizes=(1, 4, 16))
+    toy(*toys.inputs(16))
+    rng = random.Random(0)
+    sizes = [*range(1, 65), *(rng.randint(1, 512) for _ in range(40))]
+    rng.shuffle(sizes)
+    with counter.expect(num_graphs_seen=0, num_backend_compilations=0, num_dropped_guards=0):
+        for n in sizes:
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+def test_keyword_arguments_reach_their_places(toys: Any) -> None:
+    toy = toys.build()
+    ids, positions = toys.inputs(5)
+    expected = toys.expected(toy, 5)
+    for _ in range(2):
+        assert torch.equal(toy(positions=positions, input_ids=ids), expected)
+        assert torch.equal(toy(ids, positions=positions), expected)
+
+
+class Choosy(nn.Module):
+    """Takes tokens, and embeddings or none."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        embeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = input_ids.float()
+        if embeds is not None:
+            x = x + embeds
+        if positions is not None:
+            x = x * positions
+        return x
+
+
+support_torch_compile(Choosy)
+
+
+def test_arguments_that_were_none_stay_none(toys: Any) -> None:
+    module = toys.build(Choosy)
+    ids, positions = toys.inputs(4)
+    expected = ids.float() * positions
+    for _ in range(2):
+        assert torch.equal(module(ids, None, positions), expected)
+        assert torch.equal(module(ids, positions=positions), expected)
+    # Two tensors in a row would fit by number and mean something else.
+    for wrong in ((ids, positions), (ids,), (ids, positions, positions)):
+        with pytest.raises(ForwardError, match="wanted the arguments input_ids, positions as trac"):
+            module(*wrong)
+
+
+def test_an_argument_that_is_no_tensor_is_refused(toys: Any) -> None:
+    class Scaled(nn.Module):
+        def forward(self, input_ids: torch.Tensor, scale: float) -> torch.Tensor:
+            return input_ids * scale
+
+    module = toys.build(support_torch_compile(Scaled))
+    with pytest.raises(ForwardError, match=r"Scaled.forward\(scale\): wanted a tensor or None"):
+        module(torch.arange(4), 2.0)
+
+
+def test_arguments_of_different_lengths_are_refused_when_traced(toys: Any) -> None:
+    toy = toys.build()
+    ids, positions = toys.inputs(6)
+    with pytest.raises(ForwardError, match="wanted one number of tokens in all arguments, found"):
+        toy(ids, positions[:5])
+    assert torch.equal(toy(ids, positions), toys.expected(toy, 6))
+
+
+def test_the_callers_tensors_are_not_marked(toys: Any) -> None:
+    given = toys.inputs(6)
+    toys.build()(*given)
+    for tensor in given:
+        assert not [name for name in vars(tensor) if "dynamo" in name]
+
+
+def test_views_of_static_buffers_can_be_traced_with(toys: Any) -> None:
+    toy = toys.build()
+    ids, positions = toys.inputs(32)
+    for n in (8, 32, 1):
+        assert torch.equal(toy(ids[:n], positions[:n]), toys.expected(toy, n))
+
+
+def test_the_same_tensor_for_both_arguments_does_not_merge_them(toys: Any) -> None:
+    toy = toys.build()
+    ids = torch.arange(6)
+    toy(ids, ids)
+    assert torch.equal(toy(*toys.inputs(5)), toys.expected(toy, 5))
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_inference_mode_may_differ_from_call_to_call(toys: Any, inference: bool) -> None:
+    toy = toys.build()
+    for mode in (inference, not inference):
+        with torch.inference_mode(mode):
+            assert torch.equal(toy(*toys.inputs(5)), toys.expected(toy, 5))
+
+
+def test_tuples_and_lists_of_results_keep_their_order(toys: Any) -> None:
+    class Several(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            a, b = input_ids + 1, input_ids * 2
+            return b, (a, b), a
+
+    module = toys.build(support_torch_compile(Several))
+    ids = torch.arange(5)
+    for _ in range(2):
+        b, (a, b_again), a_again = module(ids)
+        assert torch.equal(a, ids + 1) and torch.equal(b, ids * 2)
+        assert a is a_again and b is b_again
+
+
+@pytest.mark.parametrize("what", ["an argument", "a dictionary"])
+def test_results_that_the_graph_does_not_compute_are_refused(toys: Any, what: str) -> None:
+    class Returns(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return {"x": input_ids + 1} if what == "a dictionary" else (input_ids + 1, input_ids)
+
+    module = toys.build(support_torch_compile(Returns))
+    with pytest.raises(TraceError, match="wanted a tensor or a tuple of tensors that it computes"):
+        module(torch.arange(4))
+
+
+def test_tracing_runs_the_forward_once(toys: Any) -> None:
+    calls: list[int] = []
+    tools = toys.Tools()
+    toy = toys.build(tools=tools)
+    compile_piece = tools.manager.compile
+
+    def counting(graph: Any, *args: Any, index: int, **kwargs: Any) -> Any:
+        run = compile_piece(graph, *args, index=index, **kwargs)
+        return lambda *given: (calls.append(index), run(*given))[1]
+
+    tools.manager.compile = counting
+    toy(*toys.inputs(4))
+    # A rank that finds its plan in the cache runs each piece once: so does one that traces.
+    assert calls == [0, 1, 2, 3]
+
+
+# --- side effects -----------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Has state that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"steps": 0}
+        self.register_buffer("total", torch.zeros((), dtype=torch.int64))
+
+
+@support_torch_compile
+class Counting(Stateful):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.seen["steps"] = self.seen["steps"] + 1
+        return input_ids + 1
+
+
+@support_torch_compile
+class Summing(Stateful):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.total = self.total + input_ids.sum()
+        return input_ids + 1
+
+
+@support_torch_compile
+class Writing(Stateful):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.total.add_(input_ids.sum())
+        return input_ids + 1
+
+
+@pytest.mark.feature("I04")
+@pytest.mark.parametrize("made", [Counting, Summing])
+@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
+def test_changing_state_is_refused_while_graphs_are_on(
+    toys: Any, made: Any, mode: CUDAGraphMode
+) -> None:
+    module = toys.build(made, cudagraph_mode=mode)
+    with pytest.raises(TraceError, match=r"wanted a forward that changes no Python state .*found "):
+        module(torch.arange(4))
+    assert module.seen == {"steps": 0} and module.total == 0
+
+
+@pytest.mark.feature("I04")
+def test_the_error_names_update(toys: Any) -> None:
+    module = toys.build(Counting, cudagraph_mode=CUDAGraphMode.FULL)
+    with pytest.raises(TraceError, match="a call of update"):
+        module(torch.arange(4))
+
+
+@pytest.mark.feature("I04")
+@pytest.mark.parametrize("config", [{}, {"cudagraph_mode": "FULL", "use_cudagraph": False}])
+def test_changing_state_works_while_graphs_are_off(
+    toys: Any, config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = toys.PlanDirectory(tmp_path)
+    module = toys.build(Summing, toys.Tools(cache=cache), **config)
+    total = 0
+    with counter.expect(num_graphs_seen=1):
+        for n in (4, 1, 9, 4):
+            ids = torch.arange(n)
+            assert torch.equal(module(ids), ids + 1)
+            total += int(ids.sum())
+            assert module.total == total
+    assert cache.text is None
+    assert "not kept in the cache, because it has side effects: a call of update" in caplog.text
+
+
+def test_writing_into_a_buffer_is_part_of_the_graph(toys: Any) -> None:
+    module = toys.build(Writing, cudagraph_mode=CUDAGraphMode.FULL)
+    for n in (4, 3):
+        module(torch.arange(n))
+    assert module.total == 6 + 3
+
+
+def test_side_effects_are_read_from_code() -> None:
+    def pure(self: Any, x: Any) -> Any:
+        y = self._modules["a"]._parameters["w"]
+        return (x, y)[0]
+
+    def effects(self: Any, d: Any) -> None:
+        self.x = 1
+        d["k"] = 2
+        d.update(a=1)
+        del d["k"]
+
+    assert side_effects(pure.__code__) == []
+    found = side_effects(effects.__code__)
+    assert found == ["STORE_ATTR x", "STORE_SUBSCR", "a call of update", "DELETE_SUBSCR"]
+
+
+# --- warm starts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm(toys: Any, tmp_path: Path) -> Any:
+    """Tools whose cache holds the plan and the artifacts of a toy."""
+    tools = toys.Tools(cache=toys.PlanDirectory(tmp_path))
+    toys.build(tools=tools, compile_sizes=(4,))(*toys.inputs(6))
+    assert tools.events == ["look", "open"]
+    tools.events.clear()
+    tools.manager.calls.clear()
+    return tools
+
+
+@pytest.mark.feature("F05")
+def test_a_later_start_loads_its_pieces_and_neither_traces_nor_compiles(
+    toys: Any, warm: Any
+) -> None:
+    toy = toys.build(tools=warm, compile_sizes=(4,))
+    with counter.expect(num_graphs_seen=0, num_backend_compilations=0, num_dropped_guards=0):
+        for n in (6, 1, 4):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+    assert warm.events == ["look"] and warm.manager.calls == []
+    assert len(warm.manager.loads) == 4 * 2
+    assert toy.compiled_forward.compiler is None
+
+
+def test_a_later_start_uses_the_weights_of_its_own_module(toys: Any, warm: Any) -> None:
+    toy = toys.build(tools=warm, compile_sizes=(4,))
+    with torch.no_grad():
+        toy.layers[0].o.weight.add_(1)
+    assert torch.equal(toy(*toys.inputs(6)), toys.expected(toy, 6))
+    assert warm.events == ["look"]
+
+
+def _truncated(cache: Any) -> None:
+    cache.text = cache.text[:100]
+
+
+def _of_another_forward(cache: Any) -> None:
+    cache.text = cache.text.replace("Toy.forward", "Other.forward")
+
+
+def _with_other_weights(cache: Any) -> None:
+    cache.text = cache.text.replace("torch.float32 [8, 8]", "torch.float32 [8, 9]")
+
+
+def _with_other_arguments(cache: Any) -> None:
+    cache.text = cache.text.replace("torch.int64 of 1 dim", "torch.int32 of 1 dim")
+
+
+def _with_another_key(cache: Any) -> None:
+    plan = ForwardPlan.from_json(cache.text)
+    cache.text = cache.text.replace(plan.pieces[1].key, "0" * 64)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _truncated,
+        _of_another_forward,
+        _with_other_weights,
+        _with_other_arguments,
+        _with_another_key,
+    ],
+)
+def test_a_plan_that_is_of_no_use_is_traced_again(
+    toys: Any, warm: Any, spoil: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(warm.cache)
+    toy = toys.build(tools=warm, compile_sizes=(4,))
+    with counter.expect(num_graphs_seen=1):
+        assert torch.equal(toy(*toys.inputs(6)), toys.expected(toy, 6))
+    assert "traced again, because its plan is of no use" in caplog.text
+    assert ForwardPlan.from_json(warm.cache.text) == toy.compiled_forward.plan
+
+
+def test_a_start_without_plans_says_why_nothing(
+    toys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        toys.build()(*toys.inputs(4))
+    assert [r for r in caplog.records if r.name.startswith("compile")] == []
+
+
+@pytest.mark.feature("F04")
+def test_sizes_that_are_compiled_lazily_need_the_graph_and_so_a_trace(toys: Any, warm: Any) -> None:
+    toy = toys.build(tools=warm, compile_sizes=(5,), compile_lazily=True)
+    with counter.expect(num_graphs_seen=1):
+        for n in (5, 5, 5):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+    assert [shape for _, shape in warm.manager.calls] == [None] * 4 + [5] * 4
+
+
+# --- level 1 ----------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("A02")
+def test_level_1_is_one_graph_that_runs_as_traced(toys: Any) -> None:
+    toy = toys.build(level=1)
+    run = compile_as_is(toy)
+    with counter.expect(num_graphs_seen=1, num_backend_compilations=0):
+        for n in (8, 1, 2, 33):
+            assert torch.equal(run(*toys.inputs(n)), toys.expected(toy, n))
+            ids, positions = toys.inputs(n)
+            assert torch.equal(run(ids, positions=positions), toys.expected(toy, n))
+
+
+@pytest.mark.feature("A02")
+def test_level_1_still_evaluates_guards(toys: Any) -> None:
+    class Flagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flag = True
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids + 1 if self.flag else input_ids - 1
+
+    module = Flagged()
+    run = compile_as_is(module)
+    assert run(torch.arange(3)).tolist() == [1, 2, 3]
+    seal("strict")
+    module.flag = False
+    with pytest.raises(LateCompilation, match="Flagged, traced again as a guard failed"):
+        run(torch.arange(3))
+    unseal()
+    assert run(torch.arange(3)).tolist() == [-1, 0, 1]

@@ -1,0 +1,259 @@
+"""The number of tokens stays open in all three modes, and what closes it is named."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compile.config import DynamicShapes
+from compile.counters import counter
+from compile.pieces.decorator import support_torch_compile
+from compile.pieces.diagnose import GraphBreakError, SpecialisedError
+from compile.pieces.plan import GuardError
+from compile.report import CompileReport
+
+MODES = list(DynamicShapes)
+
+
+def module_of(forward: Any) -> Any:
+    """A decorated module class with this forward."""
+
+    class Made(nn.Module):
+        pass
+
+    Made.forward = forward  # type: ignore[method-assign]
+    return support_torch_compile(Made)
+
+
+def branching(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    if input_ids.shape[0] > 16:
+        return input_ids - positions
+    return input_ids + positions
+
+
+def constant(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return (input_ids + positions).view(8, -1).sum(0) if len(input_ids) == 8 else input_ids
+
+
+def plain(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return input_ids * 2 + positions
+
+
+# --- the three modes --------------------------------------------------------------------------
+
+
+@pytest.mark.feature("J01")
+@pytest.mark.feature("J03")
+@pytest.mark.parametrize("mode", MODES)
+def test_one_graph_serves_every_number_of_tokens(toys: Any, mode: DynamicShapes) -> None:
+    toy = toys.build(dynamic_shapes=mode)
+    with counter.expect(num_graphs_seen=1):
+        for n in (8, 1, 2, 33):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+@pytest.mark.feature("J03")
+@pytest.mark.parametrize("mode", [DynamicShapes.BACKED_SIZE_OBLIVIOUS, DynamicShapes.UNBACKED])
+def test_a_first_batch_of_one_token_is_not_special(toys: Any, mode: DynamicShapes) -> None:
+    toy = toys.build(dynamic_shapes=mode)
+    with counter.expect(num_graphs_seen=1):
+        for n in (1, 8, 2):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+@pytest.mark.feature("J03")
+def test_backed_symbols_are_traced_with_two_tokens_or_more(
+    toys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = toys.build(dynamic_shapes=DynamicShapes.BACKED)
+    with counter.expect(num_graphs_seen=0):
+        assert torch.equal(toy(*toys.inputs(1)), toys.expected(toy, 1))
+    assert "too few tokens to trace with: 1" in caplog.text
+    with counter.expect(num_graphs_seen=1):
+        for n in (2, 1, 9):
+            assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+@pytest.mark.feature("J01")
+@pytest.mark.parametrize("mode", MODES)
+def test_dropped_guards_are_counted(toys: Any, mode: DynamicShapes) -> None:
+    toy = toys.build(dynamic_shapes=mode)
+    before = counter.num_dropped_guards
+    toy(*toys.inputs(4))
+    assert counter.num_dropped_guards > before
+    assert toy.compiled_forward.plan.guards == ()
+
+
+@pytest.mark.feature("J01")
+@pytest.mark.parametrize("mode", [DynamicShapes.BACKED, DynamicShapes.BACKED_SIZE_OBLIVIOUS])
+def test_backed_symbols_list_what_was_taken_for_granted(
+    toys: Any, mode: DynamicShapes, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = toys.build(module_of(branching), dynamic_shapes=mode)
+    module(*toys.inputs(8))
+    (guard,) = module.compiled_forward.plan.guards
+    assert guard.holds(16) and not guard.holds(17)
+    assert "if input_ids.shape[0] > 16" in guard.where and "test_dynamic_shapes.py" in guard.where
+    assert "traced for" in caplog.text and "alone" in caplog.text
+
+
+@pytest.mark.feature("J05")
+def test_what_makes_a_graph_for_each_size_is_named_when_it_is_traced(
+    toys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    toys.build(module_of(plain))(*toys.inputs(8))
+    assert "on a size" not in caplog.text
+    toys.build(module_of(branching))(*toys.inputs(8))
+    wanted = r"test_dynamic_shapes\.py:\d+: wanted torch\.where, .* found a branch on a size"
+    assert re.search(wanted, caplog.text)
+
+
+@pytest.mark.feature("J01")
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_report_tells_conditions_that_are_kept_from_those_that_are_dropped(
+    toys: Any, tmp_path: Any, evaluated: bool
+) -> None:
+    tools = toys.Tools(cache=toys.PlanDirectory(tmp_path))
+    toys.build(module_of(branching), tools, evaluate_guards=evaluated)(*toys.inputs(8))
+    report = CompileReport.from_json((tmp_path / "report.json").read_text())
+    lists = {True: report.guards_kept, False: report.guards_dropped}
+    assert any("> 16" in line for line in lists[evaluated])
+    assert not any("> 16" in line for line in lists[not evaluated])
+
+
+@pytest.mark.feature("J01")
+def test_an_unbacked_symbol_refuses_to_be_asked(toys: Any) -> None:
+    module = toys.build(module_of(branching), dynamic_shapes=DynamicShapes.UNBACKED)
+    found = r"found a branch on a size at .*test_dynamic_shapes\.py:\d+ `if input_ids.shape\[0\]"
+    with pytest.raises(GraphBreakError, match=found):
+        module(*toys.inputs(8))
+
+
+@pytest.mark.feature("J01")
+def test_an_unbacked_symbol_has_no_guard_and_one_symbol(toys: Any) -> None:
+    tools = toys.Tools()
+    module = toys.build(module_of(plain), tools, dynamic_shapes=DynamicShapes.UNBACKED)
+    module(*toys.inputs(8))
+    assert module.compiled_forward.plan.guards == ()
+    symbols = {
+        str(size)
+        for _, given in tools.manager.inputs
+        for value in given
+        for size in (value.shape if isinstance(value, torch.Tensor) else [value])
+    }
+    assert len(symbols) == 1 and symbols.pop().startswith("u")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exact_size_runs_in_every_mode(toys: Any, mode: DynamicShapes) -> None:
+    toy = toys.build(dynamic_shapes=mode, compile_sizes=(4,), compile_ranges=((5, 8),))
+    for n in (8, 4, 3, 9):
+        assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+# --- specialisation ---------------------------------------------------------------------------
+
+
+@pytest.mark.feature("J02")
+@pytest.mark.parametrize("mode", [DynamicShapes.BACKED, DynamicShapes.BACKED_SIZE_OBLIVIOUS])
+def test_a_number_of_tokens_taken_for_a_constant_is_an_error_with_its_line(
+    toys: Any, mode: DynamicShapes
+) -> None:
+    module = toys.build(module_of(constant), dynamic_shapes=mode)
+    found = r"wanted any number of tokens, found 8 taken for granted at .*test_dynamic_shapes\.py"
+    with pytest.raises(SpecialisedError, match=found):
+        module(*toys.inputs(8))
+
+
+@pytest.mark.feature("J02")
+def test_evaluated_guards_report_the_step_that_breaks_one(toys: Any) -> None:
+    module = toys.build(module_of(branching), evaluate_guards=True)
+    for n in (8, 2, 16):
+        assert torch.equal(module(*toys.inputs(n)), toys.expected(module, n))
+    with pytest.raises(GuardError, match=r"num_tokens: wanted .*16.* asked when traced, found 17"):
+        module(*toys.inputs(17))
+
+
+def test_guards_that_are_not_evaluated_let_the_wrong_branch_run(toys: Any) -> None:
+    # What `evaluate_guards` is for: without it nothing tells.
+    module = toys.build(module_of(branching))
+    module(*toys.inputs(8))
+    ids, positions = toys.inputs(17)
+    assert torch.equal(module(ids, positions), ids + positions)
+
+
+@pytest.mark.feature("J02")
+def test_evaluated_guards_survive_a_warm_start_and_are_told_again(
+    toys: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = module_of(branching)
+    tools = toys.Tools(cache=toys.PlanDirectory(tmp_path))
+    toys.build(made, tools, evaluate_guards=True)(*toys.inputs(8))
+    told = [record.getMessage() for record in caplog.records if "alone, as" in record.getMessage()]
+    assert told
+    warm = toys.build(made, tools, evaluate_guards=True)
+    with counter.expect(num_graphs_seen=0):
+        warm(*toys.inputs(3))
+        with pytest.raises(GuardError):
+            warm(*toys.inputs(17))
+    again = [record.getMessage() for record in caplog.records if "alone, as" in record.getMessage()]
+    assert again == 2 * told
+
+
+@pytest.mark.feature("J02")
+def test_a_branch_that_one_token_takes_is_reported_too(toys: Any) -> None:
+    def alone(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return positions if input_ids.shape[0] == 1 else input_ids + positions
+
+    module = toys.build(module_of(alone), evaluate_guards=True)
+    module(*toys.inputs(8))
+    with pytest.raises(GuardError, match="found 1"):
+        module(*toys.inputs(1))
+
+
+@pytest.mark.parametrize(("n", "holds"), [(4, True), (6, False)])
+def test_divisibility_is_a_guard(toys: Any, n: int, holds: bool) -> None:
+    def even(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return input_ids * 2 if input_ids.shape[0] % 4 == 0 else input_ids + positions
+
+    module = toys.build(module_of(even))
+    module(*toys.inputs(8))
+    (guard,) = module.compiled_forward.plan.guards
+    assert guard.holds(n) is holds
+
+
+# --- the token argument -----------------------------------------------------------------------
+
+
+@pytest.mark.feature("E11")
+def test_a_forward_without_input_ids_is_refused_by_name(toys: Any) -> None:
+    def renamed(self: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return tokens + positions
+
+    module = toys.build(module_of(renamed))
+    found = "wanted an argument input_ids that it uses, found the graph inputs .*l_tokens_"
+    with pytest.raises(GraphBreakError, match=found):
+        module(*toys.inputs(4))
+
+
+@pytest.mark.feature("E09")
+@pytest.mark.parametrize("mode", MODES)
+def test_arguments_that_never_meet_share_the_symbol_all_the_same(
+    toys: Any, mode: DynamicShapes
+) -> None:
+    def apart(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        rows = positions.shape[0]
+        return input_ids * 2, positions.view(rows, 1) * torch.ones(rows, 2, dtype=torch.int64)
+
+    tools = toys.Tools()
+    module = toys.build(module_of(apart), tools, dynamic_shapes=mode)
+    for n in (6, 3):
+        for a, b in zip(module(*toys.inputs(n)), toys.expected(module, n), strict=True):
+            assert torch.equal(a, b)
+    ((_, given),) = tools.manager.inputs
+    sizes = [s for v in given for s in (v.shape if isinstance(v, torch.Tensor) else [v])]
+    assert len({str(size) for size in sizes}) == 1

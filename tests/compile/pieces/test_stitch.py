@@ -1,0 +1,280 @@
+"""The written function does what the stitching graph does, with no graph and no value too long."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import math
+import re
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compile.custom_op import direct_register_custom_op
+from compile.pieces.split import split_graph
+from compile.pieces.stitch import (
+    CopyError,
+    StitchError,
+    bind_ops,
+    compile_execution_fn,
+    find_op,
+    generate_execution_code,
+    make_copy_and_call,
+)
+
+ATTENTION = "lockstep::toy_attention"
+X = torch.randn(5, 8)
+
+
+def _options(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    sizes: list[int],
+    name: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    flag: bool = False,
+) -> None:
+    out.copy_(x * (0 if math.isinf(scale) else scale) + sum(sizes) + flag)
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+options = direct_register_custom_op("toy_options", _options, mutates_args=["out"])
+double = direct_register_custom_op("toy_double", _double, fake_impl=torch.empty_like)
+
+
+class Stitched:
+    """A function, split, and its written form with the pieces as they were traced."""
+
+    def __init__(self, toys: Any, forward: Callable[..., Any], args: Any, ops: Any) -> None:
+        graph, self.passed = toys.trace(forward, *args)
+        self.root, self.items = split_graph(graph, ops)
+        self.code = generate_execution_code(self.root, self.items)
+        self.pieces = {name: getattr(self.root, item) for name, item in self.code.pieces.items()}
+
+    def run(self, kept: Callable[..., Any] = lambda op: op) -> Any:
+        values = {**self.pieces, **bind_ops(self.code.ops, kept)}
+        return compile_execution_fn(self.code.source, values)(*self.passed)
+
+
+@pytest.fixture
+def stitched(toys: Any) -> Callable[..., Stitched]:
+    return lambda forward, *args, ops=(ATTENTION,): Stitched(toys, forward, args, ops)
+
+
+# --- the text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("E08")
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_written_function_equals_the_stitching_graph(
+    toys: Any, stitched: Any, num_layers: int
+) -> None:
+    toy, given = toys.Plain(num_layers), toys.inputs(6)
+    found = stitched(toy.forward, *given)
+    (by_graph,), (by_text,) = found.root(*found.passed), found.run()
+    assert torch.equal(by_text, by_graph) and torch.equal(by_text, toy(*given))
+
+
+@pytest.mark.feature("E08")
+def test_no_graph_runs_beside_the_pieces(toys: Any, stitched: Any) -> None:
+    found = stitched(toys.Plain().forward, *toys.inputs(6))
+    pieces = {name: lambda *args, _run=run: _run(*args) for name, run in found.pieces.items()}
+    eager = {id(item.graph.forward.__func__.__code__) for item in found.items if item.is_splitting}
+    root = id(found.root.forward.__func__.__code__)
+    entered: list[int] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            entered.append(id(frame.f_code))
+
+    values = {**pieces, **bind_ops(found.code.ops, lambda op: op)}
+    run = compile_execution_fn(found.code.source, values)
+    sys.setprofile(note)
+    try:
+        run(*found.passed)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) > 4
+    assert root not in entered and not eager.intersection(entered)
+
+
+def test_the_text_names_ops_and_pieces_and_drops_values_behind_their_last_use(
+    stitched: Any,
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        q = x * 2
+        out = torch.empty_like(q)
+        torch.ops.lockstep.toy_attention(q, out, "layers.0")
+        return out + 1
+
+    source = re.sub(r"\bs\d+\b", "n", stitched(forward, X).code.source)
+    assert source == WRITTEN
+
+
+WRITTEN = """\
+def make_forward(submod_0, submod_2, toy_attention):
+    def forward(n, l_x):
+        (mul, empty_like,) = submod_0(l_x, n)
+        toy_attention(mul, empty_like, 'layers.0')
+        del mul
+        (add,) = submod_2(empty_like, n)
+        del empty_like
+        return (add,)
+    return forward
+"""
+
+
+def test_a_value_is_freed_before_the_piece_after_its_last_use(toys: Any, stitched: Any) -> None:
+    found = stitched(toys.Plain(2).forward, *toys.inputs(6))
+    alive: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            alive.append(sum(ref() is not None for ref in made))
+            outputs = run(*args)
+            made.extend(weakref.ref(value) for value in outputs)
+            return outputs
+
+        return call
+
+    found.pieces = {name: watched(run) for name, run in found.pieces.items()}
+    gc.disable()
+    try:
+        found.run()
+    finally:
+        gc.enable()
+    # Of each layer's three outputs the query is dropped behind attention; sums and outputs live
+    # until the next piece took them.
+    assert alive == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(2.5, [1, 2]), (math.inf, [3]), (1.0, [], "a 'quoted' \\ name"), (0.5, [4], None)],
+)
+def test_constants_of_an_op_are_written_as_they_are(stitched: Any, arguments: Any) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        options(x, out, *arguments, dtype=torch.bfloat16, flag=True)
+        return out + 1
+
+    found = stitched(forward, X, ops=("lockstep::toy_options",))
+    ast.parse(found.code.source)
+    assert "dtype=torch.bfloat16, flag=True" in found.code.source
+    assert torch.equal(found.run()[0], forward(X))
+
+
+def test_results_of_splitting_ops_are_used_and_each_call_may_keep_its_own(stitched: Any) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return double(double(x + 1)) * 3 + double(x)
+
+    found = stitched(forward, X, ops=("lockstep::toy_double",))
+    assert sorted(found.code.ops.values()) == ["lockstep::toy_double.default"] * 3
+    kept: list[Any] = []
+    assert torch.equal(found.run(lambda op: (kept.append(op), op)[1])[0], forward(X))
+    assert len(kept) == 3
+
+
+def test_ops_that_return_nothing_are_not_kept(toys: Any, stitched: Any) -> None:
+    found = stitched(toys.Plain().forward, *toys.inputs(6))
+    assert found.code.ops == {"toy_attention": "lockstep::toy_attention.default"}
+    found.run(lambda op: pytest.fail("attention writes into its caller's output"))
+
+
+def test_an_argument_without_a_literal_form_is_refused(stitched: Any) -> None:
+    found = stitched(lambda x: double(x) + 1, X, ops=("lockstep::toy_double",))
+    (call,) = [n for n in found.items[0].graph.graph.nodes if n.op == "call_function"]
+    call.args = (object(),)
+    with pytest.raises(StitchError, match="wanted a tensor, a number"):
+        generate_execution_code(found.root, found.items)
+
+
+def test_an_op_that_is_not_registered_is_refused_by_name() -> None:
+    with pytest.raises(StitchError, match="lockstep::not_there"):
+        find_op("lockstep::not_there.default")
+
+
+def test_a_traceback_shows_the_written_line() -> None:
+    source = "def make_forward():\n    def forward(x):\n        return x / 0\n    return forward\n"
+    try:
+        compile_execution_fn(source, {})(1)
+    except ZeroDivisionError:
+        assert "return x / 0" in traceback.format_exc()
+
+
+# --- the copy layer ---------------------------------------------------------------------------
+
+
+class Seen:
+    """Notes addresses and values that arrive behind the copy layer."""
+
+    def __init__(self) -> None:
+        self.addresses: list[tuple[int, ...]] = []
+        self.values: list[list[torch.Tensor]] = []
+
+    def __call__(self, *args: torch.Tensor) -> None:
+        self.addresses.append(tuple(arg.data_ptr() for arg in args))
+        self.values.append([arg.clone() for arg in args])
+
+
+@pytest.mark.feature("M06")
+def test_inputs_arrive_at_fixed_addresses_with_their_values() -> None:
+    seen = Seen()
+    call = make_copy_and_call(seen, [(0,), (0,)], 8)
+    given = [(torch.arange(n), torch.randn(n, 3)) for n in (5, 8, 1, 5)]
+    for args in given:
+        call(*args)
+    assert len(set(seen.addresses)) == 1
+    for args, found in zip(given, seen.values, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(args, found, strict=True))
+
+
+@pytest.mark.feature("M06")
+def test_only_tensors_with_a_token_dimension_are_copied() -> None:
+    seen = Seen()
+    weight = torch.randn(4)
+    call = make_copy_and_call(seen, [(0,), ()], 8)
+    for n in (2, 3):
+        call(torch.arange(n), weight)
+    assert {address[1] for address in seen.addresses} == {weight.data_ptr()}
+    assert len({address[0] for address in seen.addresses}) == 1
+
+
+@pytest.mark.feature("M06")
+@pytest.mark.parametrize(("max_num_tokens", "first"), [(8, 2), (None, 8)])
+def test_more_tokens_than_the_buffer_holds_are_an_error(
+    max_num_tokens: int | None, first: int
+) -> None:
+    call = make_copy_and_call(Seen(), [(0,)], max_num_tokens)
+    call(torch.arange(first))
+    call(torch.arange(8))
+    with pytest.raises(CopyError, match="wanted at most 8 tokens, found 9"):
+        call(torch.arange(9))
+
+
+def test_the_token_dimension_need_not_be_the_first() -> None:
+    seen = Seen()
+    call = make_copy_and_call(seen, [(1,)], 8)
+    for n in (8, 3):
+        call(torch.arange(3 * n).view(3, n))
+    assert torch.equal(seen.values[1][0], torch.arange(9).view(3, 3))
+    assert len(set(seen.addresses)) == 1
+
+
+def test_buffers_made_in_inference_mode_can_be_written_outside() -> None:
+    seen = Seen()
+    call = make_copy_and_call(seen, [(0,)], 4)
+    with torch.inference_mode():
+        call(torch.arange(4))
+    call(torch.arange(2))
+    assert torch.equal(seen.values[1][0], torch.arange(2))

@@ -1,0 +1,126 @@
+"""The attacks on a running application, and the load that is too much for it, as commands.
+
+Speeds are not checked: a machine that is busy with other tests fails rows that it should not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench"
+MIB = 1 << 20
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, int]:
+    """The report of three quick attacks, what was printed, and the exit code."""
+    out = tmp_path_factory.mktemp("hostile") / "out.json"
+    attacks = "odd-texts,methods,model-name"
+    done = run("hostile.py", "--only", attacks, "--seconds", "1", "--out", str(out), "O=0")
+    assert out.exists(), done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout, done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_each_attack_is_a_row_behind_one_without_an_attack(
+    attacked: tuple[Any, str, int],
+) -> None:
+    report, printed, _ = attacked
+    assert [row["name"] for row in report["rows"]] == [
+        "nothing",
+        "odd-texts",
+        "methods",
+        "model-name",
+    ]
+    assert report["arguments"] == ["debug=true", "O=0"]
+    assert report["loop_gap_from"] in ("/debug/ingress", "/health")
+    for row in report["rows"]:
+        seen = row["seen"]
+        assert row["name"] in printed
+        assert seen["health"]["polls"] > 0
+        assert set(seen["growth_bytes"]) == {"ingress", "proxy", "ranks", "rest"}
+        assert min(seen["growth_bytes"].values()) >= 0
+        assert (seen["loop_gap_s"] is not None) == (report["loop_gap_from"] == "/debug/ingress")
+        assert seen["honest"]["wrong"] == 0
+    assert sum(row["seen"]["honest"]["answers"] for row in report["rows"]) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_outcomes_of_an_attack_are_those_of_its_requests(attacked: tuple[Any, str, int]) -> None:
+    report, _, _ = attacked
+    nothing, texts, methods, names = (row["attacked"] for row in report["rows"])
+    assert nothing["outcomes"] == {} and nothing["most_bytes"] == 0
+    assert sum(texts["outcomes"].values()) == 20
+    assert {"200", "400"} <= set(texts["outcomes"])
+    assert sum(methods["outcomes"].values()) == 42
+    assert set(names["outcomes"]) == {"404"} and names["outcomes"]["404"] >= 1
+    assert names["most_bytes"] > 8_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_row_fails_where_a_figure_is_beyond_its_target(attacked: tuple[Any, str, int]) -> None:
+    report, printed, code = attacked
+    for row in report["rows"]:
+        seen, failures = row["seen"], " ".join(row["failures"])
+        honest, health = seen["honest"], seen["health"]
+        loop_gap_s = health["latency_s"] if seen["loop_gap_s"] is None else seen["loop_gap_s"]
+        most = max(10 * row["attacked"]["most_bytes"], 64 * MIB)
+        assert (loop_gap_s > 0.1) == ("loop" in failures)
+        assert (honest["token_gap_s"] > 0.5) == ("token" in failures)
+        assert any(grown > most for grown in seen["growth_bytes"].values()) == ("MiB" in failures)
+        assert bool(seen["restarted"]) == ("restarted" in failures)
+        assert bool(health["failed"]) == ("health" in failures)
+        assert (row["next_s"] is None) == ("next" in failures)
+    failed = sum(bool(row["failures"]) for row in report["rows"])
+    assert f"{failed} of 4 rows failed" in printed
+    assert code == (1 if failed else 0)
+
+
+def test_an_attack_that_does_not_exist_is_refused_by_name() -> None:
+    done = run("hostile.py", "--only", "methods,nonsense")
+    assert done.returncode == 1
+    assert "found ['nonsense']" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_overload_is_admitted_or_told_when_to_come_again(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    places = ("--max-num-seqs", "2", "--max-queued-requests", "4")
+    done = run("overload.py", *places, "--seconds", "5", "--out", str(out), "O=0")
+    assert out.exists(), done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert report["num_places"] == 6
+    assert report["arguments"] == ["max_num_seqs=2", "max_queued_requests=4", "O=0"]
+    assert report["unloaded"]["outcomes"] == {"200": 20}
+    outcomes = report["overload"]["outcomes"]
+    assert set(outcomes) <= {"200", "429", "503"}
+    assert outcomes["200"] > 0 and outcomes.get("429", 0) + outcomes.get("503", 0) > 0
+    assert report["overload"]["no_retry_after"] == report["overload"]["wrong"] == 0
+    assert sum(outcomes.values()) == round(5 * report["arrivals_per_second"])
+    latencies = zip(
+        report["overload"]["total_s"].values(),
+        report["full_queue"]["total_s"].values(),
+        strict=True,
+    )
+    assert report["ratio"] == max(found / full for found, full in latencies)
+    for phase in ("unloaded", "full_queue", "overload"):
+        for latency in ("first_token_s", "total_s", "refusal_s"):
+            p50, p90, p99 = report[phase][latency].values()
+            assert p50 <= p90 <= p99
+    is_late = report["recovery_s"] is None or report["recovery_s"] > 5
+    assert done.returncode == (1 if report["ratio"] > 1.5 or is_late else 0)

@@ -1,0 +1,177 @@
+"""Keys, hosts and origins: who may ask."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from cluster.config import ConfigError
+from serve.config import AccessConfig, deploy_config
+from serve.keys import ApiKeys
+from serve.openai.access import is_local_name
+from serve.openai.app import build_app
+from serve.openai.endpoint import Serving
+
+OPEN = ("/health", "/ready", "/version")
+
+
+@pytest.fixture
+def ask(serving: Serving) -> Any:
+    """Ask an app that is guarded like this: `ask({...}, path, headers)`."""
+
+    def send(access: dict[str, Any], path: str, headers: dict[str, str]) -> httpx.Response:
+        import asyncio
+
+        app: Starlette = build_app(serving, AccessConfig(**{"open_paths": OPEN, **access}))
+
+        async def get() -> httpx.Response:
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                method = "OPTIONS" if "Access-Control-Request-Method" in headers else "GET"
+                return await client.request(method, path, headers=headers)
+
+        return asyncio.run(get())
+
+    return send
+
+
+@pytest.mark.feature("R18")
+def test_without_a_key_only_the_open_paths_answer(ask: Any) -> None:
+    keys = {"api_keys": ("sesame", "simsim")}
+    for path in OPEN:
+        assert ask(keys, path, {}).status_code == 200
+    for header in ("", "Bearer", "Bearer wrong", "Basic sesame", "sesame", "Bearer sesam\xe9"):
+        answer = ask(keys, "/v1/models", {"Authorization": header.encode("latin-1")})
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert "sesam" not in answer.text
+    for key in ("sesame", "simsim"):
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} {key}"}
+            assert ask(keys, "/v1/models", headers).status_code == 200
+
+
+@pytest.mark.feature("R18")
+def test_which_paths_are_open_is_an_option(ask: Any) -> None:
+    access = {"api_keys": ("sesame",), "open_paths": ("/v1/models",)}
+    assert ask(access, "/v1/models", {}).status_code == 200
+    assert ask(access, "/health", {}).status_code == 401
+
+
+def test_a_path_that_nobody_has_needs_a_key_too(ask: Any) -> None:
+    assert ask({"api_keys": ("sesame",)}, "/v1/nothing", {}).status_code == 401
+
+
+@pytest.mark.feature("R18")
+def test_a_file_of_keys_is_read_again_when_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, now = tmp_path / "keys", 0.0
+    file.write_text("# ours\none\n\n  two  \n")
+    keys = ApiKeys(["given"], file, clock=lambda: now)
+    assert [keys.has(key) for key in ("one", "two", "given", "three", "# ours", "")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+    file.write_text("three\n")
+    os.utime(file, ns=(5, 5))
+    assert keys.has("one")  # it was looked at a moment ago
+    now = 2.0
+    assert [keys.has(key) for key in ("one", "three", "given")] == [False, True, True]
+    for broken in ("", "two words\n", None):
+        now += 2
+        if broken is None:
+            file.unlink()
+        else:
+            file.write_text(broken)
+        assert keys.has("three") and not keys.has("")
+    assert "the keys that were read before stay" in caplog.text
+    assert "three" not in caplog.text and "words" not in caplog.text
+
+
+@pytest.mark.feature("R18")
+def test_keys_are_in_no_text_of_the_configuration(tmp_path: Path) -> None:
+    config = deploy_config({"api_keys": "sesame, simsim"})
+    assert config.access.api_keys == ("sesame", "simsim")
+    assert "sesame" not in repr(config) and "simsim" not in repr(config)
+    file = tmp_path / "keys"
+    for raw in ({"api_keys": "two words"}, {"api_keys": ["ke\ty"]}, {"api_keys": [["sesame"]]}):
+        with pytest.raises(ConfigError, match=r"^api_keys") as raised:
+            deploy_config(raw)
+        assert "sesame" not in str(raised.value) and "words" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"^api_keys_file: wanted a file of keys, found"):
+        deploy_config({"api_keys_file": str(file)})
+    file.write_text("# none\n")
+    with pytest.raises(ConfigError, match=r"^api_keys_file: wanted at least one key"):
+        deploy_config({"api_keys_file": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("localhost:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("10.1.2.3", True),
+        ("gpu-box", True),
+        ("lockstep.default.svc:80", True),
+        ("printer.local", True),
+        ("", True),
+        ("evil.example.com:8000", False),
+        ("localhost.evil.com", False),
+        ("127.0.0.1.evil.com", False),
+        ("evil.com.", False),
+    ],
+)
+def test_a_name_that_anybody_may_register_is_no_name_of_ours(
+    ask: Any, host: str, is_allowed: bool
+) -> None:
+    assert is_local_name(host.partition("]")[0] + "]" if "]" in host else host.split(":")[0]) is (
+        is_allowed
+    )
+    answer = ask({}, "/v1/models", {"Host": host})
+    assert answer.status_code == (200 if is_allowed else 403)
+    for allowed in ((host,), ("*",)):
+        assert ask({"allowed_hosts": allowed}, "/v1/models", {"Host": host}).status_code == 200
+    # Who has a key has no need to be protected from pages.
+    with_key = {"Host": host, "Authorization": "Bearer sesame"}
+    assert ask({"api_keys": ("sesame",)}, "/v1/models", with_key).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:8000", 200),
+        ("https://localhost:8000", 200),
+        ("http://localhost:9000", 403),
+        ("https://evil.example.com", 403),
+        ("null", 403),
+    ],
+)
+def test_a_page_of_another_server_may_not_ask(ask: Any, origin: str, status: int) -> None:
+    headers = {"Host": "localhost:8000", "Origin": origin}
+    answer = ask({}, "/v1/models", headers)
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers
+    allowed = ask({"allowed_origins": (origin,)}, "/v1/models", headers)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == origin
+
+
+def test_a_browser_may_ask_whether_a_page_may_ask(ask: Any) -> None:
+    headers = {
+        "Origin": "https://ours.example.com",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    access = {"api_keys": ("sesame",), "allowed_origins": ("https://ours.example.com",)}
+    answer = ask(access, "/v1/chat/completions", headers)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://ours.example.com"
+    other = ask(access, "/v1/chat/completions", {**headers, "Origin": "https://evil.example.com"})
+    assert "access-control-allow-origin" not in other.headers
