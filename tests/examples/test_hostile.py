@@ -54,7 +54,6 @@ def test_each_attack_is_a_row_behind_one_without_an_attack(
         assert min(seen["growth_bytes"].values()) >= 0
         assert (seen["loop_gap_s"] is not None) == (report["loop_gap_from"] == "/debug/ingress")
         assert seen["honest"]["wrong"] == 0
-    assert sum(row["seen"]["honest"]["answers"] for row in report["rows"]) >= 1
 
 
 @pytest.mark.slow
