@@ -1,7 +1,6 @@
 """Structures that travel between processes, and the way on and off the wire.
 
-What a leader and its tensor-parallel followers say to each other stands in `channel_messages.py`,
-what data-parallel leaders do in `lockstep_messages.py`.
+What the ranks of a group say to each other stands in `group_messages.py`.
 
 All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
 frame that is too short, too long or of another type is refused instead of being filled in. So is

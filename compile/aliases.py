@@ -25,7 +25,7 @@ from typing import Any
 
 from compile import validate
 from compile.config import CompilationConfigError, CompilationLevel, CUDAGraphMode, read_fields
-from compile.sizes import ascending
+from compile.dispatch import ascending
 from compile.validate import Kind, read_json
 
 MISSING: Any = object()

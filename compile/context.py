@@ -7,9 +7,8 @@ signatures (tensors and a name), so the traced graph does not depend on the batc
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -62,16 +61,6 @@ class DPMetadata:
         """The longest rank's tokens."""
         return max(self.num_tokens_across_dp)
 
-    @property
-    def cu_tokens_across_dp(self) -> tuple[int, ...]:
-        """Each rank's tokens with those of all ranks before it."""
-        return tuple(itertools.accumulate(self.num_tokens_across_dp))
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all ranks have as many tokens, so that collectives of equal shapes do."""
-        return len(set(self.num_tokens_across_dp)) == 1
-
     def chunked_sizes(self, max_chunk: int, index: int) -> tuple[int, ...]:
         """Return each rank's tokens in chunk `index` of at most `max_chunk`.
 
@@ -85,45 +74,20 @@ class DPMetadata:
 class Context:
     """Facts about the step that every layer may read.
 
-    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one.
+    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one. A replayed graph
+    shows its ops what held at the capture, which is padding alone.
     """
 
     is_prefill: bool = False
+    """Not all sequences decode."""
     is_dummy_run: bool = False
+    """The batch is padding alone: a rank without work, or one that is not ready yet."""
     batch_size: int = 0
     graph_bs: int = 0
     is_draft: bool = False
-    """The forward is a draft model's."""
+    """The forward is a draft model's. For speculation, which no engine runs yet."""
     positions: torch.Tensor | None = field(default=None, compare=False)
     """int64 [tokens]: where in its sequence each token stands."""
-
-
-_kv_cache_data: dict[str, KVCacheTensor] | None = None
-
-
-def set_kv_cache_data(kv_cache_data: Mapping[str, KVCacheTensor]) -> None:
-    """Register the process's KV caches by layer, once; contexts that name none see these.
-
-    With several models in a process, hand each one's caches to its contexts instead.
-
-    Raises:
-        RuntimeError: caches are registered already; `reset_kv_cache_data` forgets them.
-    """
-    global _kv_cache_data
-    if _kv_cache_data is not None:
-        wanted = "one registration, or reset_kv_cache_data() before another"
-        raise RuntimeError(f"kv_cache_data: wanted {wanted}, found {len(_kv_cache_data)} layers")
-    _kv_cache_data = dict(kv_cache_data)
-
-
-def reset_kv_cache_data() -> None:
-    """Forget what `set_kv_cache_data` registered, so that the pool's memory can go."""
-    global _kv_cache_data
-    _kv_cache_data = None
-
-
-def _registered_kv_cache_data() -> dict[str, KVCacheTensor]:
-    return {} if _kv_cache_data is None else _kv_cache_data
 
 
 _Layer = TypeVar("_Layer")
@@ -150,8 +114,8 @@ class ForwardContext:
     no_compile_layers: dict[str, Any] = field(default_factory=dict)
     """Layers by name, from `static_forward_context`."""
     attn_metadata: Any = None
-    kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=_registered_kv_cache_data)
-    """KV caches by layer; unless given, those of `set_kv_cache_data`."""
+    kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=dict)
+    """KV caches by layer. Ranks may be threads of one process, so there is no table of all."""
     context: Context | None = None
     dp_metadata: DPMetadata | None = None
     """Token counts of the data-parallel ranks; None where there is one."""
@@ -195,7 +159,7 @@ def forward_context(value: ForwardContext) -> Iterator[ForwardContext]:
     try:
         yield value
     finally:
-        _state.current = before or ForwardContext(kv_cache_data={})
+        _state.current = before or ForwardContext()
 
 
 def current_context() -> ForwardContext | None:

@@ -1,19 +1,26 @@
-"""`python -m compile.explain [DIR]`: what is cached, why a start missed, and the four layers.
+"""`python -m compile.explain MODEL`: how a model is compiled, or what a start has left of that.
 
-    python -m compile.explain                       the cache under the user's cache directory
-    python -m compile.explain DIR                   another root, or one directory of it
+    python -m compile.explain MODEL                 trace a checkpoint: break, guards, split, layers
+    python -m compile.explain DIR                   a cache, or one directory of it, and its misses
     python -m compile.explain DIR --layer split     one layer in full: dynamo, split, pieces, stitch
+    python -m compile.explain                       the user's cache, else the bundled model
 
-It reads files that compiling left and runs none of them, so it also works beside a server, on
-another machine, and on a cache that cannot be used.
+Of a cache it reads files that compiling left and runs none of them, so it also works beside a
+server, on another machine, and on a cache that cannot be used. A model is started as the offline
+API starts it, with a cache of its own and pieces that run as they were traced; who wants to see
+what Inductor makes of them says so: --compilation '{"use_inductor": true}'.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
 from compile.cache.index import (
@@ -28,6 +35,7 @@ from compile.cache.index import (
 )
 from compile.cache.key import TRACED_FILES, describe, differing
 from compile.config import CompilationConfig
+from compile.pieces.diagnose import GraphBreakError
 from compile.report import (
     COMPUTATION_GRAPH,
     DYNAMO_GRAPH,
@@ -45,22 +53,68 @@ LAYERS = {
 }
 """From the forward to machine code: title, and the file; pieces lie in their artifacts."""
 
+LOADER = "serve.llm:LLM"
+"""What starts a model. It stands above this package, which knows it by name alone."""
+TRACED = {
+    "level": 3,
+    "use_inductor": False,
+    "cudagraph_mode": "PIECEWISE",
+    "capture_num_tokens": [8],
+}
+"""How a model is compiled to be looked at. Graphs are on, and strict about what they can hold."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what a directory holds; return 1 where it holds nothing compiled."""
     parser = argparse.ArgumentParser(prog="python -m compile.explain", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", nargs="?", type=Path)
-    parser.add_argument("--layer", choices=LAYERS)
+    parser.add_argument("directory", nargs="?", type=Path, help="a checkpoint, or a cache")
+    parser.add_argument("--layer", choices=LAYERS, help="print this one in full")
+    parser.add_argument(
+        "--compilation", type=json.loads, default={}, help="fields for a model's compilation, JSON"
+    )
+    parser.add_argument(
+        "--loader", default=LOADER, help="MODULE:NAME of what starts a model (%(default)s)"
+    )
     given = parser.parse_args(arguments)
-    directory = (given.directory or root_directory(CompilationConfig())).absolute()
+    cache = (given.directory or root_directory(CompilationConfig())).absolute()
+    is_model = (cache / "config.json").exists() or not (given.directory or cache.exists())
+    if not is_model:
+        return _print(cache, given.layer)
+    traced = Path(tempfile.mkdtemp(prefix="lockstep-explain-"))
+    error = _trace(given.directory, given.loader, given.compilation, traced)
+    if error is None:
+        return _print(traced, given.layer)
+    if any(traced.rglob(REPORT)):
+        _print(traced, given.layer)
+    print(f"{type(error).__name__}: {error}")
+    return 1
+
+
+def _trace(
+    model: Path | None, loader: str, compilation: Mapping[str, Any], cache_dir: Path
+) -> Exception | None:
+    """Start a model, None for the bundled one, so that its report lies in `cache_dir`.
+
+    Returns why it cannot be started, if that is the model's fault or the configuration's.
+    """
+    module, _, name = loader.partition(":")
+    load = getattr(importlib.import_module(module), name)
+    try:
+        load(model, compilation_config={**TRACED, **compilation, "cache_dir": str(cache_dir)})
+    except (GraphBreakError, ValueError) as error:
+        return error
+    return None
+
+
+def _print(directory: Path, layer: str | None) -> int:
     found = [path.parent for path in sorted(directory.rglob(FACTORS), key=_age)]
     found = found or [path for path in directory.parents if (path / FACTORS).exists()][:1]
     if not found:
         print(f"directory: wanted one with {FACTORS} in or above it, found none: {directory}")
         return 1
     for shared in found:
-        print("\n".join(_explain(shared, directory, given.layer)))
+        print("\n".join(_explain(shared, directory, layer)))
     return 0
 
 
@@ -69,7 +123,9 @@ def _age(path: Path) -> tuple[float, str]:
 
 
 def _explain(shared: Path, within: Path, layer: str | None) -> Iterator[str]:
-    forwards = sorted(path.parent for path in shared.glob(f"rank_*/*/{INDEX}"))
+    # A forward that broke has a report and nothing else.
+    left = [path for name in (INDEX, REPORT) for path in shared.glob(f"rank_*/*/{name}")]
+    forwards = sorted({path.parent for path in left})
     forwards = [path for path in forwards if path.is_relative_to(within) or within == path]
     if layer is not None:
         for forward in forwards:

@@ -49,7 +49,8 @@ class CompileReport:
     prefix: str
     traced_files: tuple[str, ...] = ()
     graph_breaks: tuple[str, ...] = ()
-    """Each with its cause and place."""
+    """What was found in place of one graph, with its place and a remedy: tracing ends at the first,
+    and nothing is compiled."""
     guards_kept: tuple[str, ...] = ()
     guards_dropped: tuple[str, ...] = ()
     """Conditions that later calls do not check."""

@@ -27,7 +27,7 @@ from compile.config import (
     CompilationLevel,
     CUDAGraphMode,
 )
-from compile.sizes import DEFAULT_NUM_TOKENS, ascending, capture_sizes, within
+from compile.dispatch import DEFAULT_NUM_TOKENS, ascending, capture_sizes, within
 
 MAX_NAMED = 16
 """Sizes that a warning lists one by one."""

@@ -2,20 +2,22 @@
 
 The Hugging Face transformers library is not imported here. The defaults of fields that a file
 leaves out are written down below, and a test compares them with the library's.
+
+The experts of a sparse model are numbers only. How many there are is read in either spelling:
+`num_experts` is what published Qwen3-MoE files say, and `num_local_experts` what Mixtral's do and
+what transformers 5 writes for both.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.experts import Experts, read_experts
 from model.fields import LARGEST, Fields, ModelError, read_json, whole_number
 from model.rope import DynamicRope, Rope, longest_context, read_rope
-
-__all__ = ["CHECKPOINT_DTYPES", "DEFAULTS", "ModelConfig", "ModelError", "read_json"]
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -127,6 +129,13 @@ MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1 << 16
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MAX_EXPERTS = 1024
+"""A damaged number must not describe tensors for minutes; published models have at most 512."""
+MAX_WHOLE_BYTES = 16 << 20
+"""Files up to here are read whole."""
+NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
+"""Of each larger one, from its first byte to its last."""
+SUFFIXES = (".json", ".jinja", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -342,3 +351,102 @@ def _token_ids(value: object, source: Path | str) -> tuple[int, ...] | None:
     if not all(type(token_id) is int and 0 <= token_id <= LARGEST for token_id in ids):
         raise ModelError.of("eos_token_id", "a token id or a list of them", value, source)
     return tuple(ids)
+
+
+_SPELLINGS = ("num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the sparse layers of a model have in common.
+
+    Invariant: `num_experts_per_tok` is at most `num_experts`; `is_sparse` has an entry for each
+    layer, and at least one of them is set.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    """Of each expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are scaled to the sum 1."""
+    is_sparse: tuple[bool, ...]
+    """For each layer, whether it has experts; the others have one dense MLP."""
+
+
+def read_experts(fields: Fields, num_layers: int) -> Experts | None:
+    """Return the experts that the fields describe; None for a dense model.
+
+    Raises:
+        ModelError: names the field.
+    """
+    if "num_experts_per_tok" not in fields.defaults:
+        return None
+    is_sparse = _sparse_layers(fields, num_layers)
+    num_experts = _num_experts(fields)
+    num_per_token = fields.integer("num_experts_per_tok")
+    if num_per_token > num_experts:
+        wanted = f"at most the {num_experts} experts that there are"
+        raise ModelError.of("num_experts_per_tok", wanted, num_per_token, fields.source)
+    has_own_size = "moe_intermediate_size" in fields.defaults
+    experts = Experts(
+        num_experts=num_experts,
+        num_experts_per_tok=num_per_token,
+        intermediate_size=fields.integer(
+            "moe_intermediate_size" if has_own_size else "intermediate_size"
+        ),
+        # Mixtral has no such field: it always scales.
+        norm_topk_prob="norm_topk_prob" not in fields.defaults or fields.flag("norm_topk_prob"),
+        is_sparse=is_sparse,
+    )
+    return experts if any(is_sparse) else None
+
+
+def _num_experts(fields: Fields) -> int:
+    default = next(name for name in _SPELLINGS if name in fields.defaults)
+    named = [name for name in _SPELLINGS if name in fields.values] or [default]
+    counts = [
+        whole_number(
+            name, fields.values.get(name, fields.defaults.get(name)), fields.source, 1, MAX_EXPERTS
+        )
+        for name in named
+    ]
+    if counts[-1] != counts[0]:
+        raise ModelError.of(named[-1], f"{counts[0]} like {named[0]}", counts[-1], fields.source)
+    return counts[0]
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: every `decoder_sparse_step`-th, but for those named."""
+    if "decoder_sparse_step" not in fields.defaults:
+        return (True,) * num_layers
+    step = fields.integer("decoder_sparse_step")
+    dense = fields.value("mlp_only_layers")
+    dense = [] if dense is None else dense
+    is_list = isinstance(dense, list)
+    if not is_list or not all(type(layer) is int and layer >= 0 for layer in dense):
+        wanted = "a list of layers' numbers from 0, or null"
+        raise ModelError.of("mlp_only_layers", wanted, dense, fields.source)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def fingerprint(checkpoint_dir: Path) -> bytes:
+    """Return a digest of a checkpoint: equal for copies, another one for another model.
+
+    It covers configuration, tokenizer and weights. Weights are sampled: two that were trained on
+    from the same model differ in nearly all of their numbers; a change of a few is not noticed.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint_dir.iterdir()):
+        if path.suffix not in SUFFIXES or not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            if size <= MAX_WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            for i in range(NUM_SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()

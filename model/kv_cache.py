@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from compile.context import KVCacheTensor
-from model.config import ModelError
+from model.fields import ModelError
 
 
 @dataclass(frozen=True)

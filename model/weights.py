@@ -1,4 +1,4 @@
-"""Read a checkpoint's safetensors files into a model, each rank only its slices.
+"""Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
 
 The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
 before the first byte of weights is read. What is read is checked to be finite: a NaN would
@@ -8,19 +8,25 @@ is read, and its layer is told when the last one is in.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from model.config import ModelConfig
+from model.families import FAMILIES
 from model.fields import ModelError, check_file, read_json
+from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
+from model.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,6 +36,8 @@ COMPARED_ROWS = 8192
 # Others, such as float8, mean nothing without scales that no layer here knows.
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALVES = ("F16", "BF16")
+log = logging.getLogger("lockstep.model")
+ALONE = Shard()
 
 
 class Loadable(Protocol):
@@ -225,3 +233,35 @@ def _check_values(piece: WeightSlice, values: torch.Tensor, path: Path) -> None:
     if max(-low, high) > largest:
         wanted = f"numbers that {str(dtype).removeprefix('torch.')} holds"
         raise ModelError.of(field, wanted, low if -low > largest else high, path)
+
+
+def load_model(
+    checkpoint_dir: Path | str,
+    *,
+    shard: Shard = ALONE,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[CausalLM, ModelConfig]:
+    """Return one rank's model in eval mode, without gradients, and its configuration.
+
+    Args:
+        dtype: of parameters and activations; the checkpoint's tensors are converted.
+        progress: called with (tensors done, tensors in all).
+
+    Raises:
+        ModelError: the checkpoint cannot be used, or not by this many ranks.
+    """
+    config = ModelConfig.from_dir(checkpoint_dir)
+    if config.tie_word_embeddings and has_own_head(Path(checkpoint_dir)):
+        log.warning(
+            "tie_word_embeddings: wanted a head that is the embeddings, found another one, which "
+            "is used, in %s",
+            checkpoint_dir,
+        )
+        config = replace(config, tie_word_embeddings=False)
+    # A configuration that is not its checkpoint's may describe a model larger than memory: it takes
+    # none before its weights were compared.
+    model = FAMILIES[config.architecture](config, shard, dtype, torch.device(device))
+    load_weights(model, checkpoint_dir, progress)
+    return model.eval(), config

@@ -32,8 +32,8 @@ from cluster.config import (
 )
 from cluster.engine.blocks import check_num_blocks
 from cluster.messages import PROTOCOL_VERSION
-from model.config import ModelConfig, ModelError
-from model.fingerprint import fingerprint
+from model.config import ModelConfig, fingerprint
+from model.fields import ModelError
 from serve.compilation import (
     as_object,
     check_warmups,

@@ -2,7 +2,7 @@
 
 It is up within seconds, long before the pools are: the tokenizer loads beside it, and a request
 before everything is ready gets 503 with Retry-After. Its event loop only moves frames; what grows
-with a request is done in threads (`threads.py`), and only once it is admitted (`admission.py`).
+with a request is done in threads (`event_loop.py`), and only once it is admitted (`admission.py`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from cluster.actors.placement import PLACEMENT_TIMEOUT_S, free_resources, rank_bundles
+from cluster.actors.rank_actor import keep_what_is_loaded
 from cluster.actors.secret import application_secret
 from cluster.actors.status_board import OUTDATED, create_board
 from cluster.config import ConfigError
 from cluster.credentials import Credentials
-from cluster.garbage import keep_what_is_loaded
 from cluster.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
 from serve.config import DeployConfig
 from serve.openai import direct
-from serve.openai.app import ApiSettings, build_app
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
 from serve.openai.chat import parse_chat_shape
 from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving

@@ -62,7 +62,6 @@ class ApiKeys:
         return is_known
 
     def _look(self) -> None:
-        """Read the file again if it has changed."""
         if self._file is None or self._clock() < self._look_at:
             return
         self._look_at = self._clock() + LOOK_EVERY_S

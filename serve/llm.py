@@ -23,7 +23,7 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
-from cluster.rank.assembly import assemble_engine
+from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from serve.config import engine_config

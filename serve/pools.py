@@ -31,10 +31,9 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.wire.message_parts import pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket, pack
 from serve.config import PoolConfig
-from serve.receiving import frames, loop_budget
+from serve.event_loop import frames, loop_budget
 from serve.router import PoolUnavailable
 from serve.routing import LeaderRouter, Routing
 

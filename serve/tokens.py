@@ -27,10 +27,14 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
-from serve.receiving import breathe, frames, has_waiting, loop_budget
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    listening_socket,
+    pack,
+)
+from serve.event_loop import breathe, frames, has_waiting, loop_budget
 
 log = logging.getLogger("lockstep.tokens")
 

@@ -7,6 +7,7 @@ plane, in the `ctl` group. No Ray call happens inside a step.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -19,9 +20,8 @@ from cluster.actors.artifact_board import RayExchange
 from cluster.config import EngineConfig
 from cluster.credentials import Credentials
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.garbage import keep_what_is_loaded
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.rank.stats import RankStats
+from cluster.rank.status import RankStats
 from compile.environment import apply_log_level
 
 if TYPE_CHECKING:
@@ -194,3 +194,13 @@ RemoteRank = ray.remote(
     max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
 )(RankActor)
 """The actor class. Methods name their concurrency group where they are called."""
+
+
+def keep_what_is_loaded() -> None:
+    """Never again look for garbage among what there is now, a process being ready.
+
+    Libraries and a model are some hundred thousand objects. A full collection goes through all of
+    them while no Python runs, and steps, or all clients' tokens, wait.
+    """
+    gc.collect()
+    gc.freeze()

@@ -6,8 +6,8 @@
 4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
    So it is when a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
 
-A rank that dies pulls its peers along, out of their collectives with an error within milliseconds.
-Named is the rank whose process died, if there is one.
+When a rank dies, its peers' collectives fail within milliseconds. The report names the rank whose
+process died, if any.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cluster.actors.placement import bundles_by_node, is_on_one_node
 from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
 from cluster.config import EngineConfig
 from cluster.credentials import Credentials
-from cluster.engine.step_digest import StepDivergence
+from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.rank.rendezvous import Rendezvous, introduce
-from cluster.rank.stats import RankStats
+from cluster.rank.status import RankStats
 
 log = logging.getLogger("lockstep.group")
 
@@ -328,8 +328,8 @@ async def _first_to_blame(
 ) -> int | None:
     """Wait for the first task that `is_end`; return its index, or None if there is none.
 
-    After an error of a rank, a process that dies within `BLAME_S` is to blame instead. Leaders that
-    diverge all raise, each naming another: returned is an error that names the rank that most name.
+    After an error, a process that dies within `BLAME_S` is to blame instead. Leaders that diverge
+    all raise; one is returned whose error accuses the rank that most of them accuse.
     """
     pending, ended = set(tasks), list[int]()
     while pending and not ended:
@@ -337,14 +337,18 @@ async def _first_to_blame(
         ended = [i for i, task in enumerate(tasks) if task.done() and is_end(task.result())]
     if not ended:
         return None
-    end = tasks[ended[0]].result()
-    if pending and end.error is not None and not end.is_death:
+    first = tasks[ended[0]].result()
+    if pending and first.error is not None and not first.is_death:
         await asyncio.wait(pending, timeout=BLAME_S)
-    done = {i: task.result() for i, task in enumerate(tasks) if task.done()}
-    deaths = [i for i, end in done.items() if end.is_death]
-    accused = {i: name for i, end in done.items() if (name := end.accused)}
-    votes = Counter(accused.values())
-    return (deaths or sorted(accused, key=lambda i: -votes[accused[i]]) or ended)[0]
+    ends = {i: task.result() for i, task in enumerate(tasks) if task.done()}
+    for i, end in ends.items():
+        if end.is_death:
+            return i
+    accused = {i: name for i, end in ends.items() if (name := end.accused)}
+    if accused:
+        num_accusers = Counter(accused.values())
+        return max(accused, key=lambda i: num_accusers[accused[i]])
+    return ended[0]
 
 
 def _cause(error: BaseException) -> str:

@@ -9,6 +9,10 @@ reaches. A block table keeps its length: the entry of a block that is not held a
 was, is the scratch block. So a hit needs cached only the blocks in the window of its next token,
 and what was computed behind them before it is not looked for.
 
+A sequence that was prefilled here keeps its blocks under a ticket until a reader has them
+(`HeldSequences`). Its request has had its last output. A ticket ends by itself, at the latest with
+its lease, and only then its blocks are free.
+
 Sources: paged blocks after PagedAttention (Kwon et al., 2023); chained block hashes and eviction
 of a sequence's tail before its head after vLLM's prefix cache.
 """
@@ -18,11 +22,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import Sequence, SequenceStatus
+from cluster.kv.handoff import HandoffMetadata, Holder
+from cluster.messages import KVHandoff
 
 SCRATCH = 0
 """In a block table: no block, because nothing will read there."""
@@ -298,6 +304,60 @@ class BlockManager:
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
     def _digest(self, seq: Sequence, i: int) -> bytes:
-        """Return the digest of full block `i`."""
         hashes = seq.block_hashes
         return hashes[i] if i < len(hashes) else self._hash(seq, i + 1)[i]
+
+
+class HeldSequences:
+    """The sequences of one engine that are held, by ticket.
+
+    Invariant: without `holder` and `metadata` there are none. Request ids may occur twice.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, holder: Holder | None, metadata: HandoffMetadata | None
+    ) -> None:
+        self._blocks = blocks
+        self._holder = holder
+        self._metadata = metadata
+        self._by_ticket: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_ticket.values())
+
+    @property
+    def num_tickets(self) -> int:
+        """Tickets that have not ended."""
+        return self._holder.num_held if self._holder else 0
+
+    def hold(self, seq: Sequence) -> KVHandoff:
+        """Put a computed sequence's blocks under a ticket and return it."""
+        assert self._holder is not None and self._metadata is not None
+        seq.status = SequenceStatus.HOLDING_KV
+        block_ids = seq.block_table.copy()
+        generations = [self._blocks.generations[block] for block in block_ids]
+        # What a sliding window has passed may not be read, and no generation vouches for it.
+        first = block_ids.count(SCRATCH)
+        ticket = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
+        self._by_ticket[ticket] = seq
+        return self._metadata.write(
+            ticket, seq.request_id, block_ids, generations, seq.num_computed_tokens
+        )
+
+    def drop(self, request_ids: Container[str]) -> None:
+        """End the tickets of these requests."""
+        for ticket, seq in self._by_ticket.items():
+            if seq.request_id in request_ids and self._holder is not None:
+                self._holder.drop(ticket)
+
+    def free_ended(self) -> None:
+        """Free the blocks of tickets that ended since the last call."""
+        if self._holder is None:
+            return
+        for ticket in self._holder.take_ended():
+            seq = self._by_ticket.pop(ticket)
+            self._blocks.free(seq)
+            seq.status = SequenceStatus.FINISHED

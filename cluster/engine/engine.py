@@ -1,15 +1,16 @@
 """The step: the heart of Lockstep.
 
-Every rank of a group provably runs the same step. A leader plans, the data-parallel leaders
-agree, followers of the tensor-parallel group receive the plan, all execute it, and the leader
-books the result:
+Every step is checked to be the same on all ranks of a group. A leader plans, the data-parallel
+leaders agree, followers of the tensor-parallel group receive the plan, all execute it, and the
+leader books the result:
 
 1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
 2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
 3. `channel.send(plan, agreed)` hands the plan to the followers.
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
-   a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank holds the
-   step for the same; hardly ever in fact, because inputs take longer to build.
+   a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
+   confirmed the same step; it rarely blocks, because building inputs takes longer. Of the protocols
+   below, `rank/lockstep.py` has the `Lockstep` of several leaders, `rank/runner.py` what executes.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 """
 

@@ -9,8 +9,9 @@
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
 There is no I/O here. `LockstepMachine` is told what arrived, in the order of each connection, and
-says what to send and which frames are missing. A rank never hears a vote of two steps ahead,
-because no rank can vote again before it has heard from all.
+says what to send and which frames are missing; `rank/lockstep.py` drives it over sockets. A rank
+never receives a vote from two steps ahead, because no rank votes again before it has heard from
+all.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from cluster.engine.step_digest import StepDivergence
-from cluster.lockstep_messages import PeerHello, StepConfirm
+from cluster.engine.divergence import StepDivergence
+from cluster.group_messages import PeerHello, StepConfirm
 from cluster.messages import StepAgreement, StepKind, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs, decide
@@ -183,8 +184,8 @@ class LockstepMachine:
         """Take what arrived from a peer.
 
         Raises:
-            StepDivergence: it is not what comes next, or not what this rank holds the step for;
-                names rank, step and field.
+            StepDivergence: it is not what comes next, or disagrees with this rank's view of
+                the step; names rank, step and field.
         """
         peer = self._peers[dp_rank]
         if isinstance(frame, Vote):

@@ -29,11 +29,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.config import Role, SchedulerConfig
-from cluster.engine.batch import Batch
-from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.held_sequences import HeldSequences
+from cluster.engine.blocks import SCRATCH, BlockManager, HeldSequences
 from cluster.engine.request_limits import RequestLimits
-from cluster.engine.sequence import Sequence, SequenceStatus, last_output
+from cluster.engine.sequence import Batch, Sequence, SequenceStatus, last_output
 from cluster.kv.handoff import HandoffMetadata, Holder, KVReader
 from cluster.messages import (
     EngineOutput,
@@ -404,7 +402,7 @@ class Scheduler:
         """Serve what waits in order of arrival, until one does not fit."""
         while self._waiting:
             seq = self._waiting[0]
-            if not self._may_fit(seq, batch):
+            if not self._is_worth_a_try(seq, batch):
                 return
             if seq.handoff is not None:
                 fits = self._start_read(seq, seq.handoff, batch)
@@ -414,7 +412,7 @@ class Scheduler:
                 return
             self._waiting.popleft()
 
-    def _may_fit(self, seq: Sequence, batch: Batch) -> bool:
+    def _is_worth_a_try(self, seq: Sequence, batch: Batch) -> bool:
         """Return whether the head of the queue may fit where it did not before."""
         blocked, spare = self._blocked, self._spare_for(seq)
         return blocked is None or blocked.may_fit(seq, self.blocks, batch.budget, spare)
@@ -429,7 +427,7 @@ class Scheduler:
             return 0
         return len(self.running) + len(self._ready) + len(self._reading)
 
-    def _fits(self, need: _HeadNeed, batch: Batch) -> bool:
+    def _fits_now(self, need: _HeadNeed, batch: Batch) -> bool:
         """Return whether the head of the queue fits; if not, remember what it needs."""
         fits = need.fits(self.blocks, batch.budget, self._spare_for(need.seq))
         self._blocked = None if fits else need
@@ -445,7 +443,10 @@ class Scheduler:
         max_new = min(seq.num_tokens - num_cached, self.blocks.room_beside(cached))
         missing = self.blocks.first_missing(seq, len(cached))
         saved = self.blocks.num_saved(cached)
-        if not self._fits(_HeadNeed(seq, num_cached, max_new, saved, missing), batch):
+        need = _HeadNeed(
+            seq, num_known=num_cached, max_new=max_new, num_saved=saved, missing=missing
+        )
+        if not self._fits_now(need, batch):
             return False
         num_new = min(max_new, batch.budget)
         self._open_table(seq, cached, num_cached + num_new)
@@ -455,14 +456,16 @@ class Scheduler:
         return True
 
     def _start_read(self, seq: Sequence, handoff: KVHandoff, batch: Batch) -> bool:
-        """Start reading a sequence's KV, if it fits."""
+        """Read a sequence's KV from where it was computed, if there is room for it."""
         num_tokens = handoff.num_tokens
         first = self.blocks.first_needed(num_tokens)
         cached = self.blocks.match(seq)
+        # What a sliding window has passed is neither kept nor read.
         cached[:first] = [SCRATCH] * min(first, len(cached))
         missing = self.blocks.first_missing(seq, len(cached))
         saved = self.blocks.num_saved(cached, first)
-        if not self._fits(_HeadNeed(seq, num_tokens, 0, saved, missing), batch):
+        need = _HeadNeed(seq, num_known=num_tokens, max_new=0, num_saved=saved, missing=missing)
+        if not self._fits_now(need, batch):
             return False
         self._open_table(seq, cached, num_tokens, first)
         self._reading[seq.request_id] = seq
@@ -550,7 +553,6 @@ class Scheduler:
         self._outputs.append(seq.ended(reason, error))
 
     def _release(self, seq: Sequence) -> None:
-        """Free the sequence's blocks, and its row where it has one."""
         self.blocks.free(seq)
         if seq.row >= 0:
             self._free_row(seq)

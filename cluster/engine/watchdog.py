@@ -3,10 +3,10 @@
 1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
    `SILENT_AFTER_S`, or what its owner allows, is named, followers included: its process is
    stopped, or its machine is.
-2. Step. Ranks wait for one another, so most of a stuck group only waits: judged is the one that is
-   furthest behind. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
-   steps was expected to take if that is more: who runs few tokens waits for those with many. While
-   a rank is silent no rank is judged by this clock: it answers, or the first one names it.
+2. Step. Ranks wait for one another, so most of a stuck group only waits: only the rank furthest
+   behind is judged. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
+   steps was expected to take if that is more: a rank with few tokens waits for those with many.
+   While a rank is silent no rank is judged by this clock: it answers, or the first one names it.
 
 There is no I/O and no clock here. Whoever owns a group tells it when heartbeats arrive and what
 time it is.
@@ -43,6 +43,10 @@ class Phase(IntEnum):
     """Inside the forward, and perhaps inside a collective."""
     BOOKING = 5
     """A leader books what was sampled and sends it."""
+
+
+ASLEEP = (Phase.PLANNING + Phase.AGREEING) / 2
+"""Where a rank that sleeps stands among the phases of the step it will wake in, see `_place`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     without work: it waits for what its leader plans next, and is behind once that runs.
     """
     if beat.is_asleep:
-        return beat.step + 1, (Phase.PLANNING + Phase.AGREEING) / 2
+        return beat.step + 1, ASLEEP
     if beat.phase is Phase.WAITING:
-        return max(beat.step, leader.step + leader.is_asleep), beat.phase
+        next_with_work = leader.step + 1 if leader.is_asleep else leader.step
+        return max(beat.step, next_with_work), beat.phase
     return beat.step, beat.phase

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.channel_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
 from cluster.kv.handoff import Holder, KVReader, KVReadResult
 from cluster.messages import FrameError, KVHandoff
 

@@ -21,7 +21,9 @@ from typing import Any
 
 import zmq
 
-from cluster.channel_messages import (
+from cluster.credentials import Credentials
+from cluster.engine.divergence import StepDigester
+from cluster.group_messages import (
     EndOfSteps,
     FollowerHello,
     FollowerReport,
@@ -31,12 +33,9 @@ from cluster.channel_messages import (
     StillThere,
     ToFollower,
 )
-from cluster.credentials import Credentials
-from cluster.engine.step_digest import StepDigester
 from cluster.messages import FrameError, StepAgreement, StepPlan, decode, encode
 from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
-from cluster.wire.budget import Budget
-from cluster.wire.doorbell import Doorbell
+from cluster.wire.polling import Budget, Doorbell
 
 log = logging.getLogger("lockstep.channel")
 

@@ -18,6 +18,7 @@ import model
 from cluster.config import EngineConfig
 from cluster.rank.groups import GroupMembership
 from compile.cache.key import sources_hash
+from compile.cache.manager import StandardToolchain
 from compile.config import (
     AttentionGraphSupport,
     CompilationConfig,
@@ -27,7 +28,6 @@ from compile.environment import cc, cxx
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.scope import ArtifactExchange, CompileScope
-from compile.toolchain import StandardToolchain
 from model.config import ModelConfig
 from model.kernels.packed_linear import can_pack
 from model.parallel import Shard

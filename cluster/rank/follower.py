@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import zmq
 
-from cluster.channel_messages import FollowerHello
 from cluster.config import EngineConfig
 from cluster.credentials import Credentials
-from cluster.engine.step_digest import StepDigester
+from cluster.engine.divergence import StepDigester
 from cluster.engine.watchdog import Heartbeat
+from cluster.group_messages import FollowerHello
 from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import StepReceiver
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
 from cluster.rank.rendezvous import Rendezvous
-from cluster.rank.stats import RankStats
+from cluster.rank.status import RankStats
 from cluster.rank.worker import Worker
-from cluster.wire.contexts import end_context
+from cluster.wire.sockets import end_context
 from compile.scope import ArtifactExchange
 from model.config import ModelConfig
 

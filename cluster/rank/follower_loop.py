@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cluster.channel_messages import (
+from cluster.engine.divergence import StepDigester, StepDivergence, StepLog, check_digest
+from cluster.group_messages import (
     CancelRead,
     DropKV,
     EndOfSteps,
@@ -25,11 +26,9 @@ from cluster.channel_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.engine.step_digest import StepDigester, StepDivergence, check_digest
-from cluster.engine.step_log import StepLog
 from cluster.kv.handoff import Holder, KVReader
 from cluster.messages import FrameError, SampledTokens, StepAgreement, StepPlan
-from cluster.rank.phases import PhaseRecorder
+from cluster.rank.status import PhaseRecorder
 
 
 class PlanReceiver(Protocol):
@@ -142,7 +141,6 @@ class FollowerLoop:
                 raise FrameError(f"{self._name}: wanted an order for its role, found {found}")
 
     def _report(self) -> None:
-        """Tell the leader what has ended here since the last report."""
         if self._holder is not None and (tickets := self._holder.take_ended()):
             self.receiver.report(TicketsEnded(tickets))
         for result in self._reader.take_finished() if self._reader is not None else ():

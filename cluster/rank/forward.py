@@ -104,8 +104,8 @@ class StepForward:
         """Return what is equal on ranks that dispatch over the same graphs in the same modes."""
         return checksum(str(self.captured))
 
-    def use_cache(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
-        """Attend to this KV cache from now on. Graphs that were captured stay with theirs."""
+    def set_kv_cache_data(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
+        """Attend to these KV caches, by layer, from now on. Graphs keep those they captured."""
         self._kv_cache_data = kv_cache_data
 
     # --- before the rank is ready ---
@@ -326,6 +326,7 @@ class StepForward:
                 is_dummy_run=is_dummy_run,
                 batch_size=num_seqs,
                 graph_bs=padded,
+                positions=batch.positions,
             ),
             dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
             batch_descriptor=mode.descriptor if mode else None,

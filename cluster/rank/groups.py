@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from cluster.channel_messages import LeaderHello
+from cluster.group_messages import LeaderHello
 from cluster.messages import FrameError, decode, encode
 from cluster.rank.links import check_hello
 from cluster.rank.rendezvous import Rendezvous

@@ -19,39 +19,43 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import zmq
 
-from cluster.channel_messages import (
+from cluster.config import EngineConfig, Role
+from cluster.credentials import Credentials
+from cluster.engine.blocks import BlockManager
+from cluster.engine.divergence import StepDivergence
+from cluster.engine.engine import Channel, Engine
+from cluster.engine.engine import Lockstep as LockstepProtocol
+from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.scheduler import Scheduler
+from cluster.engine.watchdog import Heartbeat
+from cluster.group_messages import (
     FollowerHello,
     FollowerReport,
     LeaderHello,
+    PeerHello,
     ReadEnded,
     TicketsEnded,
 )
-from cluster.config import EngineConfig, Role
-from cluster.credentials import Credentials
-from cluster.engine.engine import Engine
-from cluster.engine.lockstep import LockstepMachine
-from cluster.engine.step_digest import StepDivergence
-from cluster.engine.watchdog import Heartbeat
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffMetadata
-from cluster.lockstep_messages import PeerHello
-from cluster.messages import Abort, FrameError, KVSource, Submit, Watch
-from cluster.rank.assembly import assemble_engine
+from cluster.kv.handoff import HandoffMetadata, Holder, KVReader
+from cluster.messages import Abort, FrameError, Inbound, KVSource, Submit, Watch, asker_of, decode
+from cluster.rank.channel import NoFollowers
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
-from cluster.rank.inbox import BadSubmit, Inbox
 from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.runner import ModelRunner
-from cluster.rank.stats import RankStats
+from cluster.rank.status import RankStats
 from cluster.rank.worker import Worker
-from cluster.wire.contexts import end_context
+from cluster.wire.polling import Budget
+from cluster.wire.sockets import CurveHandshake, end_context, listening_socket, unpack
 from compile.scope import ArtifactExchange
 from model.config import ModelConfig
 from model.parallel import Shard
@@ -60,6 +64,11 @@ log = logging.getLogger("lockstep.leader")
 
 MAX_SLEEP_MS = 1000
 """An idle leader looks around this often, whatever rang: the bound on a lost wake-up."""
+MAX_INBOX_FRAMES, MAX_INBOX_S = 256, 0.002
+"""Taken at a step's border, while all ranks wait: as long as a short step. What is left is taken
+at the next border; some hundred thousand submissions a second are more than any engine runs."""
+MAX_INBOX_WAITING = 64
+"""Frames of one sender, which may be long; what it has beyond waits in its own process."""
 
 
 class Leader:
@@ -160,7 +169,6 @@ class Leader:
         self._close()
 
     def _sleep(self) -> None:
-        """Wait until something is to be done, here or on a peer."""
         self.runner.phases.wait(self._last_step, is_asleep=True)
         self._poller.poll(MAX_SLEEP_MS)
         self._doorbell.clear()
@@ -381,3 +389,117 @@ _SCHEDULER_STATS = (
     "held_tickets",
     "prompt_tokens_computed",
 )
+
+
+def assemble_engine(
+    config: EngineConfig,
+    runner: ModelRunner,
+    *,
+    epoch: int = 0,
+    channel: Channel | None = None,
+    lockstep: LockstepProtocol | None = None,
+    holder: Holder | None = None,
+    metadata: HandoffMetadata | None = None,
+    reader: KVReader | None = None,
+) -> Engine:
+    """Return the engine of a leader.
+
+    Args:
+        channel: leads to the tensor-parallel followers; None where there are none.
+        lockstep: with the other data-parallel leaders; None where there are none.
+        holder, metadata: where a prefill engine keeps its tickets, and what it writes into them.
+        reader: what reads KV for a decode engine.
+    """
+    cache, model = config.cache, runner.model_config
+    scheduler = Scheduler(
+        config.scheduler,
+        max_model_len=config.max_model_len,
+        role=config.role,
+        blocks=BlockManager(
+            runner.num_blocks,
+            cache.block_size,
+            cache.enable_prefix_caching,
+            sliding_window=model.kv_window,
+        ),
+        epoch=epoch,
+        holder=holder,
+        metadata=metadata,
+        reader=reader,
+        vocab_size=runner.model_config.vocab_size,
+        max_prompt_len=model.max_prompt_len,
+    )
+    lockstep = lockstep or Lockstep.alone(runner.forward.captured)
+    return Engine(scheduler, lockstep, channel or NoFollowers(), runner)
+
+
+@dataclass(frozen=True)
+class BadSubmit:
+    """A submission that does not hold what one holds, and whose end is waited for."""
+
+    request_id: str
+    reply_to: str
+    error: str
+
+
+class Inbox:
+    """Where requests, aborts and watchers arrive. Belongs to the step thread.
+
+    `socket` polls readable while frames wait. Whatever comes in, nothing here raises: a frame is a
+    message, or a submission that cannot be one but says where it came from is answered, or it is
+    dropped with a line in the log.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        credentials: Credentials,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self._credentials = credentials
+        self._max_bytes = max_submit_bytes(max_model_len, vocab_size)
+        handshake = CurveHandshake(credentials.secret)
+        self.socket = listening_socket(context, zmq.PULL, handshake, max_waiting=MAX_INBOX_WAITING)
+        self.address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
+
+    def take(self) -> Iterator[Inbound | BadSubmit]:
+        """Yield what waits, as much as a step's border has time for."""
+        budget = Budget(MAX_INBOX_FRAMES, MAX_INBOX_S)
+        while budget.take():
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._read(parts)
+            if message is not None:
+                yield message
+
+    def _read(self, parts: list[bytes]) -> Inbound | BadSubmit | None:
+        try:
+            body = unpack(parts, self._credentials, self._max_bytes)
+        except FrameError as error:
+            log.error("inbox: dropped a frame: %s", error)
+            return None
+        try:
+            message: Inbound = decode(body, Inbound)
+        except FrameError as error:
+            log.error("inbox: refused a frame: %s", error)
+            asker = asker_of(body)
+            return None if asker is None else BadSubmit(*asker, str(error))
+        return message
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close(linger=0)
+
+
+def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:
+    """Return how long a submission may be.
+
+    A token takes up to 5 bytes, and as much again in its block's id and in that one's generation
+    where a handed over sequence has blocks of one token. A bit for each token of the vocabulary
+    may allow it. The rest is for biases, stop tokens and the ranks that hold the KV.
+    """
+    return (256 << 10) + vocab_size // 8 + 16 * max_model_len

@@ -28,13 +28,11 @@ from uuid import uuid4
 
 import zmq
 
-from cluster.channel_messages import FollowerHello, LeaderHello
 from cluster.credentials import Credentials
+from cluster.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.kv.transport.memory import node_id
-from cluster.lockstep_messages import PeerHello
 from cluster.messages import FrameError, decode, encode
-from cluster.wire.message_parts import join, split
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, split
 
 log = logging.getLogger("lockstep.link")
 

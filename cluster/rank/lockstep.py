@@ -2,17 +2,118 @@
 
 The rules are in `cluster/engine/lockstep.py`. What follows an agreement follows from it alone; no
 rank branches on a local value around a collective. A rank without peers agrees with itself.
+
+The channel is a link for every two leaders. A leader opens an end for each later rank before it
+loads, and goes to the ends that earlier ranks have opened for it. A vote goes to all others
+directly: that is one hop, where a rank that collected them would make it two.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import zmq
+
+from cluster.credentials import Credentials
 from cluster.engine.lockstep import LockstepMachine, agree
-from cluster.lockstep_messages import ToPeer
+from cluster.group_messages import PeerHello, ToPeer
 from cluster.messages import FrameError, StepAgreement, Vote, decode, encode
-from cluster.rank.phases import PhaseRecorder
+from cluster.rank.channel import Waiting
+from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
+from cluster.rank.status import PhaseRecorder
 from compile.dispatch import CapturedGraphs
+
+SILENCE_TIMEOUT_S = 60.0
+"""The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
+
+
+class PeerSockets:
+    """One leader's ends. Everything but `addresses` belongs to the step thread.
+
+    Invariant: `addresses[i]` is where rank dp_rank + 1 + i finds this one.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        host: str | None,
+        credentials: Credentials,
+    ) -> None:
+        """Open an end for each later rank; host None: all stand on this node."""
+        self._context = context
+        self._credentials = credentials
+        self._later = {
+            rank: WaitingEnd(context, credentials, _name(rank), host)
+            for rank in range(dp_rank + 1, dp_size)
+        }
+        self._links: dict[int, WaitingEnd | GoingEnd] = {}
+        self.addresses = tuple(link.address for link in self._later.values())
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What polls readable when a peer has voted."""
+        return [link.socket for link in self._links.values()]
+
+    def open(self, earlier: Sequence[LinkAddress], hello: PeerHello, waiting: Waiting) -> None:
+        """Go to the earlier ranks, greet all peers and check their answers.
+
+        Args:
+            earlier: where ranks 0, 1, ... before this one wait for it.
+            hello: ours.
+
+        Raises:
+            FrameError: a peer of another deployment, place or set of graphs, or none in time.
+        """
+        going = {
+            rank: GoingEnd(self._context, self._credentials, _name(rank), address)
+            for rank, address in enumerate(earlier)
+        }
+        for end in going.values():
+            end.greet(hello)
+        self._links = {**going, **self._later}
+        # The waiting side cannot speak before the other one came: that one speaks first, and the
+        # last rank, for which none waits any more, is the first to be answered.
+        for rank in sorted(self._links, reverse=True):
+            waiting(_name(rank))
+            link = self._links[rank]
+            _check_peer(rank, link.await_hello(hello, PeerHello), hello)
+            link.socket.rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
+
+    def send(self, body: bytes) -> None:
+        """Send a frame to every peer.
+
+        Raises:
+            ConnectionError: a peer is gone.
+        """
+        for link in self._links.values():
+            link.send(body)
+
+    def receive(self, dp_rank: int) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in `SILENCE_TIMEOUT_S`."""
+        return self._links[dp_rank].receive()
+
+    def close(self) -> None:
+        """Close all ends; what was sent still leaves."""
+        for link in {**self._later, **self._links}.values():
+            link.close()
+
+
+def _check_peer(dp_rank: int, found: PeerHello, ours: PeerHello) -> None:
+    """Compare a peer's hello with what it should be beside ours."""
+    wanted: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": ours.dp_size, "graphs": ours.graphs}
+    for field, value in wanted.items():
+        if getattr(found, field) != value:
+            raise FrameError(
+                f"{_name(dp_rank)}: {field}: wanted {value}, found {getattr(found, field)}"
+            )
+
+
+def _name(dp_rank: int) -> str:
+    return f"leader dp={dp_rank}"
 
 
 class VoteChannel(Protocol):

@@ -22,8 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from cluster.credentials import Credentials
 from cluster.messages import EndedFrame, EngineOutput, FinishReason, OutputFrame, encode
-from cluster.wire.message_parts import pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket
+from cluster.wire.sockets import CurveHandshake, connecting_socket, pack
 
 log = logging.getLogger("lockstep.outputs")
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cluster.channel_messages import LeaderHello
 from cluster.config import EngineConfig
 from cluster.credentials import Credentials
+from cluster.group_messages import LeaderHello
 from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import NoFollowers, StepSender
 from cluster.rank.links import LinkAddress
-from cluster.rank.peers import PeerSockets
+from cluster.rank.lockstep import PeerSockets
 
 LOOPBACK = "127.0.0.1"
 

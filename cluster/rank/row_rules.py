@@ -22,7 +22,7 @@ import torch
 
 from cluster.messages import Admission, LogitRules, RowRules
 from cluster.rank.buffers import StaticBuffer, upload_array, upload_once
-from model.adjust import Adjustments, Penalties
+from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,38 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.blocks import check_num_blocks
+from cluster.engine.divergence import StepLog
 from cluster.engine.lockstep import get_dp_padding
-from cluster.engine.step_log import StepLog
-from cluster.messages import SampledTokens, StepAgreement, StepKind, StepPlan, TokenLogprobs
+from cluster.messages import (
+    PromptTargets,
+    SampledTokens,
+    StepAgreement,
+    StepKind,
+    StepPlan,
+    TokenLogprobs,
+)
+from cluster.rank.buffers import upload_once
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.rank.phases import PhaseRecorder
-from cluster.rank.results import prompt_logprobs, to_host
+from cluster.rank.status import PhaseRecorder
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.scope import ArtifactExchange, compile_scope
 from model.kv_cache import KVCacheSpec
-from model.loader import load_model
 from model.parallel import Shard
-from model.sampler import sample
+from model.sampler import SamplerOutput, sample, score
+from model.weights import load_model
 
 log = logging.getLogger("lockstep.rank")
+MAX_SCORED_ROWS = 256
+"""Prompt tokens whose logits exist at once: 130 MB of them for a vocabulary of 128,000. All of a
+chunk's would be as much memory as the KV cache leaves."""
+Logits = Callable[[torch.Tensor], torch.Tensor | None]
+"""Hidden states [N, E] to logits [N, V] on rank 0, None on others: a collective, so every rank
+calls it equally often."""
 
 
 class ModelRunner:
@@ -113,7 +127,7 @@ class ModelRunner:
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
         scratch = self.kv_spec.allocate(0, self.device)
-        self.forward.use_cache(self.kv_spec.views(scratch, list(layers)))
+        self.forward.set_kv_cache_data(self.kv_spec.views(scratch, list(layers)))
         self.forward.compile(limits.max_num_batched_tokens, progress)
         # The first long prompt must not be taken for a rank that is stuck.
         self.phases.learn(*self.forward.time_step(limits.max_num_batched_tokens))
@@ -124,7 +138,7 @@ class ModelRunner:
         self.kv_pool = self.kv_spec.allocate(
             self.num_blocks, self.device, storage=storage(size) if storage else None
         )
-        self.forward.use_cache(self.kv_spec.views(self.kv_pool, list(layers)))
+        self.forward.set_kv_cache_data(self.kv_spec.views(self.kv_pool, list(layers)))
         self.forward.capture(progress)
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
@@ -232,3 +246,60 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * self.config.cache.gpu_memory_utilization)
         return allowed - (total - free) - self._step_bytes - graph_bytes
+
+
+def to_host(
+    output: SamplerOutput, wants_logprobs: list[int]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Copy a step's samples to the host, which waits for the device.
+
+    Returns token ids, and logprobs aligned with them or empty.
+    """
+    token_ids = output.token_ids.tolist()
+    if output.logprobs is None:
+        return token_ids, []
+    assert output.ranks is not None
+    assert output.top_token_ids is not None
+    assert output.top_logprobs is not None
+    columns = zip(
+        output.logprobs.tolist(),
+        output.ranks.tolist(),
+        output.top_token_ids.tolist(),
+        output.top_logprobs.tolist(),
+        strict=True,
+    )
+    logprobs = [
+        TokenLogprobs(logprob, rank, ids[:wanted], values[:wanted]) if wanted >= 0 else None
+        for wanted, (logprob, rank, ids, values) in zip(wants_logprobs, columns, strict=True)
+    ]
+    return token_ids, logprobs
+
+
+def prompt_logprobs(
+    compute_logits: Logits, hidden: torch.Tensor, plan: StepPlan
+) -> list[list[TokenLogprobs]]:
+    """Return the log-probabilities of the plan's prompt targets, on rank 0. hidden: [T, E]."""
+    if not plan.prompt_targets:
+        return []
+    starts = [0, *accumulate(plan.num_new)]
+    return [
+        _score_prompt(compute_logits, hidden[starts[targets.index] :], targets)
+        for targets in plan.prompt_targets
+    ]
+
+
+def _score_prompt(
+    compute_logits: Logits, hidden: torch.Tensor, targets: PromptTargets
+) -> list[TokenLogprobs]:
+    """hidden: [at least as many as targets, E]"""
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(targets.token_ids), MAX_SCORED_ROWS):
+        token_ids = targets.token_ids[start : start + MAX_SCORED_ROWS]
+        logits = compute_logits(hidden[start : start + len(token_ids)])
+        if logits is None:
+            continue
+        wanted = upload_once(token_ids, torch.int64, logits.device)
+        scored = score(logits, wanted, targets.num_logprobs)
+        _, logprobs = to_host(scored, [targets.num_logprobs] * len(token_ids))
+        found += [entry for entry in logprobs if entry is not None]
+    return found

@@ -7,17 +7,105 @@
 
 from __future__ import annotations
 
+import time
+
+import torch
 import zmq
 
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, Role
 from cluster.credentials import Credentials
 from cluster.engine.watchdog import Heartbeat
-from cluster.kv.transport.connector import KVConnector
+from cluster.kv.handoff import KVHolder
+from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.kv.transport.puller import KVPuller
+from cluster.kv.transport.server import KVServer
+from cluster.messages import KVSource, RankProcess
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
 from cluster.rank.runner import ModelRunner
-from cluster.wire.doorbell import Doorbell
+from cluster.wire.polling import Doorbell
 from compile.scope import ArtifactExchange
+
+
+class KVConnector:
+    """What a rank holds and reads KV with: a server, a puller or neither, by the engine's role.
+
+    Invariant: `server` is there on a prefill rank, `puller` on a decode rank, from `start` on.
+    """
+
+    def __init__(self, config: EngineConfig, tp_rank: int) -> None:
+        self._config = config
+        self._tp_rank = tp_rank
+        self._memory: SharedMemory | None = None
+        self.server: KVServer | None = None
+        self.puller: KVPuller | None = None
+
+    def storage(self, size_bytes: int) -> memoryview | None:
+        """Let peers map the pool of a rank that hands KV over on its node."""
+        hands_over = self._config.role is Role.PREFILL and self._config.device == "cpu"
+        if not hands_over or self._config.transfer.transport == "tcp":
+            return None
+        self._memory = SharedMemory(size_bytes)
+        return self._memory.view
+
+    def start(
+        self,
+        pool: torch.Tensor,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        credentials: Credentials,
+        epoch: int,
+        doorbell: Doorbell,
+    ) -> None:
+        """Start the thread that the role asks for; `doorbell` rings when something has ended."""
+        transfer = self._config.transfer
+        if self._config.role is Role.PREFILL:
+            self.server = KVServer(
+                KVHolder(transfer.lease_s, time.monotonic),
+                pool,
+                host=host,
+                credentials=credentials,
+                epoch=epoch,
+                doorbell=doorbell,
+            )
+        if self._config.role is Role.DECODE:
+            self.puller = KVPuller(
+                pool,
+                tp_rank=self._tp_rank,
+                transport=transfer.transport,
+                context=context,
+                credentials=credentials,
+                doorbell=doorbell,
+            )
+
+    @property
+    def source(self) -> KVSource:
+        """Where this rank's slice can be read; on a rank that holds nothing, a place in a list."""
+        return KVSource(
+            tp_rank=self._tp_rank,
+            boot_id=node_id(),
+            pid=self._memory.pid if self._memory else 0,
+            shm_fd=self._memory.fd if self._memory else -1,
+            address=self.server.address if self.server else "",
+            process=self.server.process if self.server else RankProcess(-1, ""),
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that readers copied under leases that were alive to the end."""
+        return self.server.bytes_sent if self.server else 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes copied in reads that were believed."""
+        return self.puller.bytes_received if self.puller else 0
+
+    def close(self) -> None:
+        """Stop the thread."""
+        for part in (self.server, self.puller):
+            if part is not None:
+                part.close()
 
 
 class Worker:

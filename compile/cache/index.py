@@ -194,7 +194,6 @@ class CompileCache:
     def _known(
         cls, root: Path, factors: Mapping[str, str], scope: CompileScope, prefix: str
     ) -> CompileCache | None:
-        """Return the cache whose traced files are unchanged."""
         for names in _read_pointer(root / FORWARDS / _pointer_name(factors, prefix)):
             full = {**factors, TRACED_FILES: traced_factor(names)}
             if (root / hash_factors(full) / FACTORS).exists():

@@ -318,7 +318,6 @@ def _no_caches() -> Iterator[None]:
 
 
 def _name(module: Any, name: str) -> Any:
-    """Return what a module of torch calls `name`."""
     found = getattr(module, name, None)
     if found is None:
         wanted = f"{module.__name__}.{name}"

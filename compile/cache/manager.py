@@ -31,10 +31,13 @@ from compile.cache.compilers import (
 )
 from compile.cache.index import CompileCache, entry_key, shape_text
 from compile.cache.inductor import make_compiler
+from compile.config import CUDAGraphMode
 from compile.counters import counter
 from compile.graphs.capture import note_late_compile
+from compile.graphs.pools import GraphPools
+from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
 from compile.passes.manager import PassManager
-from compile.scope import CompileScope, Runnable, Shape
+from compile.scope import CompileScope, Opened, Runnable, Shape
 
 STATIC_OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
 """For pieces of one size: tuning finds the best kernel for it. A range has no best one."""
@@ -277,3 +280,30 @@ def _bytes_of(cache: CompileCache, name: str | None) -> bytes | None:
         return None if name is None else cache.store.get(name)
     except ArtifactError:
         return None
+
+
+class StandardToolchain:
+    """The toolchain of a serving process: compilers behind a cache, pieces behind graphs.
+
+    It opens the cache on disk, and captures pieces into the pools of the process.
+    """
+
+    def __init__(self, pools: GraphPools) -> None:
+        self._pools = pools
+
+    def open(
+        self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
+    ) -> Opened | None:
+        """Return compilers and cache; see `Toolchain.open`."""
+        cache = CompileCache.open(scope, prefix, traced_files)
+        if traced_files is None and cache is None:
+            return None
+        return Opened(CompilerManager(scope, cache), cache)
+
+    def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
+        """Return a piece that is captured and replayed as the forward context says."""
+        return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, is_first=is_first)
+
+    def keep_outputs(self, op: Runnable) -> Runnable:
+        """Return one call of an eager op, its outputs at fixed addresses."""
+        return StableOutputs(op)

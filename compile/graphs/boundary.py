@@ -1,7 +1,8 @@
-"""The boundary that a recording graph sees: calls of compiled pieces.
+"""The boundary that a recording graph sees: calls of compiled pieces, and the tensors they carry.
 
 The inside of a compiled piece is out of a recorder's reach, so the call as a whole is what it
-records. Opaque ops need no mark: a recorder sees them as ops.
+records. Opaque ops need no mark: a recorder sees them as ops. Tensors cross the boundary inside of
+tuples, lists and dicts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+import torch
 
 
 class Recorder(Protocol):
@@ -45,3 +48,26 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
         yield
     finally:
         _state.recorder = before
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return `value` with `fn` applied to every tensor in it; all else stays."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, tuple | list):
+        return rebuild(value, [map_tensors(fn, item) for item in value])
+    if isinstance(value, dict):
+        return {key: map_tensors(fn, item) for key, item in value.items()}
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return every tensor in `value`, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def rebuild(like: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Return the items as a sequence of the type of `like`: a list, tuple or named tuple."""
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)

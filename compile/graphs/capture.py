@@ -1,7 +1,7 @@
 """Capturing before a process serves, and the seal that ends it.
 
 Graphs are captured in one window, in the same order on every rank, and never again. A rank that
-captured in the middle of serving would let its peers wait in a collective.
+captured in the middle of serving would leave its peers waiting in a collective.
 
 1. `graphs_to_capture` says which graphs a configuration wants.
 2. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
@@ -134,20 +134,20 @@ def _warn_once(line: str) -> None:
 
 
 def graphs_to_capture(
-    config: CompilationConfig, max_num_seqs: int, query_len: int = 1
+    config: CompilationConfig, max_num_seqs: int
 ) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
     """Return the graphs that a resolved configuration replays, in capture order.
 
-    Whole graphs of decode steps have `query_len` tokens per sequence, graphs of pieces any. A whole
-    graph of mixed steps has as many sequences as its tokens and `max_num_seqs` allow: none of them
-    is too many for it.
+    Whole graphs of decode steps have one token per sequence, graphs of pieces any. A whole graph of
+    mixed steps has as many sequences as its tokens and `max_num_seqs` allow: none of them is too
+    many for it.
     """
     mode, graphs = config.graph_mode, []
     if mode.requires_piecewise_compilation():
         keys = [BatchDescriptor(n) for n in config.capture_num_tokens or ()]
         graphs += [(CUDAGraphMode.PIECEWISE, key) for key in keys]
     if mode.decode_mode() is CUDAGraphMode.FULL:
-        keys = [BatchDescriptor(bs * query_len, bs, True) for bs in config.graph_bs]
+        keys = [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
         graphs += [(CUDAGraphMode.FULL, key) for key in keys]
     if mode.mixed_mode() is CUDAGraphMode.FULL:
         sizes = config.capture_num_tokens or ()

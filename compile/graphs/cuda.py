@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from compile.graphs.boundary import map_tensors
 from compile.graphs.errors import ReplayError
-from compile.graphs.nested import map_tensors
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ have PIECEWISE ones, and whichever the step asks for does the work.
 1. The step's mode is another one: the runnable is called.
 2. Its key is known: addresses are compared, the graph is replayed, its output returned.
 3. Inside of a capture window the call is captured: pieces of a model are met one after another.
-4. Otherwise it runs eagerly and is counted: ranks that capture at different times wait for ever.
+4. Otherwise it runs eagerly and is counted: ranks capturing at different times would deadlock.
 
 An eager op between two captured pieces that returns a new tensor would hand the next piece another
 address in every step: `StableOutputs` delivers its outputs at one. Attention needs none of that,
@@ -24,9 +24,9 @@ import torch
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, get_forward_context
 from compile.counters import counter
+from compile.graphs.boundary import map_tensors, tensors_of
 from compile.graphs.capture import is_in_capture_window, note_late_capture
 from compile.graphs.errors import CaptureError, InputAddressError
-from compile.graphs.nested import map_tensors, tensors_of
 from compile.graphs.pools import GraphPools, StepGraph, new_step_graph
 
 

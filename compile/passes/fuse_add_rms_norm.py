@@ -21,10 +21,8 @@ import torch.fx
 from torch.fx import Node
 
 from compile.custom_op import LIBRARY, direct_register_custom_op
-from compile.passes import pattern, spelling
-from compile.passes.graph_pass import source_hash
-from compile.passes.pattern import Bind, Cast, Match, Op, Scalar
-from compile.passes.spelling import value
+from compile.passes import graph_pass
+from compile.passes.graph_pass import Bind, Cast, Match, Op, Scalar, source_hash, value
 
 OP_NAME = "fused_add_rms_norm"
 
@@ -63,9 +61,9 @@ class FuseAddRMSNorm:
     name = "fuse_add_rms_norm"
 
     def uuid(self) -> str:
-        """Return a hash of this file, of those that it finds norms with, and of the op's schema."""
+        """Return a hash of this file, of what it finds norms with, and of the op's schema."""
         schema = str(fused_add_rms_norm.default._schema)
-        return source_hash(sys.modules[__name__], pattern, spelling, config=schema)
+        return source_hash(sys.modules[__name__], graph_pass, config=schema)
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite every match and return how many there were."""
@@ -79,7 +77,7 @@ class FuseAddRMSNorm:
 
 
 def _find(node: Node) -> Match | None:
-    matches = (match for norm in NORMS for match in pattern.find(norm, node))
+    matches = (match for norm in NORMS for match in graph_pass.find(norm, node))
     return next((match for match in matches if _can_replace(match)), None)
 
 
@@ -107,7 +105,7 @@ def _can_move(match: Match) -> bool:
     """Return whether the norm can be computed where the sum is."""
     node = match["sum"].next
     while node is not match["norm"]:
-        if node is match["weight"] or spelling.writes(node):
+        if node is match["weight"] or graph_pass.writes(node):
             return False
         node = node.next
     return True
@@ -125,6 +123,6 @@ def _replace(graph: torch.fx.Graph, match: Match) -> None:
     fused.meta = {key: old for key, old in norm.meta.items() if key not in ("val", "example_value")}
     key = "val" if "val" in norm.meta else "example_value"
     fused.meta[key] = tuple(value(new) for new in results)
-    for node in pattern.matched_nodes(match):
+    for node in graph_pass.matched_nodes(match):
         if not node.users:
             graph.erase_node(node)

@@ -81,9 +81,25 @@ class PassManager:
 
     def inductor_config(self) -> dict[str, Any]:
         """Return the options with which Inductor runs these passes on each graph it compiles."""
-        if not self.passes:
-            return {}
-        # Importing Inductor takes a second that a process without it need not spend.
-        from compile.passes.inductor import PostGradPass
+        return {"post_grad_custom_pre_pass": _for_inductor(self)} if self.passes else {}
 
-        return {"post_grad_custom_pre_pass": PostGradPass(self, self.uuid())}
+
+def _for_inductor(passes: PassManager) -> Any:
+    """Return the passes as Inductor takes them: on its graph of ATen ops, ahead of its own.
+
+    Behind those a residual's addition may have become part of the product before it (`addmm`), as
+    it does on a GPU, and on CPUs whose weights stay plain.
+    """
+    # Importing Inductor takes a second that a process without it need not spend.
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    uuid = passes.uuid()
+
+    class PostGradPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            passes(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return PostGradPass()

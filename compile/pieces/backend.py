@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from compile.config import DEFAULT_SPLITTING_OPS, CompilationConfig, CompilationLevel
 from compile.counters import counter
 from compile.pieces.diagnose import (
+    GraphBreakError,
     SpecialisedError,
     check_stays_on_device,
     find_token_symbol,
@@ -44,14 +45,13 @@ from compile.pieces.plan import (
     ForwardPlan,
     Guard,
     PiecePlan,
-    PlanError,
     TracedCall,
     Weight,
     attribute,
     kept,
     kind,
     layout,
-    parse_source,
+    sources_of,
     toolchain_of,
     with_copies,
     wrapped,
@@ -66,7 +66,6 @@ from compile.pieces.split import (
     split_graph,
 )
 from compile.pieces.stitch import (
-    BoundInput,
     bind_ops,
     compile_execution_fn,
     generate_execution_code,
@@ -74,6 +73,7 @@ from compile.pieces.stitch import (
 from compile.report import (
     COMPUTATION_GRAPH,
     DYNAMO_GRAPH,
+    REPORT,
     TRANSFORMED_CODE,
     CompileReport,
     PieceReport,
@@ -117,8 +117,6 @@ class PiecewiseCompiler:
         self.items: list[SplitItem] = []
         self.pieces: dict[str, Runnable] = {}
         self.backends: dict[str, PiecewiseBackend] = {}
-        self.sources: list[Any] = []
-        """Where Dynamo found each input of the graph."""
         self.guards: tuple[Guard, ...] = ()
         self._scope = scope
         self._prefix = prefix
@@ -169,8 +167,6 @@ class PiecewiseCompiler:
         self.symbol = find_token_symbol(graph)
         unify_token_symbols(graph, self.symbol)
         self.guards = shape_guards(self.symbol)
-        nodes = placeholders(graph)
-        self.sources = [getattr(node.meta.get("grapharg"), "source", None) for node in nodes]
         warn_unrolled(graph)
 
     def _check(self) -> None:
@@ -213,6 +209,14 @@ class PiecewiseCompiler:
             misses=tuple(self.opened.manager.misses),
         )
 
+    def report_break(self, error: GraphBreakError) -> None:
+        """Write down on what tracing broke: no graph arrived that could be compiled."""
+        files = tuple(self._traced_files())
+        if self.opened is None:
+            self.opened = self._toolchain.open(self._scope, self._prefix, files)
+        report = CompileReport(self._prefix, traced_files=files, graph_breaks=(str(error),))
+        self.write_readable(REPORT, report.to_json)
+
     def _piece_report(self, item: SplitItem) -> PieceReport:
         key = "" if item.is_splitting else self.backends[item.name].key
         num_nodes = len(item.graph.graph.nodes)
@@ -252,13 +256,11 @@ class PiecewiseCompiler:
             module: whose attributes the weights are.
 
         Raises:
-            PlanError: an input of the graph is no argument and no attribute of the module, or is
-                not what Dynamo's code passed.
+            PlanError: an input of the graph is no argument and no tensor of the module.
         """
         given = call.present()
         names = list(given)
-        inputs = [parse_source(source, call.self_name, names) for source in self.sources]
-        _check_inputs(module, inputs, trace.inputs)
+        inputs = sources_of(trace.inputs, module, call)
         code = generate_execution_code(
             self.split_gm, self.items, arguments=names, inputs=inputs, returns=trace.returns
         )
@@ -285,7 +287,7 @@ class PiecewiseCompiler:
 
     def save(self, plan: ForwardPlan, trace: Trace) -> None:
         """Keep a plan in the cache, and write it for readers."""
-        assert self.opened is not None and trace.code is not None
+        assert self.opened is not None
         code = trace.code
         self.write_readable(TRANSFORMED_CODE, lambda: _transformed(code, plan))
         if self.opened.cache is not None:
@@ -364,11 +366,3 @@ def _transformed(code: CodeType, plan: ForwardPlan) -> str:
     head = "# Dynamo's code around the graph, of which the function below takes the place:"
     lines = [f"# {line}".rstrip() for line in dis.Bytecode(code).dis().splitlines()]
     return "\n".join([head, *lines, "", "import torch", "", "", plan.source])
-
-
-def _check_inputs(module: nn.Module, inputs: Sequence[BoundInput], passed: Sequence[Any]) -> None:
-    """Compare what a plan will bind with what Dynamo's own code passed to the graph."""
-    for source, value in zip(inputs, passed, strict=True):
-        if source.weight is not None and attribute(module, source.weight) is not value:
-            wanted = f"{source.weight} of the module"
-            raise PlanError(f"graph input: wanted {wanted}, found another tensor passed")

@@ -189,33 +189,28 @@ class TracedForward:
             self._load_or_trace(module, args, kwargs)
 
     def _first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        finished = self._load_or_trace(module, args, kwargs)
-        if finished is not None:
-            return finished.result
+        self._load_or_trace(module, args, kwargs)
         if self._run is None:
             return module.forward(*args, **kwargs)
         return self._run(*self._in_order(module, args, kwargs))
 
     def _load_or_trace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Trace | None:
-        """Set the function that runs the forward, unless there are too few tokens to trace with.
-
-        Returns a trace that ran the step already: a forward with side effects.
-        """
+    ) -> None:
+        """Set the function that runs the forward, unless there are too few tokens to trace with."""
         given: Mapping[str, Any] = _arguments(module, args, kwargs)
         if not self._is_claimed:
             self._model_tag.claim()
             self._is_claimed = True
         if self._load(module, given):
-            return None
+            return
         dims = self._token_dims(given)
         mode = self._scope.config.dynamic_shapes
         num_tokens = next(given[name].shape[dims[name][0]] for name in dims)
         if num_tokens < 2 and mode is DynamicShapes.BACKED:
             logger.warning("%s: too few tokens to trace with: %d", self.tag, num_tokens)
-            return None
-        return self._trace(module, given, dims)
+            return
+        self._trace(module, given, dims)
 
     def _token_dims(self, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return each tensor's dimensions of tokens, counted from the front.
@@ -257,11 +252,11 @@ class TracedForward:
 
     def _trace(
         self, module: nn.Module, given: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]]
-    ) -> Trace | None:
-        """Trace, compile, bind and save. Returns a trace that ran the step already."""
+    ) -> None:
+        """Trace, compile, bind and save."""
         # A warm start imports neither Dynamo nor what needs it.
         from compile.pieces.backend import PiecewiseCompiler
-        from compile.pieces.diagnose import recompile_hazards
+        from compile.pieces.diagnose import GraphBreakError, recompile_hazards
         from compile.pieces.dynamo import trace_once
 
         forward = types.MethodType(type(module).forward, module)
@@ -276,38 +271,34 @@ class TracedForward:
             return compilers[0]
 
         config = self._scope.config
-        trace = trace_once(
-            forward,
-            given,
-            dims,
-            backend,
-            mode=config.dynamic_shapes,
-            tolerates_side_effects=config.graph_mode is CUDAGraphMode.NONE,
-        )
+        try:
+            trace = trace_once(
+                forward,
+                given,
+                dims,
+                backend,
+                mode=config.dynamic_shapes,
+                tolerates_side_effects=config.graph_mode is CUDAGraphMode.NONE,
+            )
+        except GraphBreakError as error:
+            if not compilers:  # the forward broke before there was a graph
+                compilers.append(PiecewiseCompiler(self._scope, self.tag, lambda: place[:1]))
+            compilers[0].report_break(error)
+            raise
         self.compiler = compilers[0]
         self._report(trace, self.compiler)
-        if trace.returns is None:
-            return self._run_by_code(forward, given, trace)
-        call = TracedCall(_name(module), forward.__code__.co_varnames[0], given, dims)
+        if trace.run is not None:
+            effects = "; ".join(trace.side_effects)
+            logger.warning(
+                "%s: not kept in the cache, because it has side effects: %s", self.tag, effects
+            )
+            self._keep(trace.run, given, (), self.compiler.guards)
+            return
+        call = TracedCall(_name(module), trace.arguments, dims)
         plan = self.compiler.plan(module, call, trace)
-        trace.inputs = ()
+        trace.arguments = trace.inputs = {}
         self._bind(plan, module, self.compiler.pieces_of(plan))
         self.compiler.save(plan, trace)
-        return None
-
-    def _run_by_code(
-        self, forward: types.MethodType, given: Mapping[str, Any], trace: Trace
-    ) -> Trace:
-        """Run a forward with side effects by Dynamo's code from now on."""
-        from compile.pieces.dynamo import by_code
-
-        assert self.compiler is not None and trace.code is not None
-        effects = "; ".join(trace.side_effects)
-        logger.warning(
-            "%s: not kept in the cache, because it has side effects: %s", self.tag, effects
-        )
-        self._keep(by_code(forward, trace.code), given, (), self.compiler.guards)
-        return trace
 
     def _tell_guards(self, guards: Iterable[Guard]) -> None:
         for guard in guards:

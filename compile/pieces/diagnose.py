@@ -354,11 +354,8 @@ def _call_hazards(call: ast.Call) -> Iterator[tuple[str, str]]:
         case ast.Attribute(attr="bit_length"):
             yield "bit_length()", "next_pow2 of compile.pieces.shapes"
         case ast.Name(id="max" | "min" as name) if len(call.args) == 1:
-            better = "largest" if name == "max" else "smallest"
-            yield (
-                f"{name}() of a list",
-                f"{better} of compile.pieces.shapes, or a value given to the forward",
-            )
+            better = f"torch.sym_{name} of two at a time, or a value given to the forward"
+            yield f"{name}() of a list", better
 
 
 def _asks_for_a_size(test: ast.expr) -> bool:

@@ -16,14 +16,17 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.convert_frame import BackendInput, CaptureOutput, fullgraph_capture
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental import _config
 
 from compile.config import DynamicShapes
@@ -36,7 +39,7 @@ from compile.pieces.stitch import Structure
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 _lock = threading.RLock()
-"""Hooks and shape settings are the process's; ranks may be threads of one."""
+"""Shape settings are the process's; ranks may be threads of one."""
 
 _shape_config: Any = _config
 
@@ -57,22 +60,24 @@ class Trace:
 
     Invariant: `code` is Dynamo's, which fetches the graph's inputs, calls the graph and builds
     the result; `returns` says which of the graph's outputs that is. `returns` is None where the
-    code has side effects: then nothing but the code itself can run the forward.
+    code has side effects: then nothing but the code itself, as `run`, can run the forward.
     """
 
-    files: list[str] = field(default_factory=list)
-    code: CodeType | None = None
-    side_effects: list[str] = field(default_factory=list)
-    dropped_guards: Counter[str] = field(default_factory=Counter)
+    files: list[str]
+    code: CodeType
+    side_effects: list[str]
+    dropped_guards: Counter[str]
     """Their number by kind."""
-    inputs: tuple[Any, ...] = ()
-    """What Dynamo's code passed to the graph."""
-    returns: Structure | None = None
-    result: Any = None
-    """The forward's result where it ran already, with its side effects."""
     elapsed_s: float = 0.0
     compile_s: float = 0.0
     """Of it, in the backend."""
+    arguments: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    """The forward's arguments: aliases of the caller's, no two the same object."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What Dynamo's code passed to the graph for them, by the graph's name of it."""
+    returns: Structure | None = None
+    run: Callable[..., Any] | None = None
+    """Runs the forward with its side effects, and evaluates no guard."""
 
 
 class _Output:
@@ -93,100 +98,114 @@ def trace_once(
 ) -> Trace:
     """Trace `forward` with these arguments, whose dimensions `dims` stay symbolic.
 
+    Dynamo keeps nothing of it: another instance of the class traces for itself.
+
     Args:
         backend: gets the trace, whose files are known when the graph is, and returns a backend.
-        tolerates_side_effects: run a forward that changes Python state by Dynamo's code.
+        tolerates_side_effects: accept a forward that changes Python state.
 
     Raises:
         GraphBreakError: the forward is not one graph.
         TraceError: it has side effects, or returns what its graph does not compute.
     """
-    trace = Trace(files=[forward.__code__.co_filename])
-    run = _Run(trace, tolerates_side_effects)
     started = time.perf_counter()
-    with _lock, ExitStack() as stack:
-        stack.enter_context(_files_collected(trace.files))
-        stack.enter_context(_bytecode_seen(forward.__code__, run.see_code))
-        is_oblivious = mode is DynamicShapes.BACKED_SIZE_OBLIVIOUS
-        stack.enter_context(_shape_config.patch(backed_size_oblivious=is_oblivious))
-        if not torch.is_inference_mode_enabled():
-            stack.enter_context(torch.no_grad())
-        given = {
+    with _lock, _settings(mode):
+        marked = {
             name: _marked(value, dims.get(name, ()), mode) for name, value in arguments.items()
         }
-        # Dynamo takes the filter out of the options it is given, so they are built afresh.
-        options: dict[str, Any] = {"guard_filter_fn": run.drop_guards}
-        traced = torch.compile(
-            forward,
-            backend=run.backend(backend(trace)),
-            fullgraph=True,
-            dynamic=False,
-            options=options,
+        captured, graph = _captured(forward, marked)
+        traced = captured.graph_capture_output
+        trace = Trace(
+            files=_files(traced.traced_code),
+            code=traced.bytecode,
+            side_effects=side_effects(traced.bytecode),
+            dropped_guards=Counter(g.create_fn_name() for g in traced.output_graph.guards),
         )
-        try:
-            result = traced(**given)
-        except Exception as error:
-            if run.failure is not None:
-                raise run.failure from None
-            if (named := explained(error, forward)) is not None:
-                raise named from error
-            raise
-        finally:
-            _forget(forward)
-    trace.elapsed_s = time.perf_counter() - started
+        if trace.side_effects and not tolerates_side_effects:
+            found = "; ".join(trace.side_effects)
+            wanted = "a forward that changes no Python state while graphs are on"
+            raise TraceError(f"forward: wanted {wanted}, found {found}")
+        nodes = list(graph.graph_module.graph.nodes)
+        compiling = time.perf_counter()
+        with tracing(_context(graph)):
+            compiled = backend(trace)(graph.graph_module, graph.example_inputs)
+        trace.compile_s = time.perf_counter() - compiling
     counter.num_dropped_guards += trace.dropped_guards.total()
     if trace.side_effects:
-        trace.result = result
+        run = _around(captured, forward, compiled)
+        trace.run = _in_place(run, forward.__func__.__globals__)
     else:
-        trace.returns = _structure(result)
+        names = [node.name for node in nodes if node.op == "placeholder"]
+        outputs = tuple(_Output(index) for index in range(len(nodes[-1].args[0])))
+
+        def enter(*inputs: Any) -> tuple[_Output, ...]:
+            trace.inputs = dict(zip(names, inputs, strict=True))
+            return outputs
+
+        trace.arguments = marked
+        trace.returns = _structure(_around(captured, forward, enter)(**marked))
+    trace.elapsed_s = time.perf_counter() - started
     return trace
 
 
-class _Run:
-    """What happens inside Dynamo while it traces once."""
+@contextmanager
+def _settings(mode: DynamicShapes) -> Iterator[None]:
+    """Have what is not marked be a constant, whatever other instances were traced with."""
+    is_oblivious = mode is DynamicShapes.BACKED_SIZE_OBLIVIOUS
+    with (
+        _shape_config.patch(backed_size_oblivious=is_oblivious),
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+        nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad(),
+        get_metrics_context(),
+    ):
+        yield
 
-    def __init__(self, trace: Trace, tolerates_side_effects: bool) -> None:
-        self._trace = trace
-        self._tolerates = tolerates_side_effects
-        self.failure: Exception | None = None
 
-    def backend(self, inner: Backend) -> Backend:
-        def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            started = time.perf_counter()
-            try:
-                forward = inner(graph, inputs)
-            except Exception as error:
-                self.failure = error
-                raise
-            self._trace.compile_s = time.perf_counter() - started
-            outputs = next(n for n in graph.graph.nodes if n.op == "output").args[0]
-            return self._entered(forward, len(outputs))
+def _captured(
+    forward: MethodType, arguments: Mapping[str, Any]
+) -> tuple[CaptureOutput, BackendInput]:
+    try:
+        captured = fullgraph_capture(forward, (), dict(arguments))
+    except Exception as error:
+        if (named := explained(error, forward)) is not None:
+            raise named from error
+        raise
+    graph = captured.backend_input
+    if graph is None:
+        raise TraceError("forward: wanted one that computes tensors, found one without any")
+    # Dynamo leaves the graph among the globals, from where nobody would take it.
+    forward.__func__.__globals__.pop(graph.backend_id, None)
+    return captured, graph
 
-        return compile_graph
 
-    def _entered(self, forward: Callable[..., Any], num_outputs: int) -> Callable[..., Any]:
-        """Return what Dynamo's code calls: placeholders, unless the code must run for real."""
+def _around(captured: CaptureOutput, forward: MethodType, call: Callable[..., Any]) -> MethodType:
+    """Return Dynamo's code, bound to the module, with `call` in the place of the graph."""
+    names = forward.__func__.__globals__
+    run = captured.forward_callable(compiled_fn=call, extra_globals=names)
+    return MethodType(run, forward.__self__)
 
-        def enter(*inputs: Any) -> Any:
-            if not self._trace.side_effects:
-                self._trace.inputs = inputs
-                return tuple(_Output(i) for i in range(num_outputs))
-            if not self._tolerates:
-                found = "; ".join(self._trace.side_effects)
-                wanted = "a forward that changes no Python state while graphs are on"
-                self.failure = TraceError(f"forward: wanted {wanted}, found {found}")
-                raise self.failure
-            return forward(*inputs)
 
-        return enter
+def _in_place(run: MethodType, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return Dynamo's code with the globals themselves, of which `run` has a copy: what it
+    assigns to a global is seen by everybody."""
+    code = run.__func__
+    names |= {name: value for name, value in code.__globals__.items() if name not in names}
+    bound = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    bound.__kwdefaults__ = code.__kwdefaults__
+    return MethodType(bound, run.__self__)
 
-    def see_code(self, code: CodeType) -> None:
-        self._trace.code = code
-        self._trace.side_effects = side_effects(code)
 
-    def drop_guards(self, guards: Sequence[Any]) -> list[bool]:
-        self._trace.dropped_guards = Counter(guard.guard_type for guard in guards)
-        return [False] * len(guards)
+def _context(graph: BackendInput) -> TracingContext:
+    """Return what compilers expect to be around them while a graph is compiled."""
+    context = TracingContext(graph.fake_mode)
+    context.tensor_to_context = graph.tensor_to_context
+    return context
+
+
+def _files(traced: Iterable[CodeType]) -> list[str]:
+    """Return the file of each function that Dynamo traced; generated code has none."""
+    names = [code.co_filename for code in traced]
+    return list(dict.fromkeys(name for name in names if not name.startswith("<")))
 
 
 def side_effects(code: CodeType) -> list[str]:
@@ -200,14 +219,6 @@ def side_effects(code: CodeType) -> list[str]:
         elif is_call and _MUTATING_METHOD.fullmatch(name):
             found.append(f"a call of {name}")
     return list(dict.fromkeys(found))
-
-
-def by_code(forward: MethodType, code: CodeType) -> MethodType:
-    """Return the forward that runs Dynamo's code, without evaluating a guard."""
-    function = forward.__func__
-    traced = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-    traced.__defaults__, traced.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return MethodType(traced, forward.__self__)
 
 
 def _structure(result: Any) -> Structure:
@@ -303,49 +314,3 @@ def _mark_unbacked(value: torch.Tensor, dim: int) -> None:
         mark(value, dim, shape_id="num_tokens")
     else:
         mark(value, dim)
-
-
-# --- hooks ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _bytecode_seen(traced: CodeType, see: Callable[[CodeType], None]) -> Iterator[None]:
-    def hook(code: CodeType, new_code: CodeType) -> CodeType | None:
-        if code is traced:
-            see(new_code)
-        return None
-
-    handle = torch._dynamo.convert_frame.register_bytecode_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _files_collected(files: list[str]) -> Iterator[None]:
-    """Add the file of each function that Dynamo traces into; generated code has none."""
-    translator: Any = torch._dynamo.symbolic_convert.InliningInstructionTranslator
-    inline = getattr(translator, "inline_call_", None)
-    if inline is None:
-        raise TraceError("torch: wanted a hook for inlined calls, found none in this version")
-
-    def collect(tracer: Any, *args: Any, **kwargs: Any) -> Any:
-        name = tracer.f_code.co_filename
-        if not name.startswith("<") and name not in files:
-            files.append(name)
-        return inline(tracer, *args, **kwargs)
-
-    translator.inline_call_ = collect
-    try:
-        yield
-    finally:
-        translator.inline_call_ = inline
-
-
-def _forget(forward: MethodType) -> None:
-    """Drop Dynamo's entry: another instance of the class traces for itself.
-
-    Entries of one code object count against a limit, whichever instance they belong to.
-    """
-    torch._dynamo.eval_frame.remove_from_cache(forward.__func__)

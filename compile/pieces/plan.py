@@ -7,10 +7,9 @@ needs neither Dynamo nor a compiler, and imports neither.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,9 +33,6 @@ class GuardError(RuntimeError):
 
 _IN_GUARDS = {"__builtins__": {"min": min, "max": max, "int": int, "abs": abs}, "math": math}
 """What the expression of a guard may name."""
-
-_STORES = ("_parameters", "_buffers", "_modules")
-"""Where a module keeps what looks like its attributes."""
 
 
 class PlanError(ValueError):
@@ -204,12 +200,10 @@ def attribute(module: nn.Module, path: str) -> torch.Tensor:
 class TracedCall:
     """The call by which a forward was traced.
 
-    `self_name` is what the forward calls its module; `dims` are the dimensions of tokens of some
-    arguments, counted from the front.
+    `dims` are the dimensions of tokens of some arguments, counted from the front.
     """
 
     forward: str
-    self_name: str
     given: Mapping[str, torch.Tensor | None]
     dims: Mapping[str, tuple[int, ...]]
 
@@ -221,71 +215,42 @@ class TracedCall:
 # --- where a graph's inputs come from ---------------------------------------------------------
 
 
-def parse_source(source: Any, module_name: str, arguments: Sequence[str]) -> BoundInput:
-    """Translate the source that Dynamo noted for a graph input.
+def sources_of(inputs: Mapping[str, Any], module: nn.Module, call: TracedCall) -> list[BoundInput]:
+    """Say for each input of a graph where later calls find it: the object itself tells.
 
     Args:
-        module_name: what the forward calls its module, `self`.
-        arguments: the forward's tensor arguments.
+        inputs: what Dynamo's code passed to the graph, by the graph's own name of it.
+        call: how the forward was called.
 
     Raises:
-        PlanError: the input is none of an argument, a size of one, and an attribute of the module.
+        PlanError: an input is none of an argument, its number of tokens, and a tensor of `module`
+            or of a module below it.
     """
-    base = getattr(source, "base", None)
-    if type(source).__name__ == "TensorPropertySource" and source.prop.name == "SIZE":
-        if (name := _local(base)) in arguments:
-            return BoundInput(argument=name, dim=source.idx)
-    elif (name := _local(source)) in arguments:
-        return BoundInput(argument=name)
-    else:
-        path = _path(source, module_name)
-        if path:
-            return BoundInput(weight=".".join(path))
-    wanted = "an argument, a size of one, or an attribute of the module"
-    raise PlanError(f"graph input {_spelled(source)}: wanted {wanted}, found none of them")
+    arguments = {id(value): name for name, value in call.present().items()}
+    weights = {id(tensor): path for path, tensor in _tensors(module)}
+    tokens = next((name, dims[0]) for name, dims in call.dims.items() if dims)
+    num_tokens = call.present()[tokens[0]].shape[tokens[1]]
+    found = []
+    for name, value in inputs.items():
+        if id(value) in arguments:
+            found.append(BoundInput(argument=arguments[id(value)]))
+        elif id(value) in weights:
+            found.append(BoundInput(weight=weights[id(value)]))
+        elif isinstance(value, int) and value == num_tokens:
+            found.append(BoundInput(argument=tokens[0], dim=tokens[1]))
+        else:
+            wanted = "an argument, its number of tokens, or a tensor of the module"
+            raise PlanError(f"graph input {name}: wanted {wanted}, found none of them")
+    return found
 
 
-def _local(source: Any) -> str | None:
-    """Return the name of a local variable of the traced frame."""
-    is_local = type(source).__name__ == "LocalSource"
-    if not is_local or getattr(source, "is_derefed_cell_contents", False):
-        return None
-    name: str = source.local_name
-    return name
-
-
-def _path(source: Any, module_name: str) -> list[str]:
-    """Return the attributes that lead from the module to a source; nothing if they do not."""
-    steps: list[tuple[str, Any]] = []
-    while _local(source) is None:
-        if hasattr(source, "member"):
-            steps.append(("attribute", source.member))
-        elif hasattr(source, "index"):
-            steps.append(("item", source.index))
-        elif not type(source).__name__.endswith("NNModuleSource"):
-            return []
-        source = getattr(source, "base", None)
-        if source is None:
-            return []
-    return _attributes(steps[::-1]) if _local(source) == module_name else []
-
-
-def _attributes(steps: list[tuple[str, Any]]) -> list[str]:
-    """Fold `_modules['layers']` and the like into the attribute `layers`."""
-    names: list[str] = []
-    in_store = False
-    for kind, name in steps:
-        if not isinstance(name, str) or (kind == "item") != in_store or "." in name:
-            return []
-        in_store = kind == "attribute" and name in _STORES
-        if not in_store:
-            names.append(name)
-    return names
-
-
-def _spelled(source: Any) -> str:
-    name = getattr(source, "name", None)
-    return str(name() if inspect.isroutine(name) else name or source)
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a module and those below it, registered or not, with their paths."""
+    for prefix, owner in module.named_modules():
+        held = {**vars(owner), **owner._parameters, **owner._buffers}
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}".removeprefix("."), value
 
 
 class BackendError(RuntimeError):

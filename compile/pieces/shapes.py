@@ -1,13 +1,11 @@
 """Arithmetic on sizes that may be symbolic while a forward is traced.
 
 A traced graph serves every size only where no Python integer is asked for its bits, its order or
-its truth. These functions ask for none of that, so they give one graph for all values; on plain
-integers they compute the same.
+its truth. What is here asks for none of that, so it gives one graph for all values; on plain
+integers it computes the same.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -23,19 +21,3 @@ def next_pow2(n: int) -> int:
         below = below | (below >> shift)
     power: int = below + 1
     return power
-
-
-def largest(sizes: Sequence[int]) -> int:
-    """Return the largest of at least one size."""
-    found = sizes[0]
-    for size in sizes[1:]:
-        found = torch.sym_max(found, size)
-    return found
-
-
-def smallest(sizes: Sequence[int]) -> int:
-    """Return the smallest of at least one size."""
-    found = sizes[0]
-    for size in sizes[1:]:
-        found = torch.sym_min(found, size)
-    return found

@@ -253,7 +253,6 @@ class _Writer:
         return name
 
     def _literal(self, value: Any) -> str:
-        """Write an argument."""
         if isinstance(value, fx.Node):
             return self._values[value]
         if isinstance(value, tuple):

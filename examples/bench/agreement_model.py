@@ -38,7 +38,7 @@ import zmq  # noqa: E402
 
 from cluster.messages import Wire  # noqa: E402
 from cluster.rank.channel import bind_pair, connect_pair, open_pair  # noqa: E402
-from cluster.wire.contexts import end_context  # noqa: E402
+from cluster.wire.sockets import end_context  # noqa: E402
 
 SIZES = (2, 4, 64, 256, 1024)
 CHILDREN = (2, 4, 8, 16, 32)

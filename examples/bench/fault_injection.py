@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.lockstep_messages import ToPeer
+from cluster.group_messages import ToPeer
 from cluster.messages import StepAgreement, StepKind, StepPlan, Vote, decode
 
 if TYPE_CHECKING:

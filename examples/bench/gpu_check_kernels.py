@@ -15,7 +15,7 @@ from gpu_check_rows import Row, Setting, attempts, captured, error_of
 from cluster.kv.transport.store import BlockStore
 from model.kernels import dispatch, paged_attention, sparse_mlp
 from model.kv_cache import KVCacheSpec
-from model.layers.activation import silu_and_mul
+from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
 from model.layers.rotary import rotate
 

@@ -21,8 +21,8 @@ from model.config import ModelConfig
 from model.families.llama import LlamaForCausalLM
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
-from model.loader import load_model
 from model.parallel import Shard
+from model.weights import load_model
 
 BLOCK_SIZE = 16
 

@@ -47,9 +47,9 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from cluster.actors.rank_actor import keep_what_is_loaded
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
 from cluster.credentials import Credentials
-from cluster.garbage import keep_what_is_loaded
 from cluster.messages import (
     MAX_ABORTS,
     Abort,
@@ -67,8 +67,7 @@ from cluster.messages import (
     encode,
 )
 from cluster.rank.leader import Leader
-from cluster.wire.message_parts import join, pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.tokens import TokenSocket
 

@@ -35,20 +35,18 @@ from triton.runtime.jit import JITFunction
 
 from model.kernels import (
     triton_decode,
+    triton_elementwise,
     triton_experts,
-    triton_norm,
     triton_prefill,
     triton_rope,
-    triton_silu,
 )
 
 KERNEL_MODULES = (
     triton_decode,
     triton_experts,
-    triton_norm,
+    triton_elementwise,
     triton_prefill,
     triton_rope,
-    triton_silu,
 )
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -90,14 +88,14 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
             yield from attention_cases(f"D{head_dim} G{group}", head_dim, group, None, dtype)
     yield from attention_cases("D128 G8 W4096", 128, 8, 4096, dtype)
     x, weight = empty(64, 4096, dtype=dtype), empty(4096, dtype=dtype)
-    yield "E4096", lambda: triton_norm.rms_norm(x, weight, 1e-5)
-    yield "E4096 residual", lambda: triton_norm.add_rms_norm(x, x, weight, 1e-5)
-    yield "E4096 fused", lambda: triton_norm.fused_add_rms_norm(x, x, weight, 1e-5)
+    yield "E4096", lambda: triton_elementwise.rms_norm(x, weight, 1e-5)
+    yield "E4096 residual", lambda: triton_elementwise.add_rms_norm(x, x, weight, 1e-5)
+    yield "E4096 fused", lambda: triton_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
     for num_tokens in (1, 4096):
         # Experts as Qwen3-30B-A3B has them, with the lowest tiles and the highest.
         yield expert_case(num_tokens, 128, 8, 2048, 768, dtype)
     yield expert_case(512, 8, 2, 1024, 512, torch.float32)
-    yield "n14336", lambda: triton_silu.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
+    yield "n14336", lambda: triton_elementwise.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
 
 
 def expert_case(

@@ -38,8 +38,7 @@ from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import BlockStore
 from cluster.messages import KVHandoff, KVSource
-from cluster.wire.budget import Budget
-from cluster.wire.doorbell import Doorbell
+from cluster.wire.polling import Budget, Doorbell
 from cluster.wire.sockets import CurveHandshake, inner_socket
 
 HOST = "127.0.0.1"

@@ -31,8 +31,8 @@ import sys
 import torch
 from model.kernels.native import native_library
 from model.kernels.packed_linear import can_pack
-from model.layers.linear import ColumnParallelLinear
-from model.loader import load_model
+from model.layers.linear import MergedColumnParallelLinear
+from model.weights import load_model
 from model.parallel import Shard
 
 torch.set_num_threads(1)
@@ -40,8 +40,8 @@ path, rank, ranks, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.
 dtype = getattr(torch, dtype)
 # What a process allocates once, however small its model: the kernels and oneDNN's own code.
 native_library()
-small = ColumnParallelLinear(
-    256, 256, bias=False, shard=Shard(), dtype=dtype, device=torch.device("cpu")
+small = MergedColumnParallelLinear(
+    256, 256, 1, bias=False, shard=Shard(), dtype=dtype, device=torch.device("cpu")
 )
 small.allocate("weight").zero_()
 small.loaded("weight")

@@ -27,7 +27,7 @@ import zmq
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.credentials import Credentials
 from cluster.engine.lockstep import LockstepMachine
-from cluster.lockstep_messages import PeerHello
+from cluster.group_messages import PeerHello
 from cluster.messages import (
     PROTOCOL_VERSION,
     GenerateRequest,
@@ -39,9 +39,13 @@ from cluster.messages import (
 )
 from cluster.rank.lockstep import Lockstep
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    listening_socket,
+    pack,
+)
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 

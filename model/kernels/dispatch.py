@@ -18,7 +18,7 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from compile.passes.fuse_add_rms_norm import OP_NAME as FUSED_ADD_RMS_NORM
-from model.kernels import cpu_attention, cpu_norm, elementwise, paged_attention, sparse_mlp
+from model.kernels import cpu_attention, elementwise, paged_attention, sparse_mlp
 
 
 def uses_triton(x: torch.Tensor) -> bool:
@@ -148,9 +148,9 @@ def expert_mlp(
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not uses_triton(x):
         return elementwise.rms_norm(x, weight, eps).contiguous()
-    from model.kernels import triton_norm
+    from model.kernels import triton_elementwise
 
-    return triton_norm.rms_norm(x, weight, eps)
+    return triton_elementwise.rms_norm(x, weight, eps)
 
 
 def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -162,9 +162,9 @@ def _add_rms_norm(
 ) -> torch.Tensor:
     if not uses_triton(x):
         return elementwise.rms_norm(residual.add_(x), weight, eps).contiguous()
-    from model.kernels import triton_norm
+    from model.kernels import triton_elementwise
 
-    return triton_norm.add_rms_norm(x, residual, weight, eps)
+    return triton_elementwise.add_rms_norm(x, residual, weight, eps)
 
 
 def _add_rms_norm_fake(
@@ -176,9 +176,9 @@ def _add_rms_norm_fake(
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if not uses_triton(gate_up):
         return elementwise.silu_and_mul(gate_up)
-    from model.kernels import triton_silu
+    from model.kernels import triton_elementwise
 
-    return triton_silu.silu_and_mul(gate_up)
+    return triton_elementwise.silu_and_mul(gate_up)
 
 
 def _silu_and_mul_fake(gate_up: torch.Tensor) -> torch.Tensor:
@@ -188,9 +188,9 @@ def _silu_and_mul_fake(gate_up: torch.Tensor) -> torch.Tensor:
 def _fused_add_rms_norm_cuda(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from model.kernels import triton_norm
+    from model.kernels import triton_elementwise
 
-    return triton_norm.fused_add_rms_norm(x, residual, weight, eps)
+    return triton_elementwise.fused_add_rms_norm(x, residual, weight, eps)
 
 
 rms_norm = direct_register_custom_op("rms_norm", _rms_norm, fake_impl=_rms_norm_fake)
@@ -201,5 +201,5 @@ silu_and_mul = direct_register_custom_op(
     "silu_and_mul", _silu_and_mul, fake_impl=_silu_and_mul_fake
 )
 # The op of a graph pass, which knows torch alone.
-direct_register_custom_op(FUSED_ADD_RMS_NORM, cpu_norm.add_rms_norm, dispatch_key="CPU")
+direct_register_custom_op(FUSED_ADD_RMS_NORM, elementwise.add_rms_norm, dispatch_key="CPU")
 direct_register_custom_op(FUSED_ADD_RMS_NORM, _fused_add_rms_norm_cuda, dispatch_key="CUDA")

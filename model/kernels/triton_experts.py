@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from compile.pieces.shapes import next_pow2
 from model.kernels.triton_tiles import MIN_DOT
 
 
@@ -45,7 +46,7 @@ class ProductTiles:
 def product_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTiles:
     """Return tiles as high as an expert has pairs on average, within what spills no register."""
     is_half = dtype.itemsize <= 2
-    mean = triton.next_power_of_2(-(-num_pairs // num_experts))
+    mean = next_pow2(-(-num_pairs // num_experts))
     rows = min(max(mean, MIN_DOT), 128 if is_half else 32)
     is_high = rows > 32
     return ProductTiles(

@@ -17,7 +17,7 @@ from compile.context import static_forward_context
 from compile.pieces.decorator import support_torch_compile
 from model.config import ModelConfig
 from model.layers.attention import Attention
-from model.layers.embedding import VocabParallelEmbedding
+from model.layers.linear import VocabParallelEmbedding
 from model.layers.norm import RMSNorm
 from model.layers.rotary import RotaryEmbedding
 from model.layers.slices import WeightedLayer, WeightSlice

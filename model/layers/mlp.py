@@ -1,4 +1,4 @@
-"""The gated MLP of dense decoder layers.
+"""The gated MLP of dense decoder layers, and its activation.
 
 Shapes: T tokens, E hidden size.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from model.layers.activation import silu_and_mul
+from model.kernels import dispatch, elementwise
 from model.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from model.layers.slices import WeightSlice
 from model.parallel import Shard
@@ -46,3 +46,14 @@ class GatedMLP(nn.Module):
         """Describe the checkpoint's tensors."""
         yield from self.gate_up_proj.weight_slices(f"{name}.gate_proj", f"{name}.up_proj")
         yield from self.down_proj.weight_slices(f"{name}.down_proj")
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up (SwiGLU; Shazeer, 2020).
+
+    gate_up: [..., 2 * n], gate first. Returns [..., n].
+    """
+    if dispatch.uses_triton(gate_up):
+        gated: torch.Tensor = dispatch.silu_and_mul(gate_up)
+        return gated
+    return elementwise.silu_and_mul(gate_up)

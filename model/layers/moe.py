@@ -1,8 +1,9 @@
 """Sparse MLPs: a router chooses a few of many experts for each token, behind one opaque op.
 
 1. The router scores the experts (a small product, traced like any other).
-2. The op `lockstep::routed_experts` brings the tokens of all data-parallel ranks here, chooses
-   each token's experts, computes this rank's, and sums over the ranks (`ExpertShard`).
+2. The op `lockstep::routed_experts` brings the tokens of all data-parallel ranks here, a chunk at
+   a time, chooses each token's experts, computes this rank's, and sums over the ranks
+   (`ExpertShard`).
 
 The op's arguments are tensors and the names of groups, the same in every layer and on every rank. A
 traced graph does not depend on which experts a rank holds or how many.
@@ -19,14 +20,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compile.context import get_forward_context
+from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
-from model.experts import Experts
+from model.config import Experts
 from model.kernels import dispatch, sparse_mlp
 from model.kernels.packed_linear import PackedWeight, can_pack
 from model.layers.linear import ReplicatedLinear
 from model.layers.slices import WeightedLayer, WeightSlice
 from model.parallel import ExpertShard, Shard
+
+CHUNK_TOKENS = 4096
+"""Of each data-parallel rank at once: what all ranks' tokens take here is bounded, however long
+their steps are."""
 
 
 @dataclass(frozen=True)
@@ -188,38 +193,45 @@ def _routed_experts(
             rank alone
     """
     shard = ExpertShard(Shard.named(group), Shard.named(data_group))
-    sizes = _rows_of_dp_ranks(x.shape[0], shard.data)
-    if not sum(sizes):
-        return x.new_empty(x.shape)
-    num_columns = x.shape[1]
-    if shard.data.size > 1:
-        # One collective instead of two: what travels is short where it happens most often.
-        rows = shard.dispatch(torch.cat((x, router_logits), 1), sizes)
-        x, router_logits = rows[:, :num_columns], rows[:, num_columns:]
-    experts, weights = sparse_mlp.route(router_logits, top_k, norm_topk_prob)
+    num_tokens, num_columns = x.shape
     first = shard.rank * gate_up.shape[0]
-    operands = (gate_up, down, intermediate_size, first)
-    return shard.combine(dispatch.expert_mlp(x, experts, weights, *operands), sizes)
+
+    def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        experts, weights = sparse_mlp.route(router_logits, top_k, norm_topk_prob)
+        return dispatch.expert_mlp(x, experts, weights, gate_up, down, intermediate_size, first)
+
+    if shard.data.size == 1:
+        return shard.tensor.all_reduce(compute(x, router_logits)) if num_tokens else x.clone()
+    metadata = _metadata_for(num_tokens, shard.data)
+    # One collective instead of two: what travels is short where it happens most often.
+    rows, done = torch.cat((x, router_logits), 1), []
+    for index in range(-(-metadata.max_tokens_across_dp // CHUNK_TOKENS)):
+        sizes = metadata.chunked_sizes(CHUNK_TOKENS, index)
+        chunk = rows[CHUNK_TOKENS * index :][:CHUNK_TOKENS]
+        # A rank without a token left takes part with one of padding.
+        sent = chunk if len(chunk) else rows.new_zeros(1, rows.shape[1])
+        everyones = shard.dispatch(sent, sizes)
+        outputs = compute(everyones[:, :num_columns], everyones[:, num_columns:])
+        done.append(shard.combine(outputs, sizes)[: len(chunk)])
+    return done[0] if len(done) == 1 else torch.cat([x[:0], *done])
 
 
 def _routed_experts_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _rows_of_dp_ranks(num_rows: int, data: Shard) -> tuple[int, ...]:
-    """Return how many rows each data-parallel rank computes in this step, padding included.
+def _metadata_for(num_tokens: int, data: Shard) -> DPMetadata:
+    """Return how many tokens each data-parallel rank computes in this step, padding included.
 
     Raises:
         ValueError: the step's metadata does not say so, or says otherwise of this rank.
     """
-    if data.size == 1:
-        return (num_rows,)
     metadata = get_forward_context().dp_metadata
-    found = () if metadata is None else tuple(metadata.num_tokens_across_dp)
-    if len(found) != data.size or found[data.rank] != num_rows:
-        wanted = f"{data.size} counts with {num_rows} at rank {data.rank}"
+    found = () if metadata is None else metadata.num_tokens_across_dp
+    if metadata is None or len(found) != data.size or found[data.rank] != num_tokens:
+        wanted = f"{data.size} counts with {num_tokens} at rank {data.rank}"
         raise ValueError(f"dp_metadata: wanted {wanted}, found {metadata}")
-    return found
+    return metadata
 
 
 routed_experts = direct_register_custom_op(

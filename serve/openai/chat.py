@@ -6,14 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
-from serve.openai.endpoint import Serving, Stamp, respond
+from serve.event_loop import Check
+from serve.openai.body import check_limits, check_num_chars
+from serve.openai.endpoint import Serving, Stamp
 from serve.openai.errors import BadRequest
 from serve.openai.generation import Choice, Generation, Piece
-from serve.openai.limits import check_limits, check_num_chars
-from serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from serve.openai.responses import (
     ChatChoice,
     ChatChunk,
@@ -24,9 +22,10 @@ from serve.openai.responses import (
     ChatMessage,
     PromptLogprobs,
     Usage,
+    chat_logprobs,
+    prompt_logprobs,
 )
 from serve.openai.schema import ChatRequest, parse_chat
-from serve.threads import Check
 from serve.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
@@ -158,11 +157,6 @@ class ChatShape:
 
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.request.prompt_token_ids if self.request.return_token_ids else UNSET
-
-
-async def create_chat_completion(serving: Serving, request: Request) -> Response:
-    """Answer POST /v1/chat/completions."""
-    return await respond(serving, request, parse_chat_shape)
 
 
 def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:

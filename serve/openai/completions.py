@@ -6,22 +6,21 @@ from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
-from serve.openai.endpoint import Serving, Stamp, respond
+from serve.event_loop import Check
+from serve.openai.body import check_limits, check_num_chars
+from serve.openai.endpoint import Serving, Stamp
 from serve.openai.generation import Choice, Generation, Piece
-from serve.openai.limits import check_limits, check_num_chars
-from serve.openai.logprobs import completion_logprobs, prompt_logprobs
 from serve.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprobs,
     Usage,
+    completion_logprobs,
+    prompt_logprobs,
 )
 from serve.openai.schema import CompletionRequest, parse_completion
-from serve.threads import Check
 from serve.tokenizer import Tokenizer
 
 
@@ -114,11 +113,6 @@ class CompletionShape:
         if self.request.logprobs is None:
             return None
         return completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, piece.offsets)
-
-
-async def create_completion(serving: Serving, request: Request) -> Response:
-    """Answer POST /v1/completions."""
-    return await respond(serving, request, parse_completion_shape)
 
 
 def parse_completion_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionShape:

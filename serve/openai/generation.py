@@ -14,11 +14,11 @@ from types import TracebackType
 import msgspec
 
 from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
+from serve.event_loop import Pace
 from serve.openai.backend import Backend
 from serve.openai.errors import InternalError
 from serve.openai.responses import PromptTokensDetails, Usage
 from serve.openai.streaming import Backlog
-from serve.pace import Pace
 from serve.text import TextDelta, TextStream
 
 _FINISH_REASONS = ("stop", "length", "abort")

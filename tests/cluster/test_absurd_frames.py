@@ -40,11 +40,15 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.inbox import MAX_FRAMES
-from cluster.rank.leader import Leader
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import join, pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    join,
+    listening_socket,
+    pack,
+)
 from compile.config import CompilationConfig
 
 HOST, VOCAB, NUM_TOKENS = "127.0.0.1", 256, 6
@@ -332,7 +336,7 @@ def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
 def test_what_is_left_in_the_inbox_is_taken_without_a_knock(served: Served) -> None:
     """More than a border takes, sent at once to a leader that sleeps."""
     time.sleep(0.1)
-    for _ in range(4 * MAX_FRAMES):
+    for _ in range(4 * MAX_INBOX_FRAMES):
         served.send(encode(Abort(["nobody"])))
     began = time.monotonic()
     served.check()

@@ -29,12 +29,9 @@ from cluster.messages import (
     Sampling,
     Submit,
 )
-from cluster.rank.assembly import assemble_engine
-from cluster.rank.leader import Leader
+from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket
+from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from serve.router import Router
 from serve.tokens import TokenSocket
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cluster import channel_messages, credentials, lockstep_messages, messages
+from cluster import credentials, group_messages, messages
 from cluster.credentials import Credentials, Header
 from cluster.messages import FrameError, StepPlan, Wire, decode, encode
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.feature("Y03")
 
 STRUCTS: list[type[Wire]] = [
     kind
-    for module in (messages, channel_messages, lockstep_messages, credentials)
+    for module in (messages, group_messages, credentials)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Wire) and kind is not Wire
     if kind.__module__ == module.__name__ and not name.startswith("_")
@@ -33,9 +33,9 @@ STRUCTS: list[type[Wire]] = [
 UNIONS = {
     "Inbound": messages.Inbound,
     "KVCall": messages.KVCall,
-    "ToFollower": channel_messages.ToFollower,
-    "FromFollower": channel_messages.FromFollower,
-    "ToPeer": lockstep_messages.ToPeer,
+    "ToFollower": group_messages.ToFollower,
+    "FromFollower": group_messages.FromFollower,
+    "ToPeer": group_messages.ToPeer,
 }
 
 # Each of the structs gets so many; with more of them the same fields come again.

@@ -20,8 +20,8 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
-from cluster.rank import results
-from cluster.rank.assembly import assemble_engine
+from cluster.rank import runner
+from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 
 NUM_LOGPROBS = 4
@@ -109,7 +109,7 @@ def test_chunks_of_any_size_give_all(oracle: Any, budget: int) -> None:
 def test_logits_of_a_chunk_are_computed_in_pieces(
     oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "MAX_SCORED_ROWS", 13)
+    monkeypatch.setattr(runner, "MAX_SCORED_ROWS", 13)
     [prompt] = prompts_for(1)
     engine = make_engine(oracle)
     rows: list[int] = []
@@ -127,7 +127,7 @@ def test_logits_of_a_chunk_are_computed_in_pieces(
 def test_a_rank_that_gets_no_logits_takes_part_in_as_many_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(results, "MAX_SCORED_ROWS", 3)
+    monkeypatch.setattr(runner, "MAX_SCORED_ROWS", 3)
     rows: list[int] = []
     plan = StepPlan(
         epoch=0,
@@ -143,7 +143,7 @@ def test_a_rank_that_gets_no_logits_takes_part_in_as_many_pieces(
         prompt_targets=[PromptTargets(0, [1] * 5, 0), PromptTargets(1, [1] * 7, 0)],
     )
     hidden = torch.zeros(13, 2)
-    assert results.prompt_logprobs(lambda part: rows.append(len(part)), hidden, plan) == [[], []]
+    assert runner.prompt_logprobs(lambda part: rows.append(len(part)), hidden, plan) == [[], []]
     assert rows == [3, 2, 3, 3, 1]
 
 

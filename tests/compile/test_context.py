@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,9 +18,7 @@ from compile.context import (
     current_context,
     forward_context,
     get_forward_context,
-    reset_kv_cache_data,
     resumed_context,
-    set_kv_cache_data,
     static_forward_context,
 )
 
@@ -159,39 +157,7 @@ def test_a_nested_context_restores_the_outer_one_even_after_an_error() -> None:
     assert get_forward_context() == ForwardContext()
 
 
-# --- layers and their caches ------------------------------------------------------------------
-
-
-@pytest.fixture
-def caches() -> Iterator[dict[str, KVCacheTensor]]:
-    """Registered caches of two layers."""
-    made = {f"layer.{i}": KVCacheTensor(torch.zeros(1), torch.zeros(1)) for i in range(2)}
-    set_kv_cache_data(made)
-    yield made
-    reset_kv_cache_data()
-
-
-@pytest.mark.feature("L04")
-def test_registered_caches_are_seen_by_every_context_that_names_none(
-    caches: dict[str, KVCacheTensor],
-) -> None:
-    own = {"layer.0": KVCacheTensor(torch.ones(1), torch.ones(1))}
-    for _ in range(2):
-        with forward_context(ForwardContext()) as value:
-            assert value.kv_cache_data["layer.1"].k_cache is caches["layer.1"].k_cache
-    with forward_context(ForwardContext(kv_cache_data=own)) as value:
-        assert value.kv_cache_data is own
-    # Outside of a forward nothing can be looked up.
-    assert get_forward_context().kv_cache_data == {}
-
-
-@pytest.mark.feature("L04")
-def test_caches_are_registered_once(caches: dict[str, KVCacheTensor]) -> None:
-    with pytest.raises(RuntimeError, match=r"^kv_cache_data: wanted one registration.*2 layers$"):
-        set_kv_cache_data(caches)
-    reset_kv_cache_data()
-    assert ForwardContext().kv_cache_data == {}
-    set_kv_cache_data(caches)
+# --- layers ------------------------------------------------------------------
 
 
 def test_layers_keep_their_order_under_their_names() -> None:

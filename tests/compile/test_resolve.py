@@ -17,8 +17,8 @@ from compile.config import (
     CompilationConfigError,
     CUDAGraphMode,
 )
+from compile.dispatch import DEFAULT_NUM_TOKENS
 from compile.resolve import PRESETS, StepLimits, resolve
-from compile.sizes import DEFAULT_NUM_TOKENS
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 NEVER, UNIFORM, ALWAYS = AttentionGraphSupport

@@ -18,8 +18,8 @@ from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
-from model.loader import load_model
 from model.parallel import Shard
+from model.weights import load_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 509,

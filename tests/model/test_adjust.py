@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from model.adjust import Adjustments, Penalties, adjust_logits
+from model.sampler import Adjustments, Penalties, adjust_logits
 
 VOCAB = 41
 PROMPTS = [[1, 2, 2, 3], [40], [7, 8, 9, 7]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from model import collectives
+from model import parallel
 from model.parallel import Shard
 
 RANKS = 3
@@ -61,12 +61,12 @@ def test_sizes_that_change_run_in_one_graph(dim: int, run_ranks: Any) -> None:
     results = run_ranks(RANKS, work)
     for step, sizes in enumerate(steps):
         parts = [2 * rows_of(rank, n).movedim(0, dim) for rank, n in enumerate(sizes)]
-        fake = collectives.all_gather(parts[0].to("meta"), sizes, dim, "tp")
+        fake = parallel.all_gather(parts[0].to("meta"), sizes, dim, "tp")
         for found in results:
             assert torch.equal(found[step], torch.cat(parts, dim))
             assert (fake.shape, fake.stride()) == (found[step].shape, found[step].stride())
     (graph,) = graphs
-    (call,) = [node for node in graph.graph.nodes if node.target is collectives.all_gather]
+    (call,) = [node for node in graph.graph.nodes if node.target is parallel.all_gather]
     assert all(isinstance(size, torch.fx.Node) for size in call.args[1])
 
 
@@ -134,16 +134,16 @@ class Group:
 def test_a_process_that_has_one_group_calls_it_by_its_kind() -> None:
     # Ranks' processes agree on names because each of them counts for itself.
     first, second = Group(), Group()
-    name = collectives.register_group("test", first)
+    name = parallel.register_group("test", first)
     assert name == "test"
-    assert collectives.register_group("test", first) == "test"
-    assert collectives.register_group("test", second) == "test.1"
+    assert parallel.register_group("test", first) == "test"
+    assert parallel.register_group("test", second) == "test.1"
     del first
     gc.collect()
     third = Group()
-    assert collectives.register_group("test", third) == "test"
+    assert parallel.register_group("test", third) == "test"
 
 
 def test_an_unknown_group_is_an_error_that_names_it() -> None:
     with pytest.raises(LookupError, match=r"group_name: wanted a registered group .*'nobody'"):
-        collectives.all_reduce(torch.zeros(1), "nobody")
+        parallel.all_reduce(torch.zeros(1), "nobody")

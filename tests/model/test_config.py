@@ -11,9 +11,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import DEFAULTS, ModelConfig, ModelError
-from model.experts import Experts
+from model.config import DEFAULTS, Experts, ModelConfig
 from model.families import FAMILIES
+from model.fields import ModelError
 from model.rope import DefaultRope
 
 FAMILY_NAMES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]

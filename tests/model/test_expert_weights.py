@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig, ModelError
+from model.config import ModelConfig
 from model.families import FAMILIES
+from model.fields import ModelError
 from model.parallel import Shard
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelError
-from model.loader import load_model
+from model.fields import ModelError
+from model.weights import load_model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHAPE: dict[str, Any] = {

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from model.config import ModelError
+from model.fields import ModelError
 from model.kv_cache import KVCacheSpec
 
 SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)

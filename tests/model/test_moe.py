@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile.context import ForwardContext, forward_context
-from model.experts import Experts
+from compile.context import DPMetadata, ForwardContext, forward_context
+from model.config import Experts
 from model.kernels import sparse_mlp
 from model.kernels.packed_linear import PackedWeight, can_pack
+from model.layers import moe
 from model.layers.moe import ExpertNames, SparseMLP
-from model.parallel import Shard
+from model.parallel import ExpertShard, Shard
 
 CPU = torch.device("cpu")
 NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Tokens of each data-parallel rank, as a step's metadata has them."""
-
-    num_tokens_across_dp: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Layer:
 
 
 def run(mlp: SparseMLP, x: torch.Tensor, counts: tuple[int, ...] | None = None) -> torch.Tensor:
-    metadata = None if counts is None else Counts(counts)
+    metadata = None if counts is None else DPMetadata(counts)
     with torch.inference_mode(), forward_context(ForwardContext(dp_metadata=metadata)):
         out: torch.Tensor = mlp(x)
     return out
@@ -171,11 +165,26 @@ def random_counts(rng: random.Random, dp_size: int) -> tuple[int, ...]:
     return tuple(rng.choice([0, 0, 1, 2, rng.randint(0, 30)]) for _ in range(dp_size))
 
 
+@pytest.mark.feature("P03")
+@pytest.mark.parametrize("chunk_tokens", [4096, 4])
 @pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 1), (2, 2), (3, 1), (2, 3)])
 def test_a_grid_computes_what_one_rank_does(
-    dp_size: int, tp_size: int, run_grid: Callable[..., list[list[Any]]]
+    dp_size: int,
+    tp_size: int,
+    chunk_tokens: int,
+    run_grid: Callable[..., list[list[Any]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Uneven tokens, ranks without any, steps without any at all."""
+    """Uneven tokens, ranks without any, steps without any at all, chunks that some lack."""
+    monkeypatch.setattr(moe, "CHUNK_TOKENS", chunk_tokens)
+    gathered: list[int] = []
+    dispatched = ExpertShard.dispatch
+
+    def dispatch(self: ExpertShard, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        gathered.append(sum(sizes))
+        return dispatched(self, t, sizes)
+
+    monkeypatch.setattr(ExpertShard, "dispatch", dispatch)
     torch.manual_seed(dp_size)
     rng = random.Random(tp_size)
     layer = Layer.random(12, 3)
@@ -195,6 +204,7 @@ def test_a_grid_computes_what_one_rank_does(
             assert_close(first, layer.one_by_one(x))
             # Whoever computes the same tokens goes on with the same numbers.
             assert all(torch.equal(found, first) for found in others)
+    assert max(gathered, default=0) <= dp_size * chunk_tokens
 
 
 def test_padding_of_any_rank_changes_no_token(run_grid: Callable[..., list[list[Any]]]) -> None:
@@ -245,7 +255,7 @@ def test_data_parallel_models_share_experts_and_equal_one_rank(
         runner, ids = paged(load(path, shard)[0]), prompts[shard.data.rank]
         parts = []
         for counts in steps:
-            runner.dp_metadata = Counts(counts)
+            runner.dp_metadata = DPMetadata(counts)
             done, n = runner.lengths.get("a", 0), counts[shard.data.rank]
             chunk = ids[done : done + n]
             # A rank that has nothing left to do runs along on padding.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import dispatch
 from model.kernels.packed_linear import PackedWeight, can_pack
-from model.layers.activation import silu_and_mul
 from model.layers.attention import Attention, AttentionMetadata
+from model.layers.mlp import silu_and_mul
 from model.parallel import Shard
 
 T, E, H, HKV, D = 5, 48, 4, 2, 8
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 LIST_OPS = """
 import torch
-import model.loader
+import model.weights
 print(*sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("lockstep::")))
 """
 

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from model.kernels import native
 from model.kernels import packed_linear as module
 from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
-from model.layers.embedding import VocabParallelEmbedding
-from model.layers.linear import ColumnParallelLinear, Linear
-from model.loader import load_model
+from model.layers.linear import Linear, MergedColumnParallelLinear, VocabParallelEmbedding
 from model.parallel import Shard
+from model.weights import load_model
 
 CPU = torch.device("cpu")
 needs_bfloat16 = pytest.mark.skipif(
@@ -160,9 +159,9 @@ def test_an_entry_goes_with_its_owner() -> None:
 # --- layers -----------------------------------------------------------------------------------
 
 
-def layer(seed: int, dtype: torch.dtype = torch.float32) -> ColumnParallelLinear:
+def layer(seed: int, dtype: torch.dtype = torch.float32) -> MergedColumnParallelLinear:
     """A loaded layer with random weights."""
-    made = ColumnParallelLinear(48, 96, bias=True, shard=Shard(), dtype=dtype, device=CPU)
+    made = MergedColumnParallelLinear(48, 96, 1, bias=True, shard=Shard(), dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     for name in ("weight", "bias"):
         target = made.allocate(name)
@@ -295,7 +294,7 @@ def test_a_model_gives_the_same_logits_without(
     wanted = logits()
     if off == "packing":
         monkeypatch.setattr("model.layers.linear.can_pack", lambda *_: False)
-        monkeypatch.setattr("model.layers.embedding.can_pack", lambda *_: False)
+        monkeypatch.setattr("model.layers.linear.can_pack", lambda *_: False)
     else:
         monkeypatch.setattr(module, "native_function", lambda *_: None)
         monkeypatch.setattr("model.kernels.cpu_attention.native_function", lambda *_: None)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import ModelConfig, ModelError
+from model.config import ModelConfig
 from model.families.llama import LlamaForCausalLM
+from model.fields import ModelError
 from model.layers.linear import kv_heads_of
 from model.parallel import ExpertShard, Shard
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.loader import load_model
 from model.parallel import Shard
+from model.weights import load_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

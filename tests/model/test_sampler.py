@@ -12,9 +12,11 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.adjust import Adjustments, Penalties, adjust_logits
 from model.sampler import (
+    Adjustments,
+    Penalties,
     SamplingTensors,
+    adjust_logits,
     draw_uniform,
     filter_min_p,
     filter_top_k_top_p,

@@ -17,14 +17,14 @@ from torch import nn
 
 from compile.context import ForwardContext, forward_context
 from compile.pieces.diagnose import recompile_hazards
-from model import collectives
+from model import parallel
 from model.kernels import elementwise
 from model.kv_cache import KVCacheSpec
-from model.layers import embedding, linear, rotary
+from model.layers import linear, rotary
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
-from model.loader import load_model
 from model.parallel import Shard
+from model.weights import load_model
 
 VOCAB = 509
 ATTENTION = torch.ops.lockstep.unified_attention_with_output
@@ -150,8 +150,7 @@ def test_one_graph_serves_every_batch_and_equals_the_model(
 def test_weights_that_are_not_packed_are_traced_as_products(
     make_checkpoint: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (linear, embedding):
-        monkeypatch.setattr(module, "can_pack", lambda *_: False)
+    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
     path, _ = make_checkpoint(**FAMILIES["llama-tied"])
     traced, _, logits, wanted = traced_beside_eager(path, torch.float32, paged)
     assert torch.equal(logits[-1]["c"], wanted[-1]["c"])
@@ -290,7 +289,7 @@ def test_every_rank_traces_the_same_graph(
     texts, groups = [], [Group(), Group()]
     for rank, group in enumerate(groups):
         # A rank's process has its own table.
-        monkeypatch.setattr(collectives, "_groups", weakref.WeakValueDictionary())
+        monkeypatch.setattr(parallel, "_groups", weakref.WeakValueDictionary())
         torch._dynamo.reset()
         _, traced = backbone_of(path, Shard(rank, 2, group))
         with torch.inference_mode():

@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model import weights
-from model.config import ModelError
+from model.fields import ModelError
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer
-from model.loader import load_model
 from model.parallel import Shard
+from model.weights import load_model
 
 
 @pytest.fixture

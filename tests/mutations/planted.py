@@ -20,11 +20,12 @@ class Mutation:
     """Files or tests of which at least one must fail."""
 
 
-PARITY = (
-    "tests/cluster/test_compiled_parity.py::"
-    "test_every_captured_size_generates_what_transformers_does"
+REPLAYED = "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O0_FULL]"
+REPLAYED_IN_PIECES = (
+    "tests/cluster/parity/test_matrix.py::test_row[six_heads-run_down-O3_PIECEWISE]"
 )
 READY = "tests/cluster/rank/test_ready.py"
+FORWARD = "tests/cluster/rank/test_forward.py"
 
 MUTATIONS = (
     Mutation(
@@ -109,9 +110,9 @@ MUTATIONS = (
     Mutation(
         "padding_rounds_down",
         "A step replays the next smaller graph.",
-        "compile/sizes.py",
+        "compile/dispatch.py",
         {"at = bisect_left(sizes, wanted)": "at = max(0, bisect_left(sizes, wanted) - 1)"},
-        ("tests/compile/test_sizes.py", "tests/compile/test_dispatch.py"),
+        ("tests/compile/test_capture_sizes.py", "tests/compile/test_dispatch.py"),
     ),
     Mutation(
         "residual_is_not_summed",
@@ -136,7 +137,7 @@ MUTATIONS = (
                 "cudagraph_runtime_mode=CUDAGraphMode.NONE,"
             )
         },
-        (PARITY,),
+        (REPLAYED,),
     ),
     Mutation(
         "pieces_never_replay",
@@ -149,14 +150,14 @@ MUTATIONS = (
                 "        ):"
             )
         },
-        (PARITY,),
+        (REPLAYED_IN_PIECES,),
     ),
     Mutation(
         "mixed_steps_never_replay",
         "Whole graphs of mixed steps are captured and never replayed (B03, Q02).",
         "compile/dispatch.py",
         {"return _whole_mixed(num_tokens, num_seqs, captured) or eager": "return eager"},
-        (PARITY,),
+        (REPLAYED,),
     ),
     Mutation(
         "mixed_steps_split_decodes_off",
@@ -167,7 +168,7 @@ MUTATIONS = (
                 "is_decode = num_tokens == num_seqs"
             )
         },
-        (PARITY,),
+        (REPLAYED,),
     ),
     Mutation(
         "strict_seal_captures",
@@ -198,6 +199,149 @@ MUTATIONS = (
         "cluster/rank/forward.py",
         {"has_room=self._room.has_room,": ""},
         (READY,),
+    ),
+    Mutation(
+        "ranks_look_for_room_too_early",
+        "A rank looks for room for graphs while others have yet to allocate their KV (P05).",
+        "cluster/rank/forward.py",
+        {'            self._group.barrier("allocated")\n': ""},
+        ("tests/cluster/rank/test_free_memory.py",),
+    ),
+    Mutation(
+        "contexts_outlive_errors",
+        "A forward that raises leaves its context behind (C12, L02).",
+        "compile/context.py",
+        {
+            """    try:
+        yield value
+    finally:
+        _state.current = before or ForwardContext()""": """    yield value
+    _state.current = before or ForwardContext()"""
+        },
+        (FORWARD,),
+    ),
+    Mutation(
+        "captures_hold_one_sequence",
+        "Every graph is captured on a batch of one padded sequence, whatever its key (C12).",
+        "cluster/rank/forward.py",
+        {
+            "return self._inputs.dummy(key.num_tokens, key.num_seqs or 1, is_mixed=is_mixed)": (
+                "return self._inputs.dummy(key.num_tokens, 1, is_mixed=is_mixed)"
+            )
+        },
+        (FORWARD,),
+    ),
+    Mutation(
+        "contexts_know_no_positions",
+        "A forward's context does not say where its tokens stand (L01).",
+        "cluster/rank/forward.py",
+        {"                positions=batch.positions,\n": ""},
+        (FORWARD,),
+    ),
+    Mutation(
+        "attention_has_a_pool_of_its_own",
+        "Attention writes into a copy of the pool that is read when KV changes hands (L04).",
+        "cluster/rank/runner.py",
+        {
+            "self.kv_spec.views(self.kv_pool, list(layers))": (
+                "self.kv_spec.views(self.kv_pool.clone(), list(layers))"
+            )
+        },
+        (FORWARD,),
+    ),
+    Mutation(
+        "ranks_pad_to_what_they_run",
+        "A rank pads to its own sequences in place of the graph that all agreed on (D05).",
+        "cluster/rank/runner.py",
+        {"agreed.graph_bs or max(plan.num_seqs, 1)": "max(plan.num_seqs, 1)"},
+        (FORWARD,),
+    ),
+    Mutation(
+        "keys_forget_the_query_length",
+        "Graphs of equal tokens are one key, however many each sequence has (C07).",
+        "compile/dispatch.py",
+        {
+            "return BatchDescriptor(self.num_tokens, self.graph_bs, self.is_uniform_decode)": (
+                "return BatchDescriptor(self.num_tokens, self.num_tokens, self.is_uniform_decode)"
+            )
+        },
+        (f"{FORWARD}::test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone",),
+    ),
+    Mutation(
+        "powers_of_two_end_at_32_bits",
+        "next_pow2 loses the last of its six steps (J05).",
+        "compile/pieces/shapes.py",
+        {"(1, 2, 4, 8, 16, 32)": "(1, 2, 4, 8, 16)"},
+        ("tests/compile/pieces/test_shapes.py",),
+    ),
+    Mutation(
+        "what_is_traced_again_is_not_named",
+        "A forward is traced without a word about what makes a graph for each size (J05).",
+        "compile/pieces/decorator.py",
+        {"for hazard in recompile_hazards(forward):": "for hazard in ():"},
+        ("tests/compile/pieces/test_dynamic_shapes.py",),
+    ),
+    Mutation(
+        "ranks_without_tokens_skip_a_chunk",
+        "A rank whose experts' tokens have all travelled counts none for the next chunk (P03).",
+        "compile/context.py",
+        {"max(1, min(max_chunk, n - before))": "max(0, min(max_chunk, n - before))"},
+        ("tests/model/test_moe.py", "tests/cluster/rank/test_dp_metadata.py"),
+    ),
+    Mutation(
+        "experts_gather_everything_at_once",
+        "Experts' tokens travel in one chunk, however many there are (P03).",
+        "model/layers/moe.py",
+        {
+            "range(-(-metadata.max_tokens_across_dp // CHUNK_TOKENS))": (
+                "range(min(1, metadata.max_tokens_across_dp))"
+            ),
+            "metadata.chunked_sizes(CHUNK_TOKENS, index)": "metadata.chunked_sizes(1 << 30, index)",
+            "rows[CHUNK_TOKENS * index :][:CHUNK_TOKENS]": "rows",
+        },
+        ("tests/model/test_moe.py",),
+    ),
+    Mutation(
+        "nccl_waits_for_half_an_hour",
+        "A collective on a GPU waits as long as torch's default.",
+        "cluster/rank/groups.py",
+        {
+            """    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+""": "    options = dist.ProcessGroupNCCL.Options()\n"
+        },
+        ("tests/cluster/rank/test_groups.py",),
+    ),
+    Mutation(
+        "captures_forbid_other_threads",
+        "While a graph is captured, an event that NCCL's watchdog polls is an error.",
+        "compile/graphs/cuda.py",
+        {', capture_error_mode="thread_local"': ""},
+        ("tests/compile/graphs/test_cuda_graph.py",),
+    ),
+    Mutation(
+        "eager_pieces_see_no_pass",
+        "Passes run in Inductor alone.",
+        "compile/cache/manager.py",
+        {"self.passes.apply(graph)": "pass"},
+        (
+            "tests/cluster/parity/test_compiled_start.py::"
+            "test_passes_rewrite_pieces_that_no_compiler_sees",
+        ),
+    ),
+    Mutation(
+        "breaks_leave_no_report",
+        "A forward that is refused for its graph break leaves nothing to explain (Q04).",
+        "compile/pieces/decorator.py",
+        {"compilers[0].report_break(error)\n            raise": "raise"},
+        ("tests/compile/test_explain.py",),
+    ),
+    Mutation(
+        "guards_are_told_as_dropped",
+        "A report says of conditions that every call checks that none does (Q04, J01).",
+        "compile/pieces/decorator.py",
+        {"keeps_guards=self._scope.config.evaluate_guards": "keeps_guards=False"},
+        ("tests/compile/test_explain.py",),
     ),
     Mutation(
         "pre_empted_goes_last",

@@ -44,6 +44,17 @@ class Server:
         _, body = self.get("/ready")
         return [rank for replica in body["pools"][pool]["replicas"] for rank in replica["ranks"]]
 
+    def ready_ranks(self, pool: str, timeout_s: float = 60) -> list[dict[str, Any]]:
+        """Return a pool's ranks once each has reported that it is ready.
+
+        A group is ready a moment before `/ready` shows its ranks' next reports.
+        """
+        deadline = time.monotonic() + timeout_s
+        while any(rank["state"] != "ready" for rank in self.ranks(pool)):
+            assert time.monotonic() < deadline, self.ranks(pool)
+            time.sleep(0.1)
+        return self.ranks(pool)
+
     def wait_until_ready(self, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -23,8 +23,8 @@ def test_two_pools_of_two_engines_each_answer_as_one_rank_does(
     options += [f"{pool}.data_parallel_size=2" for pool in ("prefill", "decode")]
     app = start_app("dp", *options)
     for pool in ("prefill", "decode"):
-        found = [(r["dp_rank"], r["tp_rank"], r["state"]) for r in app.ranks(pool)]
-        assert found == [(0, 0, "ready"), (1, 0, "ready")]
+        found = [(r["dp_rank"], r["tp_rank"]) for r in app.ready_ranks(pool)]
+        assert found == [(0, 0), (1, 0)]
     llm = LLM(dtype="float32", max_num_seqs=8, enforce_eager=True)
     questions = ["What is 12 + 30?", "Count from 3 to 9.", "Sort 5 2 9.", "Count from 5 to 20."]
     conversations = [[{"role": "user", "content": question}] for question in questions]

@@ -18,8 +18,7 @@ import zmq
 from cluster.credentials import Credentials
 from cluster.messages import Abort, EngineOutput, OutputFrame, TokenLogprobs, decode, encode
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, frames_of
-from cluster.wire.message_parts import Part, pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.wire.sockets import CurveHandshake, Part, connecting_socket, listening_socket, pack
 from serve import tokens as tokens_module
 from serve.tokens import TokenSocket
 

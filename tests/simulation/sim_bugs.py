@@ -17,11 +17,11 @@ from sim_owner import SimPool
 from sim_rank import SimFollower, SimLeader, SimRunner
 from sim_world import Plants
 
-from cluster.channel_messages import StepFrame
 from cluster.engine import sequence
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
+from cluster.group_messages import StepFrame
 from cluster.kv.group import GroupReader
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import KVReads

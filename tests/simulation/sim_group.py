@@ -20,7 +20,7 @@ from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
 from cluster.actors.rank_actor import RankPlace
 from cluster.actors.rank_group import RankDied, RankGroup
 from cluster.config import ParallelConfig, Role
-from cluster.engine.step_digest import StepDivergence
+from cluster.engine.divergence import StepDivergence
 from cluster.kv.handoff import HandoffMetadata
 from cluster.messages import EngineOutput, StepAgreement
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sim_schedule import LINK, Fault
 
-from cluster.channel_messages import (
+from cluster.engine.divergence import StepDigester
+from cluster.group_messages import (
     EndOfSteps,
     FollowerReport,
     KVOrder,
     StepFrame,
     ToFollower,
 )
-from cluster.engine.step_digest import StepDigester
 from cluster.messages import StepAgreement, StepPlan, Vote, decode, encode
 
 if TYPE_CHECKING:

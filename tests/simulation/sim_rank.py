@@ -20,15 +20,14 @@ from sim_loop import Process, Violation
 from sim_model import GRAPHS, PagedModel
 from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
-from cluster.channel_messages import ReadEnded, StepFrame, TicketsEnded
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
+from cluster.engine.divergence import StepDigester, StepLog
 from cluster.engine.engine import Engine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.step_digest import StepDigester
-from cluster.engine.step_log import StepLog
 from cluster.engine.watchdog import Phase
+from cluster.group_messages import ReadEnded, StepFrame, TicketsEnded
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.messages import (
     Abort,
@@ -43,7 +42,7 @@ from cluster.messages import (
 from cluster.rank.channel import NoFollowers
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.lockstep import Lockstep
-from cluster.rank.phases import PhaseRecorder
+from cluster.rank.status import PhaseRecorder
 
 if TYPE_CHECKING:
     from sim_group import SimGroup

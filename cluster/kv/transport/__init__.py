@@ -10,6 +10,6 @@
 
 Both sides are a thread each, so that neither a long copy nor a long step delays the other. What may
 happen when is decided by the state machines `KVHolder` and `KVReads` of `cluster.kv`; here are only
-sockets, copies and locks. Every call and every answer is proved (`proofs.py`), and only who
-knows the holder's password finishes a handshake with it (`door.py`).
+sockets, copies and locks. Every call and every answer is proved, and only who knows the holder's
+password finishes a handshake with it (`proofs.py`).
 """

@@ -18,9 +18,8 @@ import zmq
 from cluster.credentials import Credentials
 from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVReads
-from cluster.kv.transport.door import PlainHandshake
 from cluster.kv.transport.memory import node_id, open_shared
-from cluster.kv.transport.proofs import CallIds, KVProofs, is_equal
+from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, is_equal
 from cluster.kv.transport.store import BlockStore, KVThreadDied
 from cluster.messages import (
     FrameError,
@@ -31,7 +30,7 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.wire.doorbell import Doorbell
+from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import MAX_PART_BYTES, connecting_socket
 
 log = logging.getLogger("lockstep.kv")

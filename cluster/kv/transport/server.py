@@ -14,8 +14,7 @@ import zmq
 from cluster.credentials import Credentials
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import max_chunk_blocks
-from cluster.kv.transport.door import Doorkeeper, PlainHandshake
-from cluster.kv.transport.proofs import KVProofs, is_equal, number_of
+from cluster.kv.transport.proofs import Doorkeeper, KVProofs, PlainHandshake, is_equal, number_of
 from cluster.kv.transport.store import BlockStore, KVThreadDied
 from cluster.messages import (
     FrameError,
@@ -28,10 +27,8 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.wire.budget import Budget
-from cluster.wire.contexts import end_context
-from cluster.wire.doorbell import Doorbell
-from cluster.wire.sockets import listening_socket
+from cluster.wire.polling import Budget, Doorbell
+from cluster.wire.sockets import end_context, listening_socket
 
 log = logging.getLogger("lockstep.kv")
 
@@ -183,7 +180,6 @@ class KVServer:
             self._doorbell.ring()
 
     def _answer_all(self, budget: Budget) -> None:
-        """Answer the calls that wait, or as many as the budget allows."""
         while budget.take():
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)

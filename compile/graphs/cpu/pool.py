@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from compile.graphs.nested import map_tensors
+from compile.graphs.boundary import map_tensors
 
 
 class CpuGraphPool:

@@ -22,9 +22,14 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import join, pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    join,
+    listening_socket,
+    pack,
+)
 
 CREDENTIALS = Credentials("test", b"s" * 32)
 

@@ -24,9 +24,7 @@ def config(oracle: Any, **compilation: Any) -> EngineConfig:
         max_model_len=64,
         cache=CacheConfig(block_size=4, num_kv_blocks=40),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-        compilation=CompilationConfig(
-            level=3, compiler="eager", cudagraph_mode="NONE", **compilation
-        ),
+        compilation=CompilationConfig(level=3, cudagraph_mode="NONE", **compilation),
     )
 
 
@@ -40,12 +38,18 @@ def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
 
 @pytest.mark.feature("P12")
 @pytest.mark.parametrize(
-    ("is_shared", "num_compilations"), [(True, 3), pytest.param(False, 6, marks=pytest.mark.slow)]
+    ("compiler", "is_shared", "num_compilations"),
+    [
+        ("eager", True, 3),
+        pytest.param("eager", False, 6, marks=pytest.mark.slow),
+        pytest.param("inductor", True, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_nodes_fetch_what_one_of_them_compiles(
     ray_cluster: Any,
     make_oracle: Callable[[str], Any],
     tmp_path: Path,
+    compiler: str,
     is_shared: bool,
     num_compilations: int,
 ) -> None:
@@ -53,7 +57,8 @@ def test_nodes_fetch_what_one_of_them_compiles(
 
     from cluster.actors.artifact_board import create_artifact_board
 
-    engine, board = config(make_oracle("tied"), share_artifacts=is_shared), create_artifact_board()
+    engine = config(make_oracle("tied"), compiler=compiler, share_artifacts=is_shared)
+    board = create_artifact_board()
     remote = ray.remote(num_cpus=1, max_calls=1)(start)  # each in a process of its own
     disks = [str(tmp_path / name) for name in ("first", "second")]
     nodes = [
@@ -65,7 +70,8 @@ def test_nodes_fetch_what_one_of_them_compiles(
     # Each has all artifacts on its own disk: its next start asks nobody.
     for node in nodes:
         [again] = ray.get([remote.remote(node, None)], timeout=120)
-        assert (again["compilations"], again["loaded"]) == (0, NUM_PIECES)
+        assert (again["compilations"], again["cpp_builds"]) == (0, 0)
+        assert again["loaded"] == NUM_PIECES
     ray.kill(board)
 
 

@@ -42,17 +42,35 @@ def check(oracle: Any, prompts: list[list[int]], results: list[list[int]]) -> No
     oracle.report_ties()
 
 
+async def debug(group: Any) -> list[dict[str, Any]]:
+    """Return what each actor's rank has compiled, captured, replayed and agreed on."""
+    return list(await asyncio.gather(*(actor.debug.remote() for actor in group.actors)))
+
+
 @pytest.mark.feature("P01", "P02", "P04", "P11", "P12", "P19", "P20", "P21")
+@pytest.mark.parametrize(
+    ("shape", "compiler"),
+    [
+        ("one kv head", "eager"),
+        pytest.param("one kv head", "inductor", marks=pytest.mark.slow),
+        pytest.param("mixtral tied eight experts", "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
-    running_group: Any, generate: Any, make_oracle: Callable[[str], Any], tmp_path: Path
+    running_group: Any,
+    generate: Any,
+    make_oracle: Callable[[str], Any],
+    tmp_path: Path,
+    shape: str,
+    compiler: str,
 ) -> None:
-    oracle = make_oracle("one kv head")
+    oracle = make_oracle(shape)
     prompts = prompts_for(oracle)
     engine = config(
         oracle,
         ParallelConfig(2, 2),
         level=3,
-        compiler="eager",
+        compiler=compiler,
         cudagraph_mode="FULL_AND_PIECEWISE",
         cudagraph_capture_sizes=(1, 2, 4),
         capture_num_tokens=(16, 32),
@@ -61,6 +79,7 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
 
     async def scenario() -> None:
         async with running_group(engine, epoch=4) as group:
+            ready = await debug(group)
             # Two thirds to the first leader, then all to the second.
             first, second = group.inboxes
             results = []
@@ -75,8 +94,14 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
             assert found == [(dp, tp, 4, "ready") for dp in range(2) for tp in range(2)]
             assert len({r.pid for r in report.ranks}) == 4
             # Ranks of one node take what one of them has compiled: three pieces in all.
-            told = await asyncio.gather(*(actor.debug.remote() for actor in group.actors))
+            told = await debug(group)
             assert sum(rank["compilations"] for rank in told) == 3
+            assert sum(rank["loaded"] for rank in told) == 3 * 3
+            # Of what Inductor makes, each piece is one build of C++ at least.
+            assert (sum(rank["cpp_builds"] for rank in told) > 0) == (compiler == "inductor")
+            for name in ("compilations", "loaded", "cpp_builds", "captures"):
+                assert [rank[name] for rank in told] == [rank[name] for rank in ready]
+            assert not any(rank["late_compilations"] + rank["late_captures"] for rank in told)
             logs = [rank["agreements"] for rank in told]
             decodes = [step for step in logs[0] if step["kind"] == 1]
             mixed = [step for step in logs[0] if step["kind"] == 2]
@@ -84,6 +109,16 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
             assert all(step["mode"] == 2 for step in decodes)
             assert all(step["mode"] == 1 for step in mixed)
             assert all(log == logs[0] for log in logs)
+            # Of each kind of step, every rank replayed as many as there were.
+            for rank in told:
+                assert sum(rank["replays"].values()) == len(decodes)
+                assert rank["piecewise_steps"] == len(mixed)
+            for step in decodes:  # the next captured size, of whoever decodes most
+                most = max(step["num_scheduled_tokens"])
+                assert step["graph_bs"] == min(bs for bs in (1, 2, 4) if bs >= most)
+            across = [step["num_scheduled_tokens"] for step in decodes]
+            assert any(0 in tokens for tokens in across)
+            assert any(0 not in tokens and len(set(tokens)) > 1 for tokens in across)
             ended = asyncio.create_task(group.wait_for_end())
             await group.stop()
             assert (await ended).endswith("ended: stopped")
@@ -107,8 +142,7 @@ def test_without_lockstep_each_leader_steps_for_itself(
             inboxes = [group.inboxes[1]] * 3
             results, _ = await generate(inboxes, prompts, NUM_TOKENS)
             check(oracle, prompts, results)
-            told = await asyncio.gather(*(actor.debug.remote() for actor in group.actors))
-            idle, busy = (rank["agreements"] for rank in told)
+            idle, busy = (rank["agreements"] for rank in await debug(group))
             assert not idle
             # The other rank is in none of the steps, neither with sequences nor with padding.
             assert busy and all(len(step["num_tokens_across_dp"]) == 1 for step in busy)

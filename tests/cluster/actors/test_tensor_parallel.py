@@ -18,7 +18,7 @@ import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.credentials import Credentials
-from cluster.engine.step_digest import StepDivergence
+from cluster.engine.divergence import StepDivergence
 from compile.config import CompilationConfig
 
 pytestmark = pytest.mark.ray

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine import lockstep
+from cluster.engine.divergence import StepDivergence, StepLog
 from cluster.engine.lockstep import LockstepMachine, PeersSilent, get_dp_padding
-from cluster.engine.step_digest import StepDivergence
-from cluster.engine.step_log import StepLog
-from cluster.lockstep_messages import StepConfirm
+from cluster.group_messages import StepConfirm
 from cluster.messages import StepAgreement, StepKind, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs

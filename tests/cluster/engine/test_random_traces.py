@@ -32,7 +32,7 @@ def run_mixed(
     """
     engine = sim.FakeEngine(shape)
     if forgets:
-        engine.scheduler._may_fit = lambda seq, batch: True
+        engine.scheduler._is_worth_a_try = lambda seq, batch: True
     texts = {a.request.request_id: list(a.request.output_token_ids) for a in trace}
     ends: dict[str, object] = {}
     # The first running sequence is never pre-empted and gains a token in every step.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
-from cluster.rank.phases import PhaseRecorder
+from cluster.rank.status import PhaseRecorder
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
 PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.channel_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder, KVReadResult
 from cluster.messages import FrameError, KVHandoff

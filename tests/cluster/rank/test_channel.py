@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import zmq
 
-from cluster.channel_messages import (
+from cluster.credentials import Credentials
+from cluster.group_messages import (
     DropKV,
     EndOfSteps,
     FollowerHello,
@@ -22,7 +23,6 @@ from cluster.channel_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.credentials import Credentials
 from cluster.messages import (
     PROTOCOL_VERSION,
     FrameError,
@@ -35,8 +35,8 @@ from cluster.rank import channel
 from cluster.rank.channel import StepReceiver, StepSender
 from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import Lockstep
-from cluster.wire.contexts import end_context
-from cluster.wire.doorbell import Doorbell
+from cluster.wire.polling import Doorbell
+from cluster.wire.sockets import end_context
 
 CREDENTIALS = Credentials("abc", b"s" * 32)
 OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")

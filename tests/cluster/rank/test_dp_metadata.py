@@ -47,8 +47,6 @@ def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]
         made = DPMetadata.make(tokens, rank, tokens[rank])
         assert made is not None
         assert made.max_tokens_across_dp == int(across.max())
-        assert list(made.cu_tokens_across_dp) == across.cumsum(0).tolist()
-        assert made.is_uniform == bool((across == across[0]).all())
         for max_chunk in (1, 3, 4, 100):
             for index in range(-(-max(tokens) // max_chunk)):
                 chunk = (across - max_chunk * index).clamp(max=max_chunk).clamp(min=1)

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config import EngineConfig, ParallelConfig
+from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.credentials import Credentials
+from cluster.rank import free_memory
 from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
 from cluster.rank.groups import GroupMembership
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
-from cluster.wire.contexts import end_context
-from compile.config import CUDAGraphMode
+from cluster.rank.runner import ModelRunner
+from cluster.wire.sockets import end_context
+from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext
 from compile.graphs.capture import CaptureCase, capture_all
 from compile.graphs.pools import GraphPools, new_graph_pool
@@ -120,6 +122,42 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
     assert results == [((1, 4), [2, 8])] * (dp * tp)
     # The same order on all ranks, and nobody is a size ahead.
     assert [size for size, _ in log] == [4] * (dp * tp) + [1] * (dp * tp)
+
+
+@pytest.mark.feature("P05")
+def test_no_rank_looks_for_room_before_all_have_allocated_their_kv(
+    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a node share its memory: what one finds is what the others are about to take."""
+    path, log = str(make_oracle("tied").path), []
+
+    def free(device: torch.device) -> int:
+        log.append("looked")
+        return 1 << 40
+
+    monkeypatch.setattr(free_memory, "free_memory_bytes", free)
+
+    def work(group: GroupMembership) -> tuple[int, ...]:
+        config = EngineConfig(
+            model_path=path,
+            max_model_len=32,
+            cache=CacheConfig(block_size=4, num_kv_blocks=32),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+            parallel=ParallelConfig(1, 2),
+            compilation=CompilationConfig(
+                level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
+            ),
+        )
+
+        def late(size: int) -> None:
+            time.sleep(0.5 * group.rank)
+            log.append("allocated")
+
+        runner = ModelRunner(config, dp_rank=group.dp_rank, group=group, storage=late)
+        return runner.forward.captured.graph_bs
+
+    assert run_ranks(2, 1, work) == [(1, 2)] * 2
+    assert log == ["allocated"] * 2 + ["looked"] * 4
 
 
 def test_what_a_graph_needs_follows_from_the_model(tiny_checkpoint: Any) -> None:

@@ -6,20 +6,22 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
 
-from cluster.channel_messages import LeaderHello
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.credentials import Credentials
+from cluster.group_messages import LeaderHello
 from cluster.messages import PROTOCOL_VERSION, FrameError
 from cluster.rank import groups
 from cluster.rank.groups import GroupMembership
 from cluster.rank.links import LinkAddress
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.wire.contexts import end_context
+from cluster.wire.sockets import end_context
 from model.parallel import Shard
 
 HOST = "127.0.0.1"
@@ -31,6 +33,7 @@ def run_ranks(
     work: Callable[[GroupMembership], Any],
     host: str = HOST,
     is_on_one_node: bool = False,
+    device: str = "cpu",
 ) -> list[Any]:
     """Join `size` ranks on threads, do the work on each and leave; return the results."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(size))
@@ -44,10 +47,11 @@ def run_ranks(
             group = GroupMembership(None, Shard())
         elif rank == 0:
             hello = where.hello(CREDENTIALS, 0)
-            group = GroupMembership.lead(where, endpoints.listener, size, "cpu", host, hello=hello)
+            listener = endpoints.listener
+            group = GroupMembership.lead(where, listener, size, device, host, hello=hello)
         else:
             hello = where.hello(CREDENTIALS, 0)
-            group = GroupMembership.follow(where, rank, "cpu", host, hello=hello)
+            group = GroupMembership.follow(where, rank, device, host, hello=hello)
         try:
             return work(group)
         finally:
@@ -160,6 +164,32 @@ def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyP
 
     waited, _ = run_ranks(2, work)
     assert 0.3 < waited < 1.5
+
+
+class StandInNCCL:
+    """Takes the place of `ProcessGroupNCCL`: a gloo group that waits as long as it was told."""
+
+    class Options:
+        _timeout = timedelta(minutes=30)
+
+    timeouts: ClassVar[list[timedelta]] = []
+
+    def __new__(cls, store: Any, rank: int, size: int, options: Options) -> Any:
+        cls.timeouts.append(options._timeout)
+        return ProcessGroupGloo(store, rank, size, options._timeout)
+
+
+def test_nccl_waits_no_longer_than_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandInNCCL, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(StandInNCCL, "timeouts", [])
+
+    def work(group: GroupMembership) -> list[float]:
+        return group.shard.all_reduce(torch.ones(1)).tolist()
+
+    assert run_ranks(2, work, device="cuda") == [[2.0], [2.0]]
+    assert StandInNCCL.timeouts == [timedelta(seconds=groups.COLLECTIVE_TIMEOUT_S)] * 2
+    assert groups.COLLECTIVE_TIMEOUT_S <= 60
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_at_the_end(

@@ -12,12 +12,18 @@ import zmq
 
 from cluster.credentials import Credentials
 from cluster.messages import Abort, GenerateRequest, Sampling, Submit, Watch, encode
-from cluster.rank import inbox as inbox_module
-from cluster.rank.inbox import MAX_FRAMES, BadSubmit, Inbox, max_submit_bytes
-from cluster.wire.budget import Budget
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import join, pack, split
-from cluster.wire.sockets import MAX_PART_BYTES, CurveHandshake, connecting_socket
+from cluster.rank import leader
+from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
+from cluster.wire.polling import Budget
+from cluster.wire.sockets import (
+    MAX_PART_BYTES,
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    join,
+    pack,
+    split,
+)
 
 CREDENTIALS = Credentials("test", b"s" * 32)
 SAMPLING = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None)
@@ -49,14 +55,14 @@ def test_a_border_takes_no_more_than_its_share(
     ends: tuple[Inbox, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inbox, sender = ends
-    monkeypatch.setattr(inbox_module, "MAX_S", 1000.0)
-    for i in range(3 * MAX_FRAMES):
+    monkeypatch.setattr(leader, "MAX_INBOX_S", 1000.0)
+    for i in range(3 * MAX_INBOX_FRAMES):
         sender.send_multipart(pack(encode(Abort([str(i)])), CREDENTIALS))
     time.sleep(1.0)  # all have come
-    borders = take_all(inbox, 3 * MAX_FRAMES)
-    assert max(map(len, borders)) == MAX_FRAMES
+    borders = take_all(inbox, 3 * MAX_INBOX_FRAMES)
+    assert max(map(len, borders)) == MAX_INBOX_FRAMES
     assert [a.request_ids for border in borders for a in border] == [
-        [str(i)] for i in range(3 * MAX_FRAMES)
+        [str(i)] for i in range(3 * MAX_INBOX_FRAMES)
     ]
 
 
@@ -64,7 +70,7 @@ def test_a_border_takes_no_longer_than_its_share(
     ends: tuple[Inbox, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inbox, sender = ends
-    monkeypatch.setattr(inbox_module, "MAX_S", 0.0)
+    monkeypatch.setattr(leader, "MAX_INBOX_S", 0.0)
     for _ in range(5):
         sender.send_multipart(pack(encode(Abort(["r"])), CREDENTIALS))
     time.sleep(0.2)

@@ -17,10 +17,10 @@ import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.credentials import Credentials
+from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent
-from cluster.engine.step_digest import StepDivergence
 from cluster.engine.watchdog import Phase
-from cluster.lockstep_messages import PeerHello, ToPeer
+from cluster.group_messages import PeerHello, ToPeer
 from cluster.messages import (
     PROTOCOL_VERSION,
     EngineOutput,
@@ -35,14 +35,18 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank import groups, peers
+from cluster.rank import groups, lockstep
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep, Lockstep
-from cluster.rank.phases import PhaseRecorder
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
-from cluster.wire.contexts import end_context
-from cluster.wire.message_parts import pack
-from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket
+from cluster.rank.status import PhaseRecorder
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    listening_socket,
+    pack,
+)
 from compile.config import CompilationConfig
 from compile.dispatch import CapturedGraphs
 from examples.bench.fault_injection import Action, Fault, Place, arm
@@ -151,7 +155,7 @@ def test_a_leader_of_another_group_is_refused_by_name(
 
 
 def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lockstep, "SILENCE_TIMEOUT_S", 0.2)
     for first, *_ in join_all(3):
         with pytest.raises(PeersSilent, match=r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "):
             first.agree(vote(1, 0))
@@ -190,7 +194,7 @@ class Pair:
 @pytest.fixture
 def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Who does not notice itself that its peer has stopped ends soon.
-    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(lockstep, "SILENCE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(groups, "END_TIMEOUT_S", 0.05)
     config = EngineConfig(
         model_path=str(make_oracle("tied").path),

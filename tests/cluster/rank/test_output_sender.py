@@ -15,8 +15,7 @@ from cluster.credentials import Credentials
 from cluster.messages import EndedFrame, EngineOutput, OutputFrame, TokenLogprobs, decode
 from cluster.rank import output_sender as output_sender_module
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
-from cluster.wire.contexts import end_context
-from cluster.wire.sockets import CurveHandshake, listening_socket
+from cluster.wire.sockets import CurveHandshake, end_context, listening_socket
 
 CREDENTIALS = Credentials("test", b"s" * 32)
 

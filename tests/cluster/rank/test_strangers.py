@@ -19,13 +19,11 @@ import torch
 import zmq
 from zmq.utils import z85
 
-from cluster.channel_messages import FollowerHello, LeaderHello
 from cluster.credentials import Credentials
+from cluster.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.kv.handoff import KVHolder
-from cluster.kv.transport.door import PlainHandshake
-from cluster.kv.transport.proofs import CallIds, KVProofs
+from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
-from cluster.lockstep_messages import PeerHello
 from cluster.messages import (
     PROTOCOL_VERSION,
     KVRenew,
@@ -36,16 +34,16 @@ from cluster.messages import (
 )
 from cluster.rank import links
 from cluster.rank.channel import StepReceiver, StepSender
-from cluster.rank.inbox import Inbox
-from cluster.rank.peers import PeerSockets
-from cluster.wire.contexts import end_context
-from cluster.wire.doorbell import Doorbell
-from cluster.wire.message_parts import pack
+from cluster.rank.leader import Inbox
+from cluster.rank.lockstep import PeerSockets
+from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
     CurveHandshake,
     connecting_socket,
+    end_context,
     listening_socket,
+    pack,
 )
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -144,12 +144,6 @@ def test_a_configuration_names_the_graphs_that_its_mode_replays(
     assert graphs_to_capture(replace(CONFIG, cudagraph_mode=mode), 3) == graphs
 
 
-def test_whole_graphs_of_a_speculating_engine_have_more_tokens_than_sequences() -> None:
-    config = replace(CONFIG, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
-    keys = [key for _, key in graphs_to_capture(config, 4, query_len=3)]
-    assert keys == [BatchDescriptor(3 * bs, bs, True) for bs in (4, 2, 1)]
-
-
 # --- the loop -----------------------------------------------------------------------------------
 
 

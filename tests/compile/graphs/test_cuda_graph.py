@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from compile.config import CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.graphs.capture import capture_window
-from compile.graphs.cuda import alias
+from compile.graphs.cuda import CudaStepGraph, alias
 from compile.graphs.errors import ReplayError
 from compile.graphs.pools import GraphPools, new_graph_pool, new_step_graph
 from compile.graphs.wrapper import CUDAGraphWrapper
@@ -33,6 +34,55 @@ def test_without_the_private_function_a_tensor_is_its_own_alias(
     monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
     x = torch.ones(3)
     assert alias(x) is x
+
+
+class StandInGraph:
+    """Takes the place of `torch.cuda.CUDAGraph` and notes what it is told."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.calls.append(("begin", pool, capture_error_mode))
+
+    def capture_end(self) -> None:
+        self.calls.append("end")
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+
+class StandInPool:
+    device, handle = torch.device("cuda"), (0, 1)
+
+    def capture_stream(self) -> None: ...
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_other_threads_alone_and_ends_whatever_happens(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's watchdog polls events meanwhile: an error in any other mode than thread_local."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: StandInGraph(calls))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def fn() -> str:
+        calls.append("run")
+        if fails:
+            raise ValueError("inside")
+        return "output"
+
+    graph = CudaStepGraph(StandInPool())  # type: ignore[arg-type]
+    begun = ["synchronize", ("begin", (0, 1), "thread_local"), "run", "end"]
+    if fails:
+        with pytest.raises(ValueError, match="inside"):
+            graph.capture(fn)
+        assert calls == begun
+    else:
+        assert graph.capture(fn) == "output"
+        assert calls == [*begun, "replay"]
 
 
 def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

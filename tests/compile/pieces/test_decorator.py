@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from compile.config import CUDAGraphMode
 from compile.counters import counter
@@ -326,6 +326,17 @@ class Summing(Stateful):
         return input_ids + 1
 
 
+STEPS = 0
+
+
+@support_torch_compile
+class Assigning(Stateful):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        global STEPS
+        STEPS = STEPS + 1
+        return input_ids + 1
+
+
 @support_torch_compile
 class Writing(Stateful):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -368,6 +379,18 @@ def test_changing_state_works_while_graphs_are_off(
             assert module.total == total
     assert cache.text is None
     assert "not kept in the cache, because it has side effects: a call of update" in caplog.text
+
+
+def test_assigning_to_a_global_is_seen_outside(toys: Any) -> None:
+    before = STEPS
+    module = toys.build(Assigning, cudagraph_mode=CUDAGraphMode.NONE)
+    assert torch.equal(module(torch.arange(4)), torch.arange(4) + 1)
+    assert before + 1 == STEPS
+
+
+def test_tracing_leaves_no_graph_among_the_globals(toys: Any) -> None:
+    toys.build(Writing)(torch.arange(4))
+    assert not [name for name, value in globals().items() if isinstance(value, fx.GraphModule)]
 
 
 def test_writing_into_a_buffer_is_part_of_the_graph(toys: Any) -> None:

@@ -155,6 +155,7 @@ def line_of(toy: Callable[..., Any]) -> tuple[int, str]:
     return first + number, lines[number].strip()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.feature("J06")
 @pytest.mark.feature("A07")
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from compile.counters import counter
 from compile.pieces.decorator import support_torch_compile
 from compile.pieces.diagnose import GraphBreakError, SpecialisedError
 from compile.pieces.plan import GuardError
+from compile.pieces.shapes import next_pow2
 from compile.report import CompileReport
 
 MODES = list(DynamicShapes)
@@ -110,6 +112,44 @@ def test_what_makes_a_graph_for_each_size_is_named_when_it_is_traced(
     toys.build(module_of(branching))(*toys.inputs(8))
     wanted = r"test_dynamic_shapes\.py:\d+: wanted torch\.where, .* found a branch on a size"
     assert re.search(wanted, caplog.text)
+
+
+def bits(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return input_ids * (1 << (input_ids.shape[0] - 1).bit_length()) + positions
+
+
+def power(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return input_ids * next_pow2(input_ids.shape[0]) + positions
+
+
+def listed(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return input_ids * max([input_ids.shape[0], 5]) + positions
+
+
+def paired(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return input_ids * torch.sym_max(input_ids.shape[0], 5) + positions
+
+
+@pytest.mark.feature("J05")
+@pytest.mark.parametrize(
+    ("hazard", "named", "remedy"),
+    [
+        (bits, "wanted next_pow2 of compile.pieces.shapes, found bit_length()", power),
+        (listed, "wanted torch.sym_max of two at a time, or", paired),
+    ],
+)
+def test_what_the_warning_names_is_one_graph_for_every_size(
+    toys: Any, caplog: pytest.LogCaptureFixture, hazard: Any, named: str, remedy: Any
+) -> None:
+    with contextlib.suppress(SpecialisedError):
+        toys.build(module_of(hazard))(*toys.inputs(8))
+    assert named in caplog.text
+    caplog.clear()
+    module = toys.build(module_of(remedy))
+    with counter.expect(num_graphs_seen=1):
+        for n in (8, 2, 3, 5, 33):
+            assert torch.equal(module(*toys.inputs(n)), toys.expected(module, n))
+    assert "found" not in caplog.text and "traced for" not in caplog.text
 
 
 @pytest.mark.feature("J01")

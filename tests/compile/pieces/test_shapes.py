@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from compile.custom_op import direct_register_custom_op
 from compile.pieces.diagnose import RecompileHazard, recompile_hazards
-from compile.pieces.shapes import largest, next_pow2, smallest
+from compile.pieces.shapes import next_pow2
 
 X = torch.ones(3)
 
@@ -66,11 +64,6 @@ def test_next_pow2_ends_at_2_to_the_62() -> None:
     assert [next_pow2(n) for n in (-5, 0, 1)] == [1, 1, 1]
 
 
-@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=6))
-def test_largest_and_smallest_are_pythons(sizes: list[int]) -> None:
-    assert (largest(sizes), smallest(sizes)) == (max(sizes), min(sizes))
-
-
 # --- what makes graphs, and what does not ---------------------------------------------------------
 
 
@@ -86,8 +79,8 @@ def by_max(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     return x + max(sizes)
 
 
-def by_largest(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    return x + largest(sizes)
+def by_sym_max(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    return x + torch.sym_max(sizes[0], sizes[1])
 
 
 def by_branch(x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +139,7 @@ def test_a_branch_on_a_size_makes_a_graph_for_each_side_and_where_one_for_both()
 @pytest.mark.feature("J05")
 def test_the_largest_of_a_changing_list_makes_no_graph_for_each_order() -> None:
     # Current torch serves max() of symbols as well; what matters is that nothing depends on it.
-    assert num_graphs(by_largest, LISTS) == 2
+    assert num_graphs(by_sym_max, LISTS) == 2
     assert num_graphs(by_max, LISTS) >= 2
 
 
@@ -170,7 +163,7 @@ def test_an_op_with_a_plain_integer_makes_a_graph_for_each_value() -> None:
     ("function", "pattern", "remedy"),
     [
         (by_bit_length, "bit_length()", "next_pow2"),
-        (by_max, "max() of a list", "largest"),
+        (by_max, "max() of a list", "torch.sym_max"),
         (by_branch, "a branch on a size", "torch.where"),
         (by_loop, "a loop on a size", "torch.where"),
     ],
@@ -187,7 +180,7 @@ def test_a_hazard_is_named_with_its_line_and_its_remedy(
 
 
 @pytest.mark.feature("J05")
-@pytest.mark.parametrize("function", [by_next_pow2, by_largest, by_where])
+@pytest.mark.parametrize("function", [by_next_pow2, by_sym_max, by_where])
 def test_the_remedies_are_no_hazards(function: Callable[..., Any]) -> None:
     assert recompile_hazards(function) == []
 

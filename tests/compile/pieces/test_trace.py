@@ -19,11 +19,11 @@ from compile.pieces.plan import (
     Guard,
     GuardError,
     PlanError,
+    TracedCall,
     bind,
     check_guards,
-    parse_source,
+    sources_of,
 )
-from compile.pieces.split import placeholders
 from compile.pieces.stitch import BoundInput, StitchError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -167,11 +167,6 @@ def test_binding_imports_neither_dynamo_nor_inductor(in_a_fresh_process: Any) ->
 # --- sources ----------------------------------------------------------------------------------
 
 
-class Store:
-    def __init__(self) -> None:
-        self.scale = torch.full((8,), 2.0)
-
-
 class Odd(nn.Module):
     """Takes tensors from where a plan can and cannot find them."""
 
@@ -179,7 +174,7 @@ class Odd(nn.Module):
         super().__init__()
         self.kind = kind
         self.register_buffer("buffer", torch.ones(8))
-        self.store = Store()
+        self.scale = torch.full((8,), 2.0)
         self.table = [torch.ones(8)]
         self.inner = nn.ModuleDict({"a": nn.LayerNorm(8)})
         self.requires_grad_(False)
@@ -189,7 +184,7 @@ class Odd(nn.Module):
         if self.kind == "buffer":
             return x + self.buffer
         if self.kind == "attribute":
-            return x * self.store.scale
+            return x * self.scale
         if self.kind == "inner":
             return self.inner["a"](x)
         if self.kind == "item":
@@ -205,7 +200,7 @@ CompiledOdd = support_torch_compile(Odd)
     ("kind", "paths"),
     [
         ("buffer", ["buffer"]),
-        ("attribute", ["store.scale"]),
+        ("attribute", ["scale"]),
         ("inner", ["inner.a.weight", "inner.a.bias"]),
     ],
 )
@@ -219,28 +214,26 @@ def test_tensors_below_the_module_are_found(toys: Any, kind: str, paths: list[st
 @pytest.mark.parametrize(("kind", "name"), [("item", "table"), ("global", "GLOBAL")])
 def test_tensors_from_elsewhere_are_refused_by_name(toys: Any, kind: str, name: str) -> None:
     module = toys.build(lambda: CompiledOdd(kind))
-    with pytest.raises(PlanError, match=f"graph input .*{name}.*: wanted an argument, a size"):
+    with pytest.raises(
+        PlanError, match=f"graph input (?i:.*{name}).*: wanted an argument, its number"
+    ):
         module(torch.arange(5))
 
 
-def test_sources_of_arguments_and_sizes_are_told_apart(toys: Any) -> None:
+def test_arguments_sizes_and_weights_are_told_apart(toys: Any) -> None:
     toy = toys.Plain()
-    found: list[BoundInput] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        for node in placeholders(graph):
-            source = node.meta["grapharg"].source
-            found.append(parse_source(source, "self", ["input_ids", "positions"]))
-        return graph.forward
-
-    given = toys.inputs(5)
-    for arg in given:
-        torch._dynamo.mark_dynamic(arg, 0)
-    torch.compile(toy.forward, backend=backend, fullgraph=True, dynamic=False)(*given)
-    torch._dynamo.reset()
-    assert BoundInput(argument="input_ids") in found
-    assert BoundInput(argument="input_ids", dim=0) in found
-    assert BoundInput(weight="layers.1.o.bias") in found
+    ids, positions = toys.inputs(5)
+    call = TracedCall("forward", {"input_ids": ids, "positions": positions}, {"input_ids": (0,)})
+    passed = {"ids": ids, "positions": positions, "size": 5, "bias": toy.layers[1].o.bias}
+    assert sources_of(passed, toy, call) == [
+        BoundInput(argument="input_ids"),
+        BoundInput(argument="positions"),
+        BoundInput(argument="input_ids", dim=0),
+        BoundInput(weight="layers.1.o.bias"),
+    ]
+    for stranger in (4, ids.clone(), toys.Plain().layers[1].o.bias):
+        with pytest.raises(PlanError, match="graph input other: wanted an argument, its number"):
+            sources_of({"other": stranger}, toy, call)
 
 
 # --- guards -----------------------------------------------------------------------------------

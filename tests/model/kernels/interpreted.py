@@ -27,19 +27,18 @@ from model.kernels import (
     paged_attention,
     sparse_mlp,
     triton_decode,
+    triton_elementwise,
     triton_experts,
-    triton_norm,
     triton_prefill,
     triton_rope,
-    triton_silu,
 )
 from model.kv_cache import KVCacheSpec
-from model.layers.activation import silu_and_mul
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
+from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
 from model.layers.rotary import rotate
-from model.loader import load_model
+from model.weights import load_model
 
 CPU = torch.device("cpu")
 HEAD_DIMS = [8, 16, 20, 32, 48, 64, 80, 96]
@@ -207,15 +206,15 @@ def check_norm(rng: random.Random) -> None:
     norm.weight = torch.nn.Parameter(torch.randn(size, dtype=dtype), requires_grad=False)
     num_tokens = rng.randint(1, 9)
     x, residual = torch.randn(2, num_tokens, 2 * size, dtype=dtype)[..., :size]
-    compare(triton_norm.rms_norm(x, norm.weight, norm.eps), norm(x))
+    compare(triton_elementwise.rms_norm(x, norm.weight, norm.eps), norm(x))
     heads = torch.randn(num_tokens, 5, 2 * size, dtype=dtype)[:, 1:4, :size]
-    compare(triton_norm.rms_norm(heads, norm.weight, norm.eps), norm(heads))
+    compare(triton_elementwise.rms_norm(heads, norm.weight, norm.eps), norm(heads))
     wanted, wanted_sum = norm.add(x, residual.clone())
-    fused, fused_sum = triton_norm.fused_add_rms_norm(x, residual, norm.weight, norm.eps)
+    fused, fused_sum = triton_elementwise.fused_add_rms_norm(x, residual, norm.weight, norm.eps)
     compare(fused, wanted)
     # The interpreter cuts bfloat16 off where hardware rounds.
     compare(fused_sum, wanted_sum, exactly=dtype != torch.bfloat16)
-    compare(triton_norm.add_rms_norm(x, residual, norm.weight, norm.eps), wanted)
+    compare(triton_elementwise.add_rms_norm(x, residual, norm.weight, norm.eps), wanted)
     compare(residual, wanted_sum, exactly=dtype != torch.bfloat16)
 
 
@@ -223,7 +222,7 @@ def check_silu(rng: random.Random) -> None:
     dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 5, 64, 1000, 1024, 1025])
     shape = rng.choice([(7,), (1,), (2, 3)])
     gate_up = 4 * torch.randn(*shape, 3 * size, dtype=dtype)[..., : 2 * size]
-    compare(triton_silu.silu_and_mul(gate_up), silu_and_mul(gate_up))
+    compare(triton_elementwise.silu_and_mul(gate_up), silu_and_mul(gate_up))
 
 
 def check_experts(rng: random.Random) -> None:

@@ -15,25 +15,24 @@ from model.kernels import (
     dispatch,
     paged_attention,
     triton_decode,
+    triton_elementwise,
     triton_experts,
-    triton_norm,
     triton_prefill,
     triton_rope,
-    triton_silu,
 )
 from model.layers import attention, moe
-from model.layers.activation import silu_and_mul
 from model.layers.attention import Attention, AttentionMetadata
+from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
 
 H, HKV, D, BLOCK = 8, 2, 16, 4
 KERNELS = {
     "split": triton_decode._split_kernel,
     "join": triton_decode._join_kernel,
-    "norm": triton_norm._norm_kernel,
+    "norm": triton_elementwise._norm_kernel,
     "prefill": triton_prefill._prefill_kernel,
     "rope": triton_rope._rope_kernel,
-    "silu": triton_silu._silu_kernel,
+    "silu": triton_elementwise._silu_kernel,
     "up": triton_experts._up_kernel,
     "down": triton_experts._down_kernel,
 }

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from cluster.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
 from serve.admission import Admission
 from serve.llm import LLM
-from serve.openai.app import ApiSettings, build_app
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
 from serve.tokenizer import Tokenizer
 

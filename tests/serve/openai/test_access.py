@@ -13,8 +13,7 @@ from starlette.applications import Starlette
 from cluster.config import ConfigError
 from serve.config import AccessConfig, deploy_config
 from serve.keys import ApiKeys
-from serve.openai.access import is_local_name
-from serve.openai.app import build_app
+from serve.openai.app import build_app, is_local_name
 from serve.openai.endpoint import Serving
 
 OPEN = ("/health", "/ready", "/version")

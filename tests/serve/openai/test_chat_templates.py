@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 from transformers import AutoTokenizer
 
 from serve.admission import Admission
-from serve.openai.app import ApiSettings, build_app
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
 from serve.tokenizer import ChatTemplateError, Tokenizer
 

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from serve import threads
+from serve import event_loop
 from serve.admission import Admission, Overloaded
 from serve.openai import body as body_module
 from serve.openai import direct
@@ -489,7 +489,7 @@ def test_work_on_the_loop_is_bounded_whatever_a_prompt_is_made_of(
     monkeypatch.setattr(serving.threads, "run", noted)
     call("POST", TEXT, json={"prompt": [1] * 3000})
     call("POST", CHAT, json={"messages": [{"role": "user", "content": ""}] * 200})
-    assert len(sizes) == 4 and min(sizes) > threads.MAX_INLINE
+    assert len(sizes) == 4 and min(sizes) > event_loop.MAX_INLINE
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import pytest
 from serve.admission import Admission
 from serve.openai import body as body_module
 from serve.openai import streaming
-from serve.openai.answer_size import COPIES_IN_MEMORY
-from serve.openai.app import ApiSettings, build_app
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
 from serve.openai.body import SMALL_BYTES, check_values
-from serve.openai.endpoint import BEGUN_AT_ONCE, Serving
+from serve.openai.endpoint import BEGUN_AT_ONCE, COPIES_IN_MEMORY, Serving
 from serve.openai.errors import BadRequest
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

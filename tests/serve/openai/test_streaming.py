@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from serve.openai.app import ApiSettings, build_app
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
 from serve.tokenizer import Tokenizer
 

@@ -16,8 +16,7 @@ from cluster.credentials import Credentials
 from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder, KVReadResult
 from cluster.kv.transport import puller as puller_module
-from cluster.kv.transport.door import Doorkeeper, PlainHandshake
-from cluster.kv.transport.proofs import CallIds, KVProofs
+from cluster.kv.transport.proofs import CallIds, Doorkeeper, KVProofs, PlainHandshake
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.messages import (
@@ -32,10 +31,8 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.wire.budget import Budget
-from cluster.wire.contexts import end_context
-from cluster.wire.doorbell import Doorbell
-from cluster.wire.sockets import connecting_socket, listening_socket
+from cluster.wire.polling import Budget, Doorbell
+from cluster.wire.sockets import connecting_socket, end_context, listening_socket
 
 OURS, OTHERS = Credentials("test", b"s" * 32), Credentials("test", b"t" * 32)
 HOST = "127.0.0.1"

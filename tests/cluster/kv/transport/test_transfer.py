@@ -26,8 +26,8 @@ from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import KVThreadDied
 from cluster.messages import KVHandoff, KVRenew, KVSource
-from cluster.wire.contexts import end_context
-from cluster.wire.doorbell import Doorbell
+from cluster.wire.polling import Doorbell
+from cluster.wire.sockets import end_context
 from model.kv_cache import KVCacheSpec
 
 SECRET = b"s" * 32

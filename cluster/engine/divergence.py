@@ -1,0 +1,125 @@
+"""`StepDivergence`: one rank's step is not another's, and how a follower finds out.
+
+The leader sends its digest along with the plan. A follower makes its own from what it received
+and from its own past, and compares: a frame that was lost, repeated or altered on the way shows as
+the first field that differs. A follower sends no answer and the leader waits for none; a follower
+that disagrees does not enter the step's collectives.
+
+Each rank logs the last steps that it ran, and what all ranks agreed on for them. The end of the log
+stands in the error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from cluster.group_messages import StepDigest
+from cluster.messages import StepAgreement, StepPlan, checksum
+
+NUM_LOGGED_STEPS = 1000
+NUM_TOLD_STEPS = 8
+"""Of the log in an error: those that lead to it."""
+
+
+class StepDivergence(RuntimeError):
+    """One rank's step is not another's; the message's last line names rank, step and field.
+
+    The lines before it are the end of the step log of the rank that found out.
+    """
+
+    def __init__(
+        self,
+        rank: str,
+        step: int,
+        field: str,
+        wanted: object,
+        found: object,
+        log: tuple[str, ...] = (),
+    ) -> None:
+        lines = [*log, f"{rank} step {step}: {field}: wanted {wanted}, found {found}"]
+        super().__init__("\n".join(lines))
+        self.parts = (rank, step, field, wanted, found)
+        self.log = log
+
+    def after(self, log: tuple[str, ...]) -> StepDivergence:
+        """Return the error with the end of a step log."""
+        return StepDivergence(*self.parts, log)
+
+    def __reduce__(self) -> tuple[type[StepDivergence], tuple[object, ...]]:
+        return type(self), (*self.parts, self.log)
+
+
+class StepDigester:
+    """Digests of the steps that one rank runs, one after the other.
+
+    Invariant: `row_state` covers all admissions and new blocks so far, in order; two ranks with
+    equal digests hold equal rows.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first step."""
+        self._previous_step = 0
+        self._row_state = 0
+
+    def digest(self, plan: StepPlan, agreed: StepAgreement) -> StepDigest:
+        """Return the digest of the next step. Call it once per step."""
+        previous, self._previous_step = self._previous_step, plan.step
+        if plan.admitted or plan.new_blocks:
+            self._row_state = checksum((plan.admitted, plan.new_blocks), self._row_state)
+        return StepDigest(
+            previous_step=previous,
+            epoch=plan.epoch,
+            step=plan.step,
+            num_seqs=plan.num_seqs,
+            num_tokens=plan.num_tokens,
+            num_decodes=plan.num_decodes,
+            agreement=checksum(agreed),
+            rows=checksum(plan.rows),
+            num_computed=checksum(plan.num_computed),
+            num_new=checksum(plan.num_new),
+            output_index=checksum(plan.output_index),
+            token_ids=checksum(plan.token_ids),
+            prompt_targets=checksum(plan.prompt_targets) if plan.prompt_targets else 0,
+            row_state=self._row_state,
+        )
+
+
+def check_digest(rank: str, wanted: StepDigest, found: StepDigest) -> None:
+    """Compare a leader's digest with a follower's own.
+
+    Raises:
+        StepDivergence: names the follower, its step and the first field that differs.
+    """
+    if wanted == found:
+        return
+    for field in StepDigest.__struct_fields__:
+        theirs, ours = getattr(wanted, field), getattr(found, field)
+        if theirs != ours:
+            raise StepDivergence(rank, found.step, field, theirs, ours)
+
+
+class StepLog:
+    """The last `NUM_LOGGED_STEPS` steps of one rank. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepAgreement] = deque(maxlen=NUM_LOGGED_STEPS)
+
+    def add(self, agreed: StepAgreement) -> None:
+        """Log a step that starts now."""
+        self._steps.append(agreed)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return what is logged as plain data, oldest first, one value a field."""
+        return [msgspec.structs.asdict(agreed) for agreed in list(self._steps)]
+
+    def tail(self) -> tuple[str, ...]:
+        """Return the last steps as lines, for an error."""
+        return tuple(map(_line, self.as_dicts()[-NUM_TOLD_STEPS:]))
+
+
+def _line(fields: dict[str, Any]) -> str:
+    head = f"ran epoch {fields.pop('epoch')} step {fields.pop('step')}:"
+    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])

@@ -1,0 +1,118 @@
+"""What a rank says of itself: its counters, and what its step thread does at the moment.
+
+Phases are for other threads to read. The step thread writes one tuple, which they read whole.
+Nothing here locks, and writing costs the step less than a microsecond.
+
+What a step should take is learned by its size: a decode step of one token costs far more than a
+two-thousandth of a prefill of two thousand. A size that has not run yet takes what smaller ones
+take by their tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.engine.watchdog import Heartbeat, Phase
+
+KEEP = 0.9
+"""Of what was known, when a step has told how long a token takes."""
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """One rank's counters. Every field is one of `/ready`'s; sizes are bytes, counts blocks.
+
+    Invariant: a cached block that no sequence uses counts as free.
+    """
+
+    tp_rank: int
+    dp_rank: int
+    pid: int
+    node: str
+    state: str
+    """starting, loading, ready or stopped."""
+    epoch: int
+    step: int
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    held_tickets: int = 0
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+    prompt_tokens_computed: int = 0
+
+
+class PhaseRecorder:
+    """Where a step thread notes its phase. Invariant: one thread writes, any may read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._now = (0, Phase.WAITING, clock(), 0.0, True)
+        self._token_s: dict[int, float] = {}
+        """Seconds that a token takes, by the number of binary digits of the step's tokens."""
+        self._num_tokens = 0
+        self._began = 0.0
+        self._expected_s = 0.0
+
+    def plan(self, step: int) -> None:
+        """A leader begins a step."""
+        self._enter(step, Phase.PLANNING)
+
+    def vote(self) -> None:
+        """A leader has voted."""
+        self._enter(self._now[0], Phase.AGREEING)
+
+    def agree(self) -> None:
+        """A leader has all votes, and waits for none any more."""
+        self._enter(self._now[0], Phase.BUILDING)
+
+    def build(self, step: int, num_tokens: int) -> None:
+        """Inputs of `num_tokens` tokens are built."""
+        self._num_tokens, self._began = num_tokens, self._clock()
+        self._expected_s = self._expect(num_tokens)
+        self._enter(step, Phase.BUILDING)
+
+    def run(self) -> None:
+        """The forward begins."""
+        self._enter(self._now[0], Phase.RUNNING)
+
+    def book(self) -> None:
+        """The step's results are there."""
+        self.learn(self._num_tokens, self._clock() - self._began)
+        self._num_tokens, self._expected_s = 0, 0.0
+        self._enter(self._now[0], Phase.BOOKING)
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Note what a step of so many tokens has taken."""
+        if not num_tokens:
+            return
+        size, token_s = num_tokens.bit_length(), seconds / num_tokens
+        known = self._token_s.get(size, token_s)
+        self._token_s[size] = KEEP * known + (1 - KEEP) * token_s
+
+    def wait(self, step: int, *, is_asleep: bool) -> None:
+        """A follower waits for the plan of `step`, or the group sleeps until it."""
+        self._enter(step, Phase.WAITING, is_asleep)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what the step thread does. Any thread may call it."""
+        step, phase, since, expected_s, is_asleep = self._now
+        return Heartbeat(step, phase, self._clock() - since, expected_s, is_asleep)
+
+    def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
+        self._now = (step, phase, self._clock(), self._expected_s, is_asleep)
+
+    def _expect(self, num_tokens: int) -> float:
+        size = num_tokens.bit_length()
+        if (token_s := self._token_s.get(size)) is not None:
+            return token_s * num_tokens
+        if not self._token_s:
+            return 0.0
+        smaller = [token_s for known, token_s in self._token_s.items() if known < size]
+        if smaller:  # the least of them: a step that was held up once says nothing of others
+            return min(smaller) * num_tokens
+        larger = min(self._token_s)
+        return self._token_s[larger] * (1 << (larger - 1))

@@ -1,0 +1,192 @@
+"""What keeps an event loop free: threads for long work, a pace for bursts, and receive loops.
+
+*Threads.* Parsing, templating, tokenizing and the writing of long answers run there. Short work has
+threads of its own and never waits for long work; the queue is bounded, and so is how long work may
+take. A thread cannot be ended from outside: work that may take long calls its `check` between two
+parts, and stops there once its result is not wanted any more.
+
+*Pace.* A turn of the event loop runs everything that is ready: if three hundred requests arrive
+together, it begins all of them before it delivers the next token of any stream. At a pace it begins
+a few, does everything else once, and so on.
+
+*Receive loops.* Awaiting a ZeroMQ socket that has frames returns at once and never yields to the
+event loop. So every loop over a socket pauses after a number of frames, or after a time, for one
+round of everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from cluster.credentials import Credentials
+from cluster.messages import FrameError
+from cluster.wire.polling import Budget
+from cluster.wire.sockets import unpack
+from serve.admission import Overloaded
+
+log = logging.getLogger("lockstep.receiving")
+
+T = TypeVar("T")
+Check = Callable[[], None]
+"""Raises where the work is not wanted any more."""
+
+MAX_INLINE = 2000
+"""Characters or bytes that are handled on the event loop: about a millisecond of tokenizing."""
+LONG = 256 * 1024
+"""Characters or bytes above which work is long."""
+MAX_LONG_WAITING = 16
+"""Pieces of long work at once: one runs, the others wait; more get 429."""
+WORK_TIMEOUT_S = 30.0
+"""How long work may wait and run in a thread; then its request gets 429."""
+RETRY_AFTER_S = 5.0
+"""What such a client is told to wait."""
+NUM_SHORT_THREADS = 2
+MAX_FRAMES = 1024
+"""Frames, or outputs, received before the loop does everything else once. Each turn has room for a
+step of each engine, so nothing piles up."""
+MAX_S = 0.01
+"""How long frames are received before the loop does everything else once."""
+
+
+class Abandoned(Exception):
+    """The result of the work is not wanted any more."""
+
+
+class WorkThreads:
+    """The threads of one ingress. Must be used from one event loop."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "short-work")
+        self._long = ThreadPoolExecutor(1, "long-work")
+        self._num_long = 0
+
+    async def run(self, size: int, work: Callable[[Check], T]) -> T:
+        """Return what `work` returns.
+
+        Args:
+            size: of what it reads or writes, in characters or bytes.
+
+        Raises:
+            Overloaded: too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
+        """
+        if size <= MAX_INLINE:
+            return work(_always_wanted)
+        if size <= LONG:
+            return await _run(self._short, work)
+        if self._num_long >= MAX_LONG_WAITING:
+            wanted = f"at most {MAX_LONG_WAITING} long requests being read or written"
+            raise Overloaded(RETRY_AFTER_S, f"wanted {wanted}, found one more")
+        self._num_long += 1
+        try:
+            return await _run(self._long, work)
+        finally:
+            self._num_long -= 1
+
+
+async def _run(executor: ThreadPoolExecutor, work: Callable[[Check], T]) -> T:
+    is_wanted = True
+
+    def check() -> None:
+        if not is_wanted:
+            raise Abandoned
+
+    future = asyncio.get_running_loop().run_in_executor(executor, work, check)
+    try:
+        async with asyncio.timeout(WORK_TIMEOUT_S):
+            return await future
+    except TimeoutError as error:
+        message = f"wanted a request that is read in {WORK_TIMEOUT_S:g} s, found it unfinished"
+        raise Overloaded(RETRY_AFTER_S, message) from error
+    finally:
+        is_wanted = False
+        # A future holds its error, whose traceback holds this frame, which holds the input: a cycle
+        # that would stay until garbage is collected.
+        del future
+
+
+def _always_wanted() -> None:
+    return None
+
+
+class Pace:
+    """Lets a few waiters through in each turn of the event loop, in the order of their arrival."""
+
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = per_turn
+        self._left = per_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Wait for a turn of the loop that has room, which may be this one."""
+        if self._left:
+            self._take()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _take(self) -> None:
+        if self._left == self._per_turn:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._left -= 1
+
+    def _next_turn(self) -> None:
+        self._left = self._per_turn
+        while self._left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # cancelled
+                turn.set_result(None)
+                self._take()
+
+
+def loop_budget() -> Budget:
+    """Return what a receive loop may take before the event loop has its turn."""
+    return Budget(MAX_FRAMES, MAX_S)
+
+
+def has_waiting(socket: zmq.asyncio.Socket) -> bool:
+    """Return whether a message waits to be received."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+async def breathe(budget: Budget) -> None:
+    """Let the event loop do everything else once if the budget is spent."""
+    if not budget.take():
+        await asyncio.sleep(0)
+        budget.renew()
+
+
+async def frames(
+    socket: zmq.asyncio.Socket,
+    credentials: Credentials,
+    budget: Budget,
+    *,
+    max_bytes: int,
+    is_empty: asyncio.Event | None = None,
+) -> AsyncIterator[bytes]:
+    """Yield the frames that processes of this deployment send; others are dropped and logged.
+
+    Args:
+        is_empty: set while nothing waits and everything that came has been processed.
+    """
+    while True:
+        if is_empty is not None and not has_waiting(socket):
+            is_empty.set()
+        message = await socket.recv_multipart()
+        if is_empty is not None:
+            is_empty.clear()
+        try:
+            body = unpack(message, credentials, max_bytes)
+        except FrameError as error:
+            log.error("dropped a frame: %s", error)
+        else:
+            yield body
+        await breathe(budget)

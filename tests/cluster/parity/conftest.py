@@ -1,0 +1,40 @@
+"""What runs and judges rows: processes for ranks, and a compile cache that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def rank_processes() -> Iterator[Any]:
+    from parity_run import RankProcesses
+
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A family is compiled once, whatever the mode."""
+    return str(tmp_path_factory.mktemp("compile-cache"))
+
+
+@pytest.fixture
+def judge(make_oracle: Callable[[str], Any], rank_processes: Any, cache_dir: str) -> Any:
+    """(row, cache_dir=...): run a row and judge it."""
+    from parity_judge import check
+    from parity_rows import LOADS, Row
+    from parity_run import run_row
+
+    def judge(row: Row, cache_dir: str = cache_dir) -> None:
+        oracle = make_oracle(row.shape)
+        drawn = None
+        if not all(request.is_greedy for request in LOADS[row.load].requests(oracle)):
+            drawn = run_row(row.alone(), oracle, rank_processes, cache_dir).tokens
+        check(run_row(row, oracle, rank_processes, cache_dir), drawn)
+
+    return judge

@@ -1,0 +1,159 @@
+"""Judges what came of a row: tokens, steps, graphs, handoffs, and that nothing is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_process import EPOCH, Report
+from parity_rows import BLOCK_SIZE, LOADS, Run, window_of
+from parity_run import outputs_of
+
+from cluster.messages import StepKind
+from compile.config import CompilationLevel, CUDAGraphMode
+from compile.dispatch import BatchDescriptor, padded_size
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+NUM_LOGGED = 1000
+"""Steps that a rank remembers."""
+
+
+def check(run: Run, drawn: list[list[int]] | None = None) -> None:
+    """Judge a run; `drawn` is what one eager rank drew, for requests that are not greedy."""
+    check_tokens(run, drawn)
+    for name, ranks in run.pools.items():
+        check_steps(run, name, ranks)
+        check_replays(run, ranks)
+        for leader in ranks[:: run.row.tp]:
+            assert leader.stats.num_free_blocks == leader.stats.num_blocks > 0
+            assert leader.stats.num_running == leader.stats.held_tickets == 0
+    if run.row.kv:
+        check_handoffs(run)
+    if run.row.level == CompilationLevel.PIECEWISE:
+        check_directories(run)
+    LOADS[run.row.load].expect(run)
+
+
+@torch.inference_mode()
+def check_tokens(run: Run, drawn: list[list[int]] | None) -> None:
+    """Each request got all of its tokens, each its oracle's, and log-probabilities as asked."""
+    oracle = run.oracle
+    for i, (request, outputs) in enumerate(outputs_of(run)):
+        tokens = run.tokens[i]
+        if request.leaves_after:
+            assert len(outputs) == request.leaves_after
+        else:
+            assert len(tokens) == request.max_tokens
+            ends = [output.finish_reason for output in outputs]
+            assert ends == [""] * (len(outputs) - 1) + ["length"], outputs[-1]
+        if not request.is_greedy:
+            assert drawn is not None and tokens == drawn[i]
+            continue
+        oracle.check_greedy(request.prompt, tokens)
+        logprobs = [logprob for output in outputs for logprob in output.logprobs]
+        if request.sampling.get("num_logprobs", -1) >= 0:
+            theirs = oracle.logits(request.prompt, tokens).log_softmax(-1)
+            for wanted, found in zip(theirs, logprobs, strict=True):
+                ours = torch.empty_like(wanted)
+                ours[torch.tensor(found.top_token_ids)] = torch.tensor(found.top_logprobs)
+                torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-5)
+                assert found.rank == 1
+        if request.sampling.get("num_prompt_logprobs", -1) >= 0:
+            rest = request.prompt[1:]
+            theirs = oracle.logits(request.prompt[:1], rest).log_softmax(-1)
+            wanted = theirs.gather(1, torch.tensor(rest)[:, None]).flatten().tolist()
+            ours = [entry.logprob for entry in outputs[0].prompt_logprobs]
+            assert ours == pytest.approx(wanted, abs=1e-4)
+    oracle.report_ties()
+
+
+def check_steps(run: Run, pool: str, ranks: list[Report]) -> None:
+    """All ranks ran the same steps, in the mode of their kind, padded to one captured size."""
+    leader, captured = ranks[0], ranks[0].captured
+    assert {rank.captured for rank in ranks} == {captured}
+    assert all(rank.log[-NUM_LOGGED:] == leader.log[-NUM_LOGGED:] for rank in ranks)
+    assert not any(rank.num_late for rank in ranks)
+    for i, rank in enumerate(ranks):  # a leader also counts steps without work
+        assert 0 < rank.stats.step <= ranks[i - i % run.row.tp].stats.step
+    for step in leader.log:
+        assert step["epoch"] == EPOCH
+        is_decode = step["kind"] == StepKind.DECODE
+        mode = run.row.mode.decode_mode() if is_decode else run.row.mode.mixed_mode()
+        assert step["mode"] == mode.value, step
+        most = max(step["num_scheduled_tokens"])
+        captured_sizes = captured.graph_bs
+        if mode is PIECEWISE or not is_decode:
+            captured_sizes = captured.num_tokens or tuple(key.num_tokens for key in captured.mixed)
+        if mode is not NONE:
+            assert step["num_tokens"] == padded_size(captured_sizes, most), step
+        if is_decode:
+            assert step["graph_bs"] == (step["num_tokens"] if mode is FULL else most), step
+
+
+def check_replays(run: Run, ranks: list[Report]) -> None:
+    """Every step of a mode that replays was a replay on every rank, dummy steps included."""
+    log = ranks[0].log
+    if run.replays_by_step is not None:
+        num_replays = {NONE: 0, PIECEWISE: run.num_pieces, FULL: 1}
+        wanted = [num_replays[CUDAGraphMode(step["mode"])] for step in log]
+        assert run.replays_by_step == wanted
+    graphs = Counter(
+        BatchDescriptor(step["num_tokens"], seqs_of(run, step), step["kind"] == StepKind.DECODE)
+        for step in log
+        if step["mode"] == FULL.value
+    )
+    num_pieces = sum(step["mode"] == PIECEWISE.value for step in log)
+    for rank in ranks:
+        assert Counter(rank.replays) == graphs
+        assert rank.piecewise_steps == num_pieces
+
+
+def seqs_of(run: Run, step: dict[str, Any]) -> int:
+    """Return the sequences of the whole graph that a step replays."""
+    if step["kind"] == StepKind.DECODE:
+        return int(step["graph_bs"])
+    return min(int(step["num_tokens"]), LOADS[run.row.load].max_num_seqs)
+
+
+def check_handoffs(run: Run) -> None:
+    """Each prompt was computed by one pool, and its KV went once to the rank of the same place."""
+    prefill, decode = run.pools["prefill"], run.pools["decode"]
+    assert not any(rank.stats.held_tickets for rank in prefill)
+    sent = [rank.stats.kv_bytes_sent for rank in prefill]
+    if any(request.leaves_after for request in run.requests):
+        return  # who left may have done so before its KV came
+    assert sent == [rank.stats.kv_bytes_received for rank in decode]
+    lengths = [len(request.prompt) for request in run.requests]
+    for i, rank in enumerate(prefill):
+        num_blocks = 0
+        if run.row.loses is not None:
+            # The first read's slice of another rank than the one that lost its ticket was sent and
+            # received; it was of no use. The next attempt starts from the first output token.
+            num_blocks = sum(blocks_of(run, length + 1) for length in lengths)
+        if i % run.row.tp != run.row.loses:
+            num_blocks += sum(blocks_of(run, length) for length in lengths)
+        assert rank.stats.kv_bytes_sent == num_blocks * rank.block_bytes > 0
+    if run.row.loses is None:
+        assert sum(rank.stats.prompt_tokens_computed for rank in prefill) == sum(lengths)
+        # Pre-empted sequences are computed again where they are; without pre-emption, none.
+        computed = sum(rank.stats.prompt_tokens_computed for rank in decode)
+        assert (computed == 0) == (run.num_preemptions == 0)
+    else:
+        assert len(prefill[run.row.loses].lost) == len(run.requests)
+
+
+def blocks_of(run: Run, length: int) -> int:
+    """Return the blocks that hold what the token behind a prompt of this length reads."""
+    window = window_of(run.oracle)
+    passed = 0 if window is None else max(0, length + 1 - window) // BLOCK_SIZE
+    return -(-length // BLOCK_SIZE) - passed
+
+
+def check_directories(run: Run) -> None:
+    """Each rank has a directory of its own, named by its place; what it holds is shared."""
+    row, root = run.row, Path(run.config.compilation.cache_dir)
+    wanted = {f"rank_{tp}_{dp}" for tp in range(row.tp) for dp in range(row.dp)}
+    assert {path.name for path in root.glob("*/rank_*")} == wanted

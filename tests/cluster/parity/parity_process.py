@@ -1,0 +1,126 @@
+"""A rank of a group as a process of its own, which plays one rank after another.
+
+1. Its owner tells it, in pickles, a configuration and a place in a group. A leader answers with its
+   endpoints; all are told where to meet, load, and answer with their inbox.
+2. While the rank runs, the owner may ask for its `Report`, or have it lose tickets.
+3. It is told to end, runs to its end, and answers with its last report. Then it is free.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import EngineConfig
+from cluster.credentials import Credentials
+from cluster.engine.scheduler import SchedulerStats
+from cluster.rank.follower import Follower
+from cluster.rank.leader import Leader
+from cluster.rank.rendezvous import LeaderEndpoints
+from cluster.rank.status import RankStats
+from compile.counters import counter
+from compile.dispatch import BatchDescriptor, CapturedGraphs
+from compile.graphs.capture import unseal
+
+HOST, EPOCH = "127.0.0.1", 5
+CREDENTIALS = Credentials("test", b"s" * 32)
+
+LOSE, REPORT, END = "lose", "report", "end"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has done."""
+
+    stats: RankStats
+    scheduler: SchedulerStats | None
+    """Of a leader."""
+    log: list[dict[str, Any]]
+    """The agreements that it ran."""
+    replays: dict[BatchDescriptor, int]
+    """Of whole graphs, those that were replayed."""
+    piecewise_steps: int
+    captured: CapturedGraphs
+    num_late: int
+    """Compilations and captures of the process after a rank was ready."""
+    block_bytes: int
+    lost: list[str]
+    """Attempts of requests whose tickets it was made to lose."""
+
+
+def report(rank: Leader | Follower, lost: list[str]) -> Report:
+    """Return what a rank has done."""
+    forward = rank.runner.forward
+    return Report(
+        rank.stats(tp_rank=0, dp_rank=0, pid=0, node=""),
+        rank.engine.stats() if isinstance(rank, Leader) else None,
+        rank.runner.steps.as_dicts(),
+        {key: times for key, times in forward.num_replays.items() if times},
+        forward.gaps.num_steps,
+        forward.captured,
+        counter.num_late_compilations + counter.num_late_captures,
+        rank.runner.kv_spec.block_bytes,
+        lost,
+    )
+
+
+def lose_first_tickets(rank: Leader | Follower, lost: list[str]) -> None:
+    """Let a prefill rank forget the ticket of each request's first attempt, and note whose."""
+    assert rank.transfer.server is not None
+    # Under the server's lock: a reader that is early must not release the ticket in between.
+    holder = rank.transfer.server._holder
+    real_hold = holder.hold
+
+    def hold_and_lose(request_id: str, blocks: list[int], generations: list[int]) -> int:
+        ticket = real_hold(request_id, blocks, generations)
+        if request_id.endswith(".0"):
+            lost.append(request_id)
+            holder.drop(ticket)
+        return ticket
+
+    holder.hold = hold_and_lose  # type: ignore[method-assign]
+
+
+def tell(what: Any) -> None:
+    pickle.dump(what, sys.stdout.buffer)
+    sys.stdout.flush()
+
+
+def hear() -> Any:
+    return pickle.load(sys.stdin.buffer)
+
+
+def load(config: EngineConfig, dp_rank: int, tp_rank: int) -> Leader | Follower:
+    place: dict[str, Any] = {"host": HOST, "credentials": CREDENTIALS, "dp_rank": dp_rank}
+    if tp_rank:
+        return Follower(config, tp_rank=tp_rank, epoch=EPOCH, rendezvous=hear(), **place)
+    endpoints = LeaderEndpoints(config, **place)
+    tell(endpoints.rendezvous)
+    place |= {"endpoints": endpoints, "rendezvous": hear()}
+    return Leader(config, engine_id=f"{config.role.value} {dp_rank}", epoch=EPOCH, **place)
+
+
+def obey(rank: Leader | Follower, lost: list[str]) -> None:
+    """Do what the owner asks for until the end; a follower's is its leader's."""
+    while (asked := hear()) != END:
+        if asked == LOSE:
+            lose_first_tickets(rank, lost)
+        tell(report(rank, lost))
+    if isinstance(rank, Leader):
+        rank.stop()
+
+
+def main() -> None:
+    """Play ranks until the owner has no more."""
+    while (told := hear()) is not None:
+        rank, lost = load(*told), list[str]()
+        tell(getattr(rank, "inbox", ""))
+        obeying = threading.Thread(target=obey, args=(rank, lost), daemon=True)
+        obeying.start()
+        rank.run()
+        obeying.join()
+        tell(report(rank, lost))
+        unseal()

@@ -1,0 +1,297 @@
+"""Runs any row: one engine is stepped by hand, several leaders serve through a router.
+
+All is real but Ray: ranks that follow or serve are processes of their own, with the sockets, steps
+and KV transfer that serve. A pool's handle call is a frame into a leader's inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from parity_process import CREDENTIALS, END, EPOCH, HOST, LOSE, REPORT, Report, report
+from parity_rows import LOADS, Request, Row, Run
+
+from cluster.config import EngineConfig, Role
+from cluster.messages import EngineOutput, Submit
+from cluster.rank.leader import Leader
+from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
+from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
+from compile.counters import counter
+from serve.router import Router
+from serve.tokens import TokenSocket
+
+FOLDER = Path(__file__).resolve().parent
+MAX_STEPS = 10_000
+MAX_SERVE_S = 120.0
+AFTER_READY = (
+    "num_graphs_seen",
+    "num_backend_compilations",
+    "num_cpp_builds",
+    "num_cudagraph_captured",
+    "num_late_compilations",
+    "num_late_captures",
+)
+"""Counters that stand still while requests are run."""
+EAGER = ("num_graphs_seen", "num_backend_compilations", "num_cudagraph_captured")
+"""Those of a start that does not compile or capture."""
+
+
+class RankProcess:
+    """A process that plays ranks (`parity_process.py`)."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from parity_process import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def tell(self, what: Any) -> None:
+        assert self.process.stdin is not None
+        pickle.dump(what, self.process.stdin)
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        return pickle.load(self.process.stdout)
+
+    def ask(self, what: str) -> Report:
+        """Return the report of a rank that was loaded, after it did what it is asked."""
+        self.tell(what)
+        found: Report = self.hear()
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class RankProcesses:
+    """Processes that are lent to one row after another."""
+
+    def __init__(self) -> None:
+        self._free: list[RankProcess] = []
+
+    @contextmanager
+    def lent(self, number: int) -> Iterator[list[RankProcess]]:
+        """Lend so many processes; they end where their ranks did not come to their end."""
+        lent = [self._free.pop() if self._free else RankProcess() for _ in range(number)]
+        try:
+            yield lent
+        except BaseException:
+            for process in lent:
+                process.kill()
+            raise
+        self._free += lent
+
+    def close(self) -> None:
+        """End all; none of them holds anything that keeps it from ending."""
+        for rank in self._free:
+            rank.tell(None)
+        for rank in self._free:
+            try:
+                assert rank.process.wait(timeout=20) == 0
+            finally:
+                rank.kill()
+
+
+class Pool:
+    """All ranks of a group, each a process, called as a pool is by the router."""
+
+    def __init__(self, config: EngineConfig, ranks: list[RankProcess]) -> None:
+        parallel = config.parallel
+        size = parallel.tensor_parallel_size
+        self.ranks, self.leaders = ranks, ranks[::size]
+        for i, rank in enumerate(ranks):
+            rank.tell((config, *divmod(i, size)))
+        offers: list[Rendezvous] = [leader.hear() for leader in self.leaders]
+        told = introduce(offers) if len(ranks) > 1 else offers
+        for i, rank in enumerate(ranks):
+            rank.tell(told[i // size])
+        inboxes = [rank.hear() for rank in ranks][::size]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = []
+        for inbox in inboxes:
+            handshake = CurveHandshake(CREDENTIALS.secret)
+            socket = connecting_socket(self._context, zmq.PUSH, handshake, max_waiting=1000)
+            socket.connect(inbox)
+            self._sockets.append(socket)
+        self._rng = random.Random(1)
+
+    def generate(self, request_id: str, frame: bytes) -> Any:
+        """Send a request to a random leader, seldom to another than the first."""
+        place = self._rng.randrange(len(self._sockets)) if self._rng.random() < 0.6 else 0
+        self._sockets[place].send_multipart(pack(frame, CREDENTIALS))
+        return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
+
+    def reports(self) -> list[Report]:
+        return [rank.ask(REPORT) for rank in self.ranks]
+
+    def is_empty(self) -> bool:
+        stats = [report.stats for report in self.reports()]
+        blocks = all(rank.num_free_blocks == rank.num_blocks for rank in stats)
+        return blocks and not any(rank.num_running + rank.held_tickets for rank in stats)
+
+    def end(self) -> list[Report]:
+        """End all ranks at one step; return what they have done."""
+        end_context(self._context, "test", linger=0)
+        for leader in self.leaders:
+            leader.tell(END)
+            time.sleep(0.05)  # not at once: who is told first waits for the others
+        for rank in self.ranks:
+            if rank not in self.leaders:
+                rank.tell(END)
+        return [rank.hear() for rank in self.ranks]
+
+
+@contextmanager
+def leading(
+    config: EngineConfig, processes: RankProcesses, reports: list[Report]
+) -> Iterator[Leader]:
+    """Lead a group from this process; `reports` is filled in at its end."""
+    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
+    with processes.lent(config.parallel.tensor_parallel_size - 1) as followers:
+        for i, follower in enumerate(followers):
+            follower.tell((config, 0, i + 1))
+            follower.tell(endpoints.rendezvous)
+        places = {"host": HOST, "credentials": CREDENTIALS, "endpoints": endpoints}
+        leader = Leader(config, engine_id="test", epoch=EPOCH, **places)
+        for follower in followers:
+            follower.hear()
+        try:
+            yield leader
+        finally:
+            leader.stop()
+            leader.run()  # ends at once, and its followers with it
+        for follower in followers:
+            follower.tell(END)
+        reports += [report(leader, []), *(follower.hear() for follower in followers)]
+
+
+def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses) -> Run:
+    """Step one engine by hand, so that requests come at known steps."""
+    requests = LOADS[row.load].requests(oracle)
+    run = Run(row, oracle, requests, config, [[] for _ in requests], {"mixed": []}, [])
+    ready = counter.expect(**dict.fromkeys(EAGER if row.is_eager else (), 0))
+    with ready, leading(config, processes, run.pools["mixed"]) as leader:
+        run.num_pieces = len(leader.runner.model.attention_layers()) + 1
+        with counter.expect(**dict.fromkeys(AFTER_READY, 0)):
+            log = _step_all(leader, run)
+    run.pools["mixed"][0] = replace(run.pools["mixed"][0], log=log)
+    return run
+
+
+def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
+    """Run all requests; return the agreements of all steps, however many."""
+    engine, log, replays = leader.engine, list[dict[str, Any]](), run.replays_by_step
+    assert replays is not None
+    waiting = sorted(
+        range(len(run.requests)), key=lambda i: (run.requests[i].at is None, run.requests[i].at, i)
+    )
+    step = 0
+    while waiting or engine.has_unfinished:
+        while waiting:
+            at = run.requests[waiting[0]].at
+            if engine.has_unfinished if at is None else at > step:
+                break
+            _submit(leader, run, waiting.pop(0))
+        before = counter.num_cudagraph_replayed
+        for output in engine.step():
+            run.outputs[int(output.request_id)].append(output)
+        if engine.agreed is not None and engine.agreed.has_work:
+            log.append(msgspec.structs.asdict(engine.agreed))
+            replays.append(counter.num_cudagraph_replayed - before)
+        step += 1
+        assert step < MAX_STEPS
+    return log
+
+
+def _submit(leader: Leader, run: Run, i: int) -> None:
+    request = run.requests[i]
+    if request.is_second_turn:
+        before = run.requests[i - 1].prompt + run.tokens[i - 1]
+        run.requests[i] = request = replace(request, prompt=before + request.prompt)
+    leader.engine.submit(Submit(request.message(i), None))
+
+
+def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses) -> Run:
+    """Serve the row's requests through a router, over one pool or two."""
+    roles = (Role.PREFILL, Role.DECODE) if row.kv else (Role.MIXED,)
+    requests = LOADS[row.load].requests(oracle)
+    run = Run(row, oracle, requests, config, [[] for _ in requests], {})
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(processes.lent(row.tp * row.dp)) for _ in roles]
+        pools = {
+            role.value: Pool(replace(config, role=role), some)
+            for role, some in zip(roles, ranks, strict=True)
+        }
+        if row.loses is not None:
+            pools["prefill"].ranks[row.loses].ask(LOSE)
+        asyncio.run(_serve_all(run, pools))
+        run.pools = {name: pool.end() for name, pool in pools.items()}
+    return run
+
+
+async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
+    socket, rng = TokenSocket(HOST, CREDENTIALS), random.Random(2)
+    router = Router(dict(pools), socket)
+
+    async def ask(i: int, request: Request) -> None:
+        async with aclosing(router.generate(request.message(i))) as outputs:
+            async for output in outputs:
+                run.outputs[i].append(output)
+                if len(run.outputs[i]) == request.leaves_after:
+                    return
+
+    async def settle(asked: list[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*asked)
+        within_s = LOADS[run.row.load].empty_within_s
+        await _until(lambda: all(pool.is_empty() for pool in pools.values()), within_s)
+
+    asked: list[asyncio.Task[None]] = []
+    try:
+        async with asyncio.timeout(MAX_SERVE_S):
+            for i, request in enumerate(run.requests):
+                if request.at is None:
+                    await settle(asked)
+                    await asyncio.sleep(0.1)  # all leaders sleep, by agreement
+                elif run.row.dp > 1:  # not all at once: the load of the ranks is uneven
+                    await asyncio.sleep(rng.choice((0, 0.005, 0.02)))
+                asked.append(asyncio.create_task(ask(i, request)))
+            await settle(asked)
+        assert {epoch for epoch, _ in socket._newest.values()} == {EPOCH}
+    finally:
+        socket.shutdown()
+
+
+async def _until(condition: Callable[[], bool], within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run_row(row: Row, oracle: Any, processes: RankProcesses, cache_dir: str) -> Run:
+    """Run a row's requests to their ends, and all of its ranks to theirs."""
+    config = row.config(oracle, cache_dir)
+    is_stepped = row.dp == 1 and not row.kv
+    return (step_through if is_stepped else serve)(row, oracle, config, processes)
+
+
+def outputs_of(run: Run) -> list[tuple[Request, list[EngineOutput]]]:
+    """Return each request with its outputs."""
+    return list(zip(run.requests, run.outputs, strict=True))

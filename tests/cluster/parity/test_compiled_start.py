@@ -1,0 +1,110 @@
+"""What an engine compiles and captures when it starts, and what it tells of its pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_rows import Request, Row
+from parity_run import RankProcesses, leading
+
+from cluster.messages import Submit
+from cluster.rank.leader import Leader
+from compile.config import CUDAGraphMode
+from compile.counters import counter
+from model.layers.attention import Attention
+
+ROW = Row("six heads", "run down", level=3, mode=CUDAGraphMode.NONE)
+
+
+@contextmanager
+def started(oracle: Any, row: Row, cache_dir: str, **compilation: Any) -> Iterator[Leader]:
+    config = row.config(oracle, cache_dir)
+    config = replace(config, compilation=replace(config.compilation, **compilation))
+    with leading(config, RankProcesses(), []) as leader:
+        yield leader
+
+
+@pytest.mark.feature("N09")
+def test_each_step_of_pieces_reports_what_it_spends_between_them(
+    make_oracle: Callable[[str], Any], cache_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = replace(ROW, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    attend, shares = Attention.attend, []
+    with started(make_oracle("six heads"), row, cache_dir) as leader:
+        engine, gaps = leader.engine, leader.runner.forward.gaps
+
+        def prefill(i: int) -> None:
+            engine.submit(Submit(Request([1, 2, 3], 3).message(i), None))
+            while engine.has_unfinished:
+                engine.step()
+            shares.append(gaps.last_share)
+
+        frames = dict(torch._dynamo.utils.counters["frames"])
+        prefill(0)
+        assert gaps.num_steps == 1  # the two steps of decodes replay whole graphs
+        # Slow between pieces.
+        monkeypatch.setattr(Attention, "attend", lambda *args: (time.sleep(0.02), attend(*args)))
+        prefill(1)
+        assert gaps.num_steps == 2
+    assert 0 < shares[0] < shares[1] < 1
+    assert shares[1] > 0.5
+    assert shares[0] < gaps.share < shares[1]
+    # Attention holds nothing that compiles while pieces are replayed.
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+
+
+@pytest.mark.feature("E05")
+def test_a_model_of_l_layers_is_2l_plus_1_pieces_and_3_compilations(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    oracle = make_oracle("six heads")
+    layers = oracle.model.config.num_hidden_layers
+    with (
+        counter.expect(
+            num_piecewise_graphs_seen=2 * layers + 1,
+            num_piecewise_capturable_graphs_seen=layers + 1,
+            num_backend_compilations=3,
+        ),
+        started(oracle, ROW, str(tmp_path), use_inductor=False),
+    ):
+        pass
+
+
+def test_passes_rewrite_pieces_that_no_compiler_sees(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Each sum of the residual is fused with the norm behind it; there are two in a layer."""
+    oracle, prompt, output = make_oracle("six heads"), [1, 2, 3], list[int]()
+    # Of three pieces that are compiled, the first ends before any sum; the others have two each.
+    with (
+        counter.expect(num_pass_matches=4, num_eager_compiles=3, num_inductor_compiles=0),
+        started(oracle, ROW, str(tmp_path), use_inductor=False) as leader,
+    ):
+        leader.engine.submit(Submit(Request(prompt, 6).message(0), None))
+        while leader.engine.has_unfinished:
+            output += [token for found in leader.engine.step() for token in found.token_ids]
+    assert len(output) == 6
+    oracle.check_greedy(prompt, output)
+
+
+@pytest.mark.feature("G05")
+def test_a_warm_engine_traces_compiles_and_builds_nothing(
+    make_oracle: Callable[[str], Any], tmp_path: Path, judge: Callable[..., Any]
+) -> None:
+    with started(make_oracle("six heads"), ROW, str(tmp_path)):
+        pass
+    with counter.expect(
+        num_graphs_seen=0,
+        num_backend_compilations=0,
+        num_inductor_compiles=0,
+        num_cpp_builds=0,
+        num_compiled_artifacts_loaded=3,
+    ):
+        judge(replace(ROW, mode=CUDAGraphMode.FULL_DECODE_ONLY), str(tmp_path))

@@ -1,0 +1,160 @@
+"""However a model is split, compiled, replayed and batched, it generates what transformers does.
+
+Each row is a model, a way to run it and a load; one function runs and judges any of them. Graphs
+are captured on poisoned memory and the seal is strict: a step that compiles, captures or reads what
+a graph let go of fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from parity_oracle import SHAPES, SLOW_SHAPES, SPARSE, features_of
+from parity_rows import LOADS, Row
+
+from compile.config import CUDAGraphMode
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+COMPILED = (
+    "six heads",
+    "mistral window 13 wide heads",
+    "qwen2 tied",
+    "qwen3 window in every other layer",
+    "mixtral tied eight experts",
+    "qwen3moe many experts",
+)
+"""One of each family."""
+SLOW_COMPILED = {"mistral window 13 wide heads", "qwen2 tied", "mixtral tied eight experts"}
+"""Left out by default: what they compile takes minutes together."""
+MODES = [
+    (0, NONE, "A01 A09 B01"),
+    (0, FULL, "B03 Q02"),
+    (1, NONE, "A02"),
+    (2, NONE, "A03"),
+    (2, DECODE_ONLY, ""),
+    (3, NONE, "A04"),
+    (3, PIECEWISE, "B02 N02"),
+    (3, DECODE_ONLY, "B04"),
+    (3, FULL, "B03 Q02"),
+    (3, BOTH, "B05 B07"),
+]
+# What is not split is compiled for one family: that takes four times as long as pieces do. What
+# level 0 replays in mode FULL for every family, level 3 does for one.
+OF_EVERY_FAMILY = {(0, FULL), (3, NONE), (3, PIECEWISE), (3, DECODE_ONLY), (3, BOTH)}
+
+TENSOR_PARALLEL = [
+    ("one kv head", 2),
+    ("llama3 rope", 2),
+    ("mistral window 13 wide heads", 2),
+    ("qwen2 tied", 2),  # with biases, and an odd vocabulary
+    ("qwen3 wide heads", 2),  # tied, with one KV head
+    ("qwen3 window in every other layer", 4),  # two of which hold the same KV head
+]
+# With those above and the slow ones at least six of each family on two ranks; on one rank all of
+# them are run.
+MORE_TENSOR_PARALLEL = [
+    "mistral window 7",
+    "qwen2 yarn rope with mscale",
+    "qwen3 tied linear rope",
+    "mixtral window 11 wide heads",
+    "qwen3moe many experts",  # 9 on each, and a KV head on both
+]
+SLOW_TENSOR_PARALLEL = [
+    "wide heads",
+    "tied",
+    "odd vocabulary",
+    "linear rope",
+    "mistral window 11 two kv heads",
+    "mistral window 20 tied",
+    "mistral window 16",
+    "mistral wide heads linear rope",
+    "qwen2 wide heads",
+    "qwen2 eight heads",
+    "qwen2 window in the last layers",
+    "qwen2 window in all layers",
+    "qwen3 eight heads",
+    "qwen3 odd vocabulary",
+    "qwen3 yarn rope without truncation",
+    "qwen3 window in every other layer",
+]
+"""Together they take minutes."""
+
+POOLS = ["one kv head", "six heads", "wide heads", "tied", "odd vocabulary", "biases"]
+POOLS += ["mistral window 7", "qwen2 window in the last layers", "qwen3 wide heads"]
+
+
+def case(row: Row, features: str = "", is_slow: bool = False) -> Any:
+    """Return a row with its marks: the features of its model, of its load and of its own."""
+    ids = [*features_of(row.shape), *LOADS[row.load].features.split(), *features.split()]
+    if row.shape.startswith(SPARSE) and row.tp * row.dp > 1:
+        ids.append("P15")
+    marks = [pytest.mark.feature(*dict.fromkeys(ids))]
+    return pytest.param(row, id=row.id, marks=[*marks, *[pytest.mark.slow] * is_slow])
+
+
+def one_rank() -> Iterator[Any]:
+    """Every shape of each family, however its requests come."""
+    for load in list(LOADS)[:7]:
+        for shape in SHAPES:
+            yield case(Row(shape, load), is_slow=shape in SLOW_SHAPES)
+    yield case(Row("mistral window 13 wide heads", "long prompt"))
+    yield case(Row("mistral window 7", "two heads"))
+
+
+def compiled() -> Iterator[Any]:
+    for level, mode, features in MODES:
+        for shape in COMPILED if (level, mode) in OF_EVERY_FAMILY else COMPILED[:1]:
+            row = Row(shape, "run down", level=level, mode=mode)
+            yield case(row, features, shape in SLOW_COMPILED)
+    yield case(Row("qwen2 tied", "at random", level=3, mode=BOTH))
+
+
+def tensor_parallel() -> Iterator[Any]:
+    for shape, size in TENSOR_PARALLEL:
+        yield case(Row(shape, "everything"))
+        for load in ("everything", "seeded", "logprobs"):
+            yield case(Row(shape, load, size))
+    for shape in MORE_TENSOR_PARALLEL:
+        yield case(Row(shape, "everything", 2))
+    for shape in SLOW_TENSOR_PARALLEL:
+        yield case(Row(shape, "everything", 2), is_slow=True)
+    yield case(Row("one kv head", "everything", 2, level=3, mode=BOTH), "G01", True)
+
+
+def data_parallel() -> Iterator[Any]:
+    odd, experts = "odd vocabulary", "mixtral tied eight experts"
+    yield case(Row(odd, "uneven", 1, 2, mode=DECODE_ONLY))
+    yield case(Row(odd, "uneven", 1, 2, mode=FULL), "B03")
+    yield case(Row("one kv head", "uneven", 2, 2, mode=DECODE_ONLY), is_slow=True)
+    yield case(Row(experts, "uneven", 1, 2, mode=DECODE_ONLY))
+    yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY))
+    for shape in (odd, experts):
+        for load in ("uneven", "seeded"):
+            row = Row(shape, load, 1, 2, level=3, mode=BOTH, compiler="inductor")
+            yield case(row, "A04 B05", is_slow=True)
+
+
+def pools() -> Iterator[Any]:
+    for kv in ("shm", "tcp"):
+        for shape in POOLS:
+            yield case(Row(shape, "pools", kv=kv))
+        yield case(Row("six heads", "roomy pools", kv=kv))
+    for shape, kv in (("one kv head", "shm"), ("wide heads", "tcp"), ("tied", "shm")):
+        yield case(Row(shape, "pools", 2, kv=kv))
+    yield case(Row("tied", "seeded", kv="shm"))
+    yield case(Row("tied", "cut", kv="shm"))
+    yield case(Row("tied", "cut early", 2, kv="tcp"))
+    yield case(Row("six heads", "few", kv="shm", loses=0))
+    yield case(Row("tied", "few", 2, kv="shm", loses=1))
+
+
+ROWS = [*one_rank(), *compiled(), *tensor_parallel(), *data_parallel(), *pools()]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row(row: Row, judge: Callable[[Row], None]) -> None:
+    judge(row)

@@ -1,0 +1,153 @@
+"""A follower runs its leader's steps and no others, and lets go of graphs before its group ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.credentials import Credentials
+from cluster.engine.divergence import StepDivergence
+from cluster.group_messages import StepFrame
+from cluster.messages import GenerateRequest, Sampling, Submit
+from cluster.rank import groups
+from cluster.rank.follower import Follower
+from cluster.rank.leader import Leader
+from cluster.rank.rendezvous import LeaderEndpoints
+from compile.config import CompilationConfig
+
+PLACE: dict[str, Any] = {
+    "epoch": 0,
+    "host": "127.0.0.1",
+    "credentials": Credentials("test", b"s" * 32),
+}
+
+
+def group_of_two(oracle: Any, **compilation: Any) -> tuple[Leader, Follower]:
+    """Load two ranks of one group, both in this process."""
+    config = EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=64,
+        cache=CacheConfig(block_size=4, num_kv_blocks=40),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
+        parallel=ParallelConfig(2),
+        compilation=CompilationConfig(**compilation),
+    )
+    endpoints = LeaderEndpoints(config, host=PLACE["host"], credentials=PLACE["credentials"])
+    rendezvous = endpoints.rendezvous
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(
+            Follower, config, dp_rank=0, tp_rank=1, rendezvous=rendezvous, **PLACE
+        )
+        return Leader(config, engine_id="", endpoints=endpoints, **PLACE), joining.result()
+
+
+def end(leader: Leader) -> None:
+    leader.stop()
+    leader.run()  # ends at once, and its followers with it
+
+
+class AlteringReceiver:
+    """A follower's end of a channel that changes what comes through it."""
+
+    def __init__(self, receiver: Any, alter: Callable[[StepFrame], StepFrame]) -> None:
+        self._receiver = receiver
+        self._alter = alter
+
+    def receive(self) -> Any:
+        frame = self._receiver.receive()
+        return self._alter(frame) if isinstance(frame, StepFrame) else frame
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "alter"),
+    [
+        ("token_ids", lambda plan: {"token_ids": [*plan.token_ids[:-1], plan.token_ids[-1] ^ 1]}),
+        ("row_state", lambda plan: {"new_blocks": []}),
+        ("step", lambda plan: {"step": plan.step + 1}),
+    ],
+)
+def test_a_follower_whose_step_differs_does_not_run_it(
+    make_oracle: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    alter: Callable[[Any], dict[str, Any]],
+) -> None:
+    """It names rank, step and field; its leader is left waiting, for the owner to kill."""
+    # Longer than a busy machine may hold a thread up: earlier collectives have this bound too.
+    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 2.0)
+    leader, follower = group_of_two(make_oracle("tied"))
+
+    def alter_fourth(frame: StepFrame) -> StepFrame:
+        if frame.plan.step < 4:  # which admits the second sequence
+            return frame
+        return msgspec.structs.replace(
+            frame, plan=msgspec.structs.replace(frame.plan, **alter(frame.plan))
+        )
+
+    follower.loop.receiver = AlteringReceiver(follower._receiver, alter_fourth)
+    lost: list[BaseException] = []
+
+    def serve() -> None:
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None)
+        try:
+            for step in range(8):
+                if step in (0, 3):
+                    request = GenerateRequest(str(step), [1, 2, 3, step], [], sampling, "")
+                    leader.engine.submit(Submit(request, None))
+                leader.engine.step()
+        except RuntimeError as error:  # nobody comes to its collective
+            lost.append(error)
+
+    leading = threading.Thread(target=serve, daemon=True)
+    leading.start()
+    step = 5 if field == "step" else 4
+    wanted = rf"rank dp=0 tp=1 epoch=0 step {step}: {field}: wanted \d+, found \d+"
+    with pytest.raises(StepDivergence, match=wanted):
+        follower.run()
+    assert follower.stats(tp_rank=1, dp_rank=0, pid=0, node="").step == 3
+    leading.join(timeout=0.2)
+    assert leading.is_alive()
+    leading.join(timeout=20)
+    assert "imed out" in str(lost)
+    follower.stop()
+    follower.run()  # closes
+    end(leader)
+
+
+def test_graphs_are_let_go_of_before_their_group_ends(
+    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits in vain for the end of graphs that talk over the group."""
+    ranks = group_of_two(
+        make_oracle("tied"), cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
+    )
+    leader, follower = ranks
+
+    def num_graphs(rank: Leader | Follower) -> int:
+        users: Any = rank.runner.forward._pools._users
+        return sum(len(user._entries) for user in users)
+
+    before = [num_graphs(rank) for rank in ranks]
+    at_end: dict[int, int] = {}
+    real = groups.GroupMembership.close
+
+    def close(group: groups.GroupMembership) -> None:
+        at_end[group.shard.rank] = num_graphs(ranks[group.shard.rank])
+        real(group)
+
+    monkeypatch.setattr(groups.GroupMembership, "close", close)
+    following = threading.Thread(target=follower.run)
+    following.start()
+    end(leader)
+    following.join(timeout=20)
+    assert not following.is_alive()
+    assert (before, at_end) == ([2, 2], {0: 0, 1: 0})

@@ -1,0 +1,264 @@
+"""Forwards of a rank run in the context of their step, captured or not, and as all agreed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.messages import GenerateRequest, Sampling, StepAgreement, StepKind, Submit, Vote
+from cluster.rank import forward
+from cluster.rank.groups import GroupMembership
+from cluster.rank.leader import assemble_engine
+from cluster.rank.lockstep import Lockstep
+from cluster.rank.runner import ModelRunner
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.context import (
+    BatchDescriptor,
+    Context,
+    DPMetadata,
+    ForwardContext,
+    forward_context,
+    get_forward_context,
+)
+from compile.counters import counter
+from compile.dispatch import decide
+from compile.graphs.capture import is_in_capture_window
+from model.layers.attention import Attention, AttentionMetadata
+from model.parallel import Shard
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+GRAPH_BS, GRAPH_TOKENS = (1, 2, 4), (4, 8, 16)
+MAX_NUM_SEQS = 6
+
+
+def make_runner(oracle: Any, mode: str, level: int = 0, **arguments: Any) -> ModelRunner:
+    sizes: dict[str, Any] = {}
+    if mode != "NONE":
+        sizes["cudagraph_capture_sizes"] = GRAPH_BS
+    if mode in ("FULL", "FULL_AND_PIECEWISE"):
+        sizes["capture_num_tokens"] = GRAPH_TOKENS
+    config = EngineConfig(
+        model_path=str(oracle.path),
+        max_model_len=64,
+        cache=CacheConfig(block_size=4, num_kv_blocks=100),
+        scheduler=SchedulerConfig(MAX_NUM_SEQS, max_num_batched_tokens=24),
+        compilation=CompilationConfig(
+            level=level, cudagraph_mode=mode, use_inductor=False, sealed="warn", **sizes
+        ),
+    )
+    return ModelRunner(config, **arguments)
+
+
+def greedy(max_tokens: int) -> Sampling:
+    return Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, -1, None)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[ForwardContext]:
+    """The contexts that attention of the first layer found, in order."""
+    found: list[ForwardContext] = []
+    attend = Attention.attend
+
+    def spy(self: Attention, *args: Any) -> None:
+        context = get_forward_context()
+        if self is next(iter(context.no_compile_layers.values())):
+            found.append(context)
+        attend(self, *args)
+
+    monkeypatch.setattr(Attention, "attend", spy)
+    return found
+
+
+def is_padding_of(context: ForwardContext, key: BatchDescriptor, num_seqs: int) -> bool:
+    """Return whether a context describes padding of a graph's size and nothing else."""
+    step, metadata = context.context, context.attn_metadata
+    assert step is not None and isinstance(metadata, AttentionMetadata)
+    assert step.positions is not None
+    return (
+        step.is_dummy_run
+        and (step.batch_size, step.graph_bs) == (num_seqs, num_seqs)
+        and step.is_prefill == (not key.uniform_decode)
+        and step.positions.tolist() == [0] * key.num_tokens
+        and metadata.num_decodes == (num_seqs if key.uniform_decode else 0)
+        and len(metadata.slot_mapping) == key.num_tokens
+        and len(metadata.seq_lens) == len(metadata.cu_seqlens_q) - 1 == num_seqs
+        and not metadata.cu_seqlens_q.any()
+        and context.dp_metadata == DPMetadata((key.num_tokens,) * 2)
+    )
+
+
+@pytest.mark.feature("C12")
+def test_each_captured_size_runs_in_a_context_of_its_own_which_is_gone_afterwards(
+    make_oracle: Callable[[str], Any], seen: list[ForwardContext]
+) -> None:
+    group = GroupMembership(None, Shard(), dp_rank=1, dp_size=2)
+    runner = make_runner(make_oracle("tied"), "FULL", group=group)
+    decodes = [BatchDescriptor(bs, bs, True) for bs in GRAPH_BS]
+    mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS)) for n in GRAPH_TOKENS]
+    wanted = sorted([*decodes, *mixed], key=lambda key: (-key.num_tokens, -(key.num_seqs or 0)))
+    at_capture = [i for i, each in enumerate(seen) if each.cudagraph_runtime_mode is FULL]
+    keys = dict.fromkeys(seen[i].batch_descriptor for i in at_capture)
+    assert list(keys) == wanted == list(runner.forward.num_replays)
+    for key in wanted:
+        num_seqs = key.num_seqs or 0
+        own = [i for i in at_capture if seen[i].batch_descriptor == key]
+        assert all(is_padding_of(seen[i], key, num_seqs) for i in own)
+        warm_up = seen[own[0] - 1]
+        assert (warm_up.cudagraph_runtime_mode, warm_up.batch_descriptor) == (NONE, None)
+        assert is_padding_of(warm_up, key, num_seqs)
+    assert get_forward_context() == ForwardContext()
+
+
+@pytest.mark.feature("C12")
+def test_the_context_of_a_capture_that_fails_is_gone_too(
+    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = Attention.attend
+
+    def fail(self: Attention, *args: Any) -> None:
+        if get_forward_context().cudagraph_runtime_mode is FULL:
+            raise RuntimeError("out of memory")
+        attend(self, *args)
+
+    monkeypatch.setattr(Attention, "attend", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_runner(make_oracle("tied"), "FULL")
+    assert get_forward_context() == ForwardContext()
+    assert not is_in_capture_window()
+
+
+@pytest.mark.feature("L01", "L04")
+def test_ops_of_a_served_step_find_the_step_and_the_pool_that_was_allocated_once(
+    make_oracle: Callable[[str], Any], seen: list[ForwardContext]
+) -> None:
+    runner = make_runner(make_oracle("tied"), "NONE")
+    pool = runner.kv_pool.untyped_storage().data_ptr()
+    engine = assemble_engine(runner.config, runner)
+    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8])):
+        engine.submit(Submit(GenerateRequest(name, prompt, [], greedy(2), ""), None))
+    seen.clear()
+    for is_prefill, positions in ((True, [0, 1, 2, 3, 4, 0, 1, 2]), (False, [5, 3])):
+        engine.step()
+        context = seen[-1]
+        assert context.kv_cache_data is seen[0].kv_cache_data
+        assert set(context.kv_cache_data) == set(context.no_compile_layers)
+        for cache in context.kv_cache_data.values():
+            assert cache.k_cache.untyped_storage().data_ptr() == pool
+            assert cache.v_cache.untyped_storage().data_ptr() == pool
+        step = context.context
+        assert step is not None and step.positions is not None
+        assert step == Context(is_prefill, is_dummy_run=False, batch_size=2, graph_bs=2)
+        assert step.positions.tolist() == positions
+    assert len(seen) == 2
+
+
+# --- as all agreed ------------------------------------------------------------------------------
+
+
+class Votes:
+    """The lockstep of one rank; keeps what it was told."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._alone = Lockstep.alone(runner.forward.captured)
+        self.cast: list[Vote] = []
+
+    def agree(self, vote: Vote) -> StepAgreement:
+        self.cast.append(vote)
+        return self._alone.agree(vote)
+
+    def confirm(self) -> None:
+        self._alone.confirm()
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[ForwardContext]:
+    """The contexts that a rank's forwards ran in, in order."""
+    found: list[ForwardContext] = []
+
+    @contextmanager
+    def spy(value: ForwardContext) -> Iterator[ForwardContext]:
+        found.append(value)
+        with forward_context(value):
+            yield value
+
+    monkeypatch.setattr(forward, "forward_context", spy)
+    return found
+
+
+@pytest.mark.feature("D05")
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [("NONE", 0), ("FULL_DECODE_ONLY", 0), ("FULL", 0), ("FULL_AND_PIECEWISE", 3)],
+)
+def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_votes(
+    make_oracle: Callable[[str], Any], entered: list[ForwardContext], mode: str, level: int
+) -> None:
+    runner = make_runner(make_oracle("tied"), mode, level)
+    votes = Votes(runner)
+    engine = assemble_engine(runner.config, runner, lockstep=votes)
+    entered.clear()
+    rng = random.Random(mode)
+    num_replayed = []
+    for i in range(60):
+        if i % 5 == 0:
+            for j in range(rng.randint(1, 5)):
+                prompt = [rng.randrange(200) for _ in range(rng.randint(1, 20))]
+                request = GenerateRequest(f"{i}-{j}", prompt, [], greedy(rng.randint(1, 11)), "")
+                engine.submit(Submit(request, None))
+        before, num_forwards = counter.num_cudagraph_replayed, len(entered)
+        engine.step()
+        if len(entered) > num_forwards:
+            num_replayed.append(counter.num_cudagraph_replayed - before)
+    worked = [vote for vote in votes.cast if vote.has_work]
+    assert len(worked) == len(entered) == len(num_replayed) > 30
+    num_pieces = len(runner.model.attention_layers()) + 1
+    replays = {NONE: 0, PIECEWISE: num_pieces, FULL: 1}
+    kinds = set()
+    for vote, context, num in zip(worked, entered, num_replayed, strict=True):
+        wanted = decide(
+            is_uniform_decode=vote.kind is StepKind.DECODE,
+            num_tokens=vote.num_tokens,
+            num_seqs=vote.num_seqs,
+            query_len=vote.max_query_len,
+            captured=runner.forward.captured,
+        )
+        assert (context.cudagraph_runtime_mode, context.batch_descriptor) == (
+            wanted.mode,
+            wanted.descriptor,
+        )
+        step = context.context
+        assert step is not None and step.positions is not None
+        assert len(step.positions) == wanted.num_tokens
+        assert (step.batch_size, step.graph_bs) == (vote.num_seqs, wanted.graph_bs or vote.num_seqs)
+        assert num == replays[wanted.mode]
+        kinds.add((vote.kind, wanted.mode))
+    graphs = runner.forward.captured.mode
+    assert {(StepKind.DECODE, graphs.decode_mode()), (StepKind.MIXED, graphs.mixed_mode())} <= kinds
+
+
+@pytest.mark.feature("C07")
+def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
+    make_oracle: Callable[[str], Any],
+) -> None:
+    """Two sequences of two tokens each are as many tokens as four sequences that decode."""
+    runner = make_runner(make_oracle("tied"), "FULL_DECODE_ONLY")
+    keys = {BatchDescriptor(bs, bs, True): bs for bs in GRAPH_BS}
+    assert dict(runner.forward.num_replays) == dict.fromkeys(keys, 0)
+    lockstep = Lockstep.alone(runner.forward.captured)
+    vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, True, False)
+    with torch.inference_mode():
+        for num_seqs, query_len, num_replays in ((4, 1, 1), (2, 2, 1), (4, 1, 2)):
+            told = msgspec.structs.replace(vote, num_seqs=num_seqs, max_query_len=query_len)
+            agreed = lockstep.agree(told)
+            assert (agreed.num_tokens, agreed.graph_bs) == (4, num_seqs)
+            batch = runner.inputs.dummy(agreed.num_tokens, agreed.graph_bs)
+            runner.forward.run(batch, agreed, num_seqs)
+            assert runner.forward.num_replays[BatchDescriptor(4, 4, True)] == num_replays
+    assert sum(runner.forward.num_replays.values()) == 2

@@ -1,0 +1,160 @@
+"""Patterns find an operation in every spelling, and nothing else."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compile.passes.graph_pass import (
+    Bind,
+    Cast,
+    Match,
+    Op,
+    Scalar,
+    find,
+    matched_nodes,
+    operation,
+    value,
+    writes,
+)
+
+X, Y = torch.ones(3, 4), torch.ones(3, 4)
+SCALED = Op("mul", (Bind("x"), Op("add", (Bind("y"), Scalar("eps")))), name="product")
+
+
+def torch_graph(function: Callable[..., Any], *args: Any) -> torch.fx.Graph:
+    """Return the graph as Dynamo writes it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, fullgraph=True)(*args)
+    torch._dynamo.reset()
+    return graphs[0].graph
+
+
+def aten_graph(function: Callable[..., Any], *args: Any) -> torch.fx.Graph:
+    """Return the graph of ATen ops."""
+    return make_fx(function, tracing_mode="fake")(*args).graph
+
+
+GRAPHS = pytest.mark.parametrize("graph_of", [torch_graph, aten_graph], ids=["torch", "aten"])
+
+
+def matches(pattern: Any, graph: torch.fx.Graph) -> list[Match]:
+    """Return the first match of each node."""
+    found = (next(find(pattern, node), None) for node in graph.nodes)
+    return [match for match in found if match is not None]
+
+
+SPELLINGS: dict[str, Callable[..., torch.Tensor]] = {
+    "operators": lambda x, y: x * (y + 0.5),
+    "functions": lambda x, y: torch.mul(x, torch.add(y, 0.5)),
+    "methods": lambda x, y: x.mul(y.add(0.5)),
+    "other order": lambda x, y: (0.5 + y) * x,
+}
+
+
+@GRAPHS
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_one_pattern_finds_every_spelling(graph_of: Any, name: str) -> None:
+    graph = graph_of(SPELLINGS[name], X, Y)
+    (match,) = matches(SCALED, graph)
+    assert [match[name].name.strip("l_1") for name in ("x", "y")] == ["x", "y"]
+    assert match["eps"] == 0.5
+    assert match["product"] in matched_nodes(match)
+    assert len(matched_nodes(match)) == 2
+
+
+@GRAPHS
+def test_one_pattern_finds_every_scalar(graph_of: Any) -> None:
+    graph = graph_of(lambda x, y: (x * (y + 0.5), x * (y + 1e-6), x * (y + 3)), X, Y)
+    assert [match["eps"] for match in matches(SCALED, graph)] == [0.5, 1e-6, 3]
+
+
+@GRAPHS
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x * (y + x),
+        lambda x, y: x * torch.add(y, 0.5, alpha=2),
+        lambda x, y: x / (y + 0.5),
+        lambda x, y: x * (y - 0.5),
+    ],
+    ids=["tensor for scalar", "option", "other op outside", "other op inside"],
+)
+def test_what_is_something_else_is_not_found(graph_of: Any, function: Any) -> None:
+    assert matches(SCALED, graph_of(function, X, Y)) == []
+
+
+def test_operands_that_commute_match_either_way() -> None:
+    graph = torch_graph(lambda x, y: x + y, X, Y)
+    (node,) = graph.find_nodes(op="call_function", target=operator.add)
+    found = list(find(Op("add", (Bind("x"), Bind("y"))), node))
+    assert [(match["x"], match["y"]) for match in found] == [node.args, node.args[::-1]]
+
+
+@GRAPHS
+def test_a_name_that_occurs_twice_is_one_node(graph_of: Any) -> None:
+    twice = Op("add", (Op("rsqrt", (Bind("x"),)), Bind("x")))
+    graph = graph_of(lambda x, y: (torch.rsqrt(x) + x, torch.rsqrt(x) + y), X, Y)
+    assert len(matches(twice, graph)) == 1
+
+
+@GRAPHS
+def test_a_cast_may_be_there_or_not(graph_of: Any) -> None:
+    pattern = Op("rsqrt", (Cast(Op("add", (Bind("x"), Bind("y")), name="sum"), name="wide"),))
+
+    def casts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.rsqrt((x + y).float()), torch.rsqrt((x + y).to(torch.float64)), (x + y).rsqrt()
+
+    found = matches(pattern, graph_of(casts, X.bfloat16(), Y.bfloat16()))
+    assert [value(match["wide"]).dtype for match in found] == [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+    ]
+    assert [match["wide"] is match["sum"] for match in found] == [False, False, True]
+
+
+@GRAPHS
+@pytest.mark.parametrize(
+    ("function", "is_found"),
+    [
+        (lambda x: x.mean(-1, keepdim=True), True),
+        (lambda x: torch.mean(x, 1, True), True),
+        (lambda x: torch.mean(x, [1], keepdim=True), True),
+        (lambda x: x.mean(0, keepdim=True), False),
+        (lambda x: x.mean(-1), False),
+        (lambda x: x.mean(-1, keepdim=True, dtype=torch.float64), False),
+    ],
+)
+def test_a_mean_of_rows_keeps_its_dimension(graph_of: Any, function: Any, is_found: bool) -> None:
+    kinds = [operation(node).kind for node in graph_of(function, X).nodes]
+    assert ("row_mean" in kinds) == is_found
+
+
+@GRAPHS
+@pytest.mark.parametrize("function", [lambda x: x * x, lambda x: x**2, torch.square])
+def test_squares_are_squares(graph_of: Any, function: Any) -> None:
+    assert "square" in [operation(node).kind for node in graph_of(function, X).nodes]
+
+
+@GRAPHS
+def test_a_write_is_noticed(graph_of: Any) -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y.mul_(2)
+        y[0] = 3
+        return y
+
+    assert sum(writes(node) for node in graph_of(write, X).nodes) >= 2
+    assert not any(writes(node) for node in graph_of(lambda x: x * 2 + x, X).nodes)

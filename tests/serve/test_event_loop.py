@@ -1,0 +1,150 @@
+"""Work beside the event loop is bounded and never in the way; a pace loses no turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from serve import event_loop
+from serve.admission import Overloaded
+from serve.event_loop import LONG, MAX_INLINE, Abandoned, Check, Pace, WorkThreads
+
+
+def test_small_work_is_done_at_once_and_other_work_in_threads() -> None:
+    async def main() -> list[bool]:
+        threads = WorkThreads()
+        here = threading.get_ident()
+        sizes = (MAX_INLINE, MAX_INLINE + 1, LONG + 1)
+        return [await threads.run(size, lambda _: threading.get_ident() == here) for size in sizes]
+
+    assert asyncio.run(main()) == [True, False, False]
+
+
+def test_short_work_does_not_wait_for_long_work() -> None:
+    async def main() -> float:
+        threads, release = WorkThreads(), threading.Event()
+        long = [
+            asyncio.create_task(threads.run(LONG + 1, lambda _: release.wait(10))) for _ in range(3)
+        ]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        await threads.run(LONG, lambda _: None)
+        took_s = time.monotonic() - began
+        release.set()
+        await asyncio.gather(*long)
+        return took_s
+
+    assert asyncio.run(main()) < 1
+
+
+def test_only_so_much_long_work_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "MAX_LONG_WAITING", 2)
+
+    async def main() -> None:
+        threads, release = WorkThreads(), threading.Event()
+        running = [
+            asyncio.create_task(threads.run(LONG + 1, lambda _: release.wait(10))) for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="at most 2 long requests"):
+            await threads.run(LONG + 1, lambda _: None)
+        release.set()
+        await asyncio.gather(*running)
+        await threads.run(LONG + 1, lambda _: None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too slow"])
+def test_work_that_nobody_waits_for_stops_at_its_next_check(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = threading.Event()
+
+    def work(check: Check) -> None:
+        try:
+            while True:
+                check()
+                time.sleep(0.005)
+        except Abandoned:
+            stopped.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(WorkThreads().run(LONG + 1, work))
+        await asyncio.sleep(0.05)
+        if how == "cancelled":
+            task.cancel()
+        with pytest.raises((asyncio.CancelledError, Overloaded)):
+            await task
+
+    monkeypatch.setattr(event_loop, "WORK_TIMEOUT_S", 0.1)
+    asyncio.run(main())
+    assert stopped.wait(5)
+
+
+async def turns_of(
+    pace: Pace, num: int, cancelled: frozenset[int] = frozenset()
+) -> list[list[int]]:
+    """Return who came through in each turn of the loop, where all came at once."""
+    turns: list[list[int]] = [[]]
+
+    async def come(i: int) -> None:
+        await pace.wait()
+        turns[-1].append(i)
+
+    tasks = [asyncio.create_task(come(i)) for i in range(num)]
+    await asyncio.sleep(0)
+    for i in cancelled:
+        tasks[i].cancel()
+    while not all(task.done() for task in tasks):
+        turns.append([])
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [turn for turn in turns if turn]
+
+
+@pytest.mark.parametrize("num", [1, 4, 5, 103])
+def test_few_come_through_at_once_and_all_in_order(num: int) -> None:
+    turns = asyncio.run(turns_of(Pace(4), num))
+    assert [i for turn in turns for i in turn] == list(range(num))
+    assert all(len(turn) == 4 for turn in turns[:-1])
+
+
+def test_who_gives_up_takes_nobodys_turn() -> None:
+    gone = frozenset({5, 6, 7, 8, 20})
+    turns = asyncio.run(turns_of(Pace(4), 30, gone))
+    assert [i for turn in turns for i in turn] == [i for i in range(30) if i not in gone]
+    assert all(len(turn) == 4 for turn in turns[:-1])
+
+
+def test_who_comes_later_waits_behind_the_others() -> None:
+    async def run() -> list[str]:
+        pace, seen = Pace(1), list[str]()
+
+        async def come(name: str) -> None:
+            await pace.wait()
+            seen.append(name)
+
+        tasks = [asyncio.create_task(come(name)) for name in ("first", "second", "third")]
+        await asyncio.sleep(0)
+        assert seen == ["first"]
+        tasks.append(asyncio.create_task(come("late")))
+        await asyncio.gather(*tasks)
+        return seen
+
+    assert asyncio.run(run()) == ["first", "second", "third", "late"]
+
+
+def test_an_idle_pace_keeps_nobody_waiting() -> None:
+    async def run() -> None:
+        pace = Pace(2)
+        for _ in range(5):
+            async with asyncio.timeout(0):  # ends at the first turn of the loop
+                await pace.wait()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
