@@ -149,6 +149,9 @@ class DeployArgs(_Strict, frozen=True):
     max_answer_bytes: int = 64 << 20
     """How large a streamed answer may become by what its request asks for, a whole one to a quarter
     of that. More gets 400, or fewer tokens where `max_tokens` was left out. At least 64 KiB."""
+    stream_interval: int = 1
+    """Tokens that a chunk of a stream has at least; its first and last tokens come at once. With
+    more than four streams chunks hold what comes between two ticks of at most 0.1 s."""
     api_keys: str | list[str] = ""
     """Bearer keys of clients, separated by commas; empty: none are needed. Keys on a command line
     are seen in `ps`."""
@@ -216,6 +219,7 @@ class DeployConfig:
     request_timeout_s: float
     max_body_bytes: int
     max_answer_bytes: int
+    stream_interval: int = 1
     debug: bool = False
     is_device_guessed: bool = False
     """`device` was auto, and was resolved on the machine that `deploy` ran on."""
@@ -280,6 +284,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
         max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
         max_answer_bytes=_at_least("max_answer_bytes", args.max_answer_bytes, 1 << 16),
+        stream_interval=_at_least("stream_interval", args.stream_interval, 1),
         debug=args.debug,
         is_device_guessed=args.device == "auto",
     )

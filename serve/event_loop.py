@@ -1,4 +1,5 @@
-"""What keeps an event loop free: threads for long work, a pace for bursts, and receive loops.
+"""What keeps an event loop free: threads for long work, a pace for bursts, a tick for streams, and
+receive loops.
 
 *Threads.* Parsing, templating, tokenizing and the writing of long answers run there. Short work has
 threads of its own and never waits for long work; the queue is bounded, and so is how long work may
@@ -8,6 +9,10 @@ parts, and stops there once its result is not wanted any more.
 *Pace.* A turn of the event loop runs everything that is ready: if three hundred requests arrive
 together, it begins all of them before it delivers the next token of any stream. At a pace it begins
 a few, does everything else once, and so on.
+
+*Tick.* A chunk of a stream costs Ray's proxy and the ingress more than a token costs a small model.
+So the more streams there are, the longer each waits after a chunk, all of them for the same tick,
+and what comes meanwhile is its next chunk.
 
 *Receive loops.* Awaiting a ZeroMQ socket that has frames returns at once and never yields to the
 event loop. So every loop over a socket pauses after a number of frames, or after a time, for one
@@ -19,8 +24,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import zmq
@@ -49,6 +55,14 @@ WORK_TIMEOUT_S = 30.0
 RETRY_AFTER_S = 5.0
 """What such a client is told to wait."""
 NUM_SHORT_THREADS = 2
+FREE_STREAMS = 4
+"""So many streams send each token as it comes."""
+CHUNK_COST = 0.0007
+"""Seconds of a core that a chunk costs Ray's Python proxy and the ingress together."""
+CHUNK_SHARE = 0.25
+"""Of one core, for chunks of all streams of an ingress."""
+MAX_TICK_S = 0.1
+"""The longest that a token waits for its stream's next chunk; more would show on a screen."""
 MAX_FRAMES = 1024
 """Frames, or outputs, received before the loop does everything else once. Each turn has room for a
 step of each engine, so nothing piles up."""
@@ -145,6 +159,50 @@ class Pace:
             if not turn.done():  # cancelled
                 turn.set_result(None)
                 self._take()
+
+
+class SharedTick:
+    """When streams that run send their next chunk: at once while few run, else all together."""
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+        """Sequences whose tokens are streamed now; one request may have many."""
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two ticks: so many that sending takes `CHUNK_SHARE` of a core."""
+        if self.num_streams <= FREE_STREAMS:
+            return 0.0
+        return min(self.num_streams * CHUNK_COST / CHUNK_SHARE, MAX_TICK_S)
+
+    @contextmanager
+    def streaming(self, num: int) -> Iterator[None]:
+        """Count so many streams more while the block lasts."""
+        self.num_streams += num
+        try:
+            yield
+        finally:
+            self.num_streams -= num
+
+    def next(self) -> asyncio.Future[None]:
+        """Return what is done at the next tick; the caller may set its result earlier."""
+        loop = asyncio.get_running_loop()
+        tick = loop.create_future()
+        period_s = self.period_s
+        if period_s == 0:
+            tick.set_result(None)
+            return tick
+        if not self._waiting:
+            loop.call_later(period_s, self._fire)
+        self._waiting.add(tick)
+        return tick
+
+    def _fire(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for tick in waiting:
+            if not tick.done():
+                tick.set_result(None)
 
 
 def loop_budget() -> Budget:

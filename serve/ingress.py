@@ -114,6 +114,7 @@ class Ingress:
             max_body_bytes=config.max_body_bytes,
             request_timeout_s=config.request_timeout_s,
             max_answer_bytes=config.max_answer_bytes,
+            stream_interval=config.stream_interval,
             max_sequences=min(MAX_SEQUENCES, self._admission.max_live),
             vocab_size=config.vocab_size,
             max_prompt_len=config.max_prompt_len,

@@ -21,6 +21,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For receiving the request, and again for answering it to the last byte."""
     max_answer_bytes: int = 64 * 2**20
     """Of a streamed answer; a whole one, which is in memory several times, may be a part of it."""
+    stream_interval: int = 1
+    """Tokens that a chunk of a stream has at least, the first and the last ones apart."""
     retry_after_s: float = 5.0
     """How long a client that comes before the pools are ready is told to wait."""
     max_sequences: int = 1024

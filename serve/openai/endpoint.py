@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from cluster.messages import GenerateRequest
 from serve.admission import Admission, Overloaded, Place
-from serve.event_loop import Check, Pace, WorkThreads
+from serve.event_loop import Check, Pace, SharedTick, WorkThreads
 from serve.openai.backend import ApiSettings, Backend
 from serve.openai.body import BodyReader, check_values
 from serve.openai.errors import ApiError, NotFound, Unavailable, as_api_error
@@ -78,6 +78,7 @@ class Serving:
         self.threads = WorkThreads()
         self.requests = Pace(BEGUN_AT_ONCE)
         self.sequences = Pace(BEGUN_AT_ONCE)
+        self.tick = SharedTick()
         self._tokenizer = tokenizer
 
     def require_ready(self) -> Tokenizer:
@@ -268,10 +269,17 @@ async def stream_chunks(
     options = shape.request.stream_options or StreamOptions()
     n, pace = shape.params.n, serving.sequences
     async with Generation(serving.backend, prepared.choices, n, pace, backlog) as generation:
-        while not generation.is_finished:
-            for choice in await generation.wait():
-                for chunk in shape.chunks(choice, _chunk_usage(options, generation)):
-                    yield chunk
+        changed = await generation.wait()
+        with serving.tick.streaming(len(generation.choices)):
+            while True:
+                for choice in changed:
+                    if choice.is_due(serving.settings.stream_interval):
+                        for chunk in shape.chunks(choice, _chunk_usage(options, generation)):
+                            yield chunk
+                if generation.is_finished:
+                    break
+                await generation.rest(serving.tick)
+                changed = await generation.wait()
     place.end_sequences()
     if options.include_usage:
         yield shape.usage_chunk(generation.usage())

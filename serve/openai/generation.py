@@ -14,7 +14,7 @@ from types import TracebackType
 import msgspec
 
 from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
-from serve.event_loop import Pace
+from serve.event_loop import Pace, SharedTick
 from serve.openai.backend import Backend
 from serve.openai.errors import InternalError
 from serve.openai.responses import PromptTokensDetails, Usage
@@ -58,6 +58,7 @@ class Choice:
         self.index = index
         self.request = request
         self.is_finished = False
+        self.was_taken = False
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
         """Of the prompt, in the cache of the engine that computed it; None before it did."""
@@ -90,8 +91,15 @@ class Choice:
 
     def take(self) -> Piece:
         """Return what was absorbed since the last call."""
+        self.was_taken = True
         piece, self._piece = self._piece, Piece()
         return piece
+
+    def is_due(self, stream_interval: int) -> bool:
+        """Return whether a stream sends what was absorbed: its first tokens and its last ones at
+        once, and otherwise at least `stream_interval` together."""
+        is_edge = self.is_finished or not self.was_taken
+        return is_edge or len(self._piece.token_ids) >= stream_interval
 
     def _add(self, delta: TextDelta, output: EngineOutput) -> None:
         num_tokens = delta.num_tokens_used
@@ -144,6 +152,10 @@ class Generation:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._submitting: asyncio.Task[None] | None = None
         self._error: Exception | None = None
+        self._begun: set[int] = set()
+        self._is_urgent = False
+        """A first or last output, or an error, waits in the mailbox."""
+        self._resting: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Generation:
         self._submitting = asyncio.create_task(self._submit())
@@ -177,6 +189,7 @@ class Generation:
         while not self._mailbox.empty():
             waiting.append(self._mailbox.get_nowait())
         self._backlog.clear()
+        self._is_urgent = False
         changed: dict[int, Choice] = {}
         for choice, event in waiting:
             try:
@@ -186,6 +199,13 @@ class Generation:
                 break
             changed[choice.index] = choice
         return [changed[index] for index in sorted(changed)]
+
+    async def rest(self, tick: SharedTick) -> None:
+        """Wait for the next tick; no longer once a sequence begins, ends or fails."""
+        if self._is_urgent:
+            return
+        self._resting = tick.next()
+        await self._resting
 
     def first_of(self, choice: Choice) -> Choice:
         """Return the first choice of the same prompt."""
@@ -217,7 +237,7 @@ class Generation:
             stream = self._backend.generate(choice.request)
             try:
                 async for output in stream:
-                    self._mailbox.put_nowait((choice, output))
+                    self._put(choice, output)
                     self._backlog.add(_num_bytes(output))
                     if output.finish_reason:
                         return
@@ -225,7 +245,16 @@ class Generation:
                 await stream.aclose()
             raise InternalError("generating ended without a result")
         except Exception as error:
-            self._mailbox.put_nowait((choice, error))
+            self._put(choice, error)
+
+    def _put(self, choice: Choice, event: EngineOutput | Exception) -> None:
+        self._mailbox.put_nowait((choice, event))
+        is_last = isinstance(event, Exception) or bool(event.finish_reason)
+        if is_last or choice.index not in self._begun:
+            self._begun.add(choice.index)
+            self._is_urgent = True
+            if self._resting is not None and not self._resting.done():
+                self._resting.set_result(None)
 
 
 def _num_bytes(output: EngineOutput) -> int:

@@ -116,6 +116,7 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
         ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),
         ({"watchdog_s": "0"}, "watchdog_s: wanted"),
+        ({"stream_interval": "0"}, "stream_interval: wanted"),
         ({"watchdog_s": "inf"}, "watchdog_s: wanted"),
         ({"compilation.sealed": "off"}, "compilation.sealed: wanted one of warn, strict, found"),
         (

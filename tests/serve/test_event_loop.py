@@ -10,7 +10,7 @@ import pytest
 
 from serve import event_loop
 from serve.admission import Overloaded
-from serve.event_loop import LONG, MAX_INLINE, Abandoned, Check, Pace, WorkThreads
+from serve.event_loop import LONG, MAX_INLINE, Abandoned, Check, Pace, SharedTick, WorkThreads
 
 
 def test_small_work_is_done_at_once_and_other_work_in_threads() -> None:
@@ -148,3 +148,39 @@ def test_an_idle_pace_keeps_nobody_waiting() -> None:
             await asyncio.sleep(0)
 
     asyncio.run(run())
+
+
+# --- tick -------------------------------------------------------------------------------------
+
+
+def test_a_tick_comes_at_once_for_few_streams_and_ever_later_for_more() -> None:
+    tick, periods = SharedTick(), list[float]()
+    for num in (0, 1, 4, 5, 8, 32, 64, 10_000):
+        with tick.streaming(num):
+            periods.append(tick.period_s)
+    assert periods[:3] == [0, 0, 0]
+    assert 0 < periods[3] < periods[4] < periods[5]
+    assert periods == sorted(periods) and periods[-1] == 0.1
+    assert tick.num_streams == 0
+
+
+def test_all_streams_wait_for_the_same_tick_whenever_they_come() -> None:
+    async def run() -> list[float]:
+        tick, began = SharedTick(), time.monotonic()
+        tick.num_streams = 1000
+
+        async def wait(after_s: float) -> float:
+            await asyncio.sleep(after_s)
+            await tick.next()
+            return time.monotonic() - began
+
+        early = tick.next()
+        early.set_result(None)  # whoever has more to do than wait
+        left = asyncio.create_task(wait(0))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        return await asyncio.gather(*(wait(after) for after in (0, 0.02, 0.04)))
+
+    woken = asyncio.run(run())
+    assert min(woken) >= 0.09
+    assert max(woken) - min(woken) < 0.05

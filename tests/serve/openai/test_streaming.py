@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -75,15 +75,19 @@ def test_server_goes_on_after_clients_have_left(url: str, backend: Any) -> None:
     assert answer.json()["choices"][0]["text"] == "hello world"
 
 
-def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
-    app: Any, backend: Any, tokenizer: Any
-) -> None:
-    text = "the dog ran over the hill"
-    backend.pieces = [[t] for t in tokenizer.encode(text)] * 20
-    backend.stop_token_id = -1
-    sent: list[bytes] = []
-    body = msgspec.json.encode({"prompt": "a", "stream": True})
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+class Chunk(NamedTuple):
+    at_s: float
+    """Since the request was sent."""
+    text: str
+    token_ids: list[int]
+
+
+async def streamed(app: Any, send_s: float = 0.0, **fields: Any) -> list[Chunk]:
+    """Return the chunks that a server sends for an ordinary request, each send taking a while."""
+    sent: list[tuple[float, bytes]] = []
+    asked = {"prompt": "a", "stream": True, "return_token_ids": True, **fields}
+    waiting = [{"type": "http.request", "body": msgspec.json.encode(asked), "more_body": False}]
+    began = time.monotonic()
 
     async def receive() -> dict[str, Any]:
         if not waiting:
@@ -91,8 +95,8 @@ def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
         return waiting.pop()
 
     async def send(message: dict[str, Any]) -> None:
-        sent.append(message.get("body", b""))
-        await asyncio.sleep(0.02)
+        sent.append((time.monotonic() - began, message.get("body", b"")))
+        await asyncio.sleep(send_s)
 
     scope = {
         "type": "http",
@@ -103,11 +107,84 @@ def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
         "query_string": b"",
         "headers": [],
     }
-    asyncio.run(app(scope, receive, send))
-    chunks = [part.removeprefix(b"data: ") for part in sent if part.startswith(b"data: {")]
-    texts = [msgspec.json.decode(chunk)["choices"][0]["text"] for chunk in chunks]
+    await app(scope, receive, send)
+    found = []
+    for at_s, part in sent:
+        if part.startswith(b"data: {"):
+            [choice] = msgspec.json.decode(part.removeprefix(b"data: "))["choices"]
+            found.append(Chunk(at_s, choice["text"], choice["token_ids"]))
+    return found
+
+
+def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
+    app: Any, backend: Any, tokenizer: Any
+) -> None:
+    text = "the dog ran over the hill"
+    backend.pieces = [[t] for t in tokenizer.encode(text)] * 20
+    backend.stop_token_id = -1
+    texts = [chunk.text for chunk in asyncio.run(streamed(app, send_s=0.02))]
     assert "".join(texts) == text * 20
     assert len(texts) < 20 and max(map(len, texts)) > len(text)
+
+
+@pytest.mark.parametrize(("interval", "num_at_least"), [(1, 6), (4, 3), (50, 2)])
+def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_last(
+    settings: ApiSettings,
+    backend: Any,
+    admission: Any,
+    tokenizer: Any,
+    interval: int,
+    num_at_least: int,
+) -> None:
+    backend.pieces = [[token] for token in range(40, 50)]
+    backend.pause_s = 0.01
+    backend.stop_token_id = -1
+    settings = msgspec.structs.replace(settings, stream_interval=interval)
+    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
+    chunks = asyncio.run(streamed(app))
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(range(40, 50))
+    sizes = [len(chunk.token_ids) for chunk in chunks]
+    assert sizes[0] == 1 and len(sizes) >= num_at_least
+    assert all(size >= interval for size in sizes[1:-1])
+
+
+@pytest.mark.parametrize("num_others", [0, 200])
+def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
+    settings: ApiSettings, backend: Any, admission: Any, tokenizer: Any, num_others: int
+) -> None:
+    """Without others each token is a chunk. With them the first chunk and the last wait for none:
+    the last is sent long before the tick that all streams of a slow one would wait for."""
+    backend.pieces = [[40 + i % 50] for i in range(100)]
+    backend.pause_s = 0.005
+    backend.stop_token_id = -1
+    serving = Serving(settings, backend, lambda: tokenizer, admission)
+    serving.tick.num_streams = num_others
+    chunks = asyncio.run(streamed(build_app(serving)))
+    assert [token for chunk in chunks for token in chunk.token_ids] == [
+        token for [token] in backend.pieces
+    ]
+    assert len(chunks[0].token_ids) == 1
+    if num_others == 0:
+        assert len(chunks) > 40
+    else:
+        assert 2 < len(chunks) < 30 and max(len(chunk.token_ids) for chunk in chunks) > 4
+    assert serving.tick.num_streams == num_others
+
+
+def test_the_last_chunk_waits_for_no_tick(
+    settings: ApiSettings,
+    backend: Any,
+    admission: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 60.0)
+    backend.pause_s = 0.002
+    serving = Serving(settings, backend, lambda: tokenizer, admission)
+    serving.tick.num_streams = 100_000
+    chunks = asyncio.run(streamed(build_app(serving)))
+    assert [len(chunks), "".join(chunk.text for chunk in chunks)] == [2, "hello world"]
+    assert chunks[-1].at_s < 30
 
 
 @pytest.mark.parametrize("num_words", [5, 700])

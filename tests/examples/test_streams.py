@@ -1,0 +1,60 @@
+"""The benchmark of streams, as a command against a server that it starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = Path(sys.executable).with_name("serve")
+APPLICATION = """
+http_options: {{host: 127.0.0.1, port: {port}}}
+applications:
+- {{name: default, route_prefix: /, import_path: "serve.app:deploy", args: {{pools: mixed, O: 0}}}}
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "bench" / "streams.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_servers_are_asked_in_turn_and_compared(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "app.yaml").write_text(APPLICATION.format(port=port))
+    server = (f"http://127.0.0.1:{port}", shlex.join([str(SERVE), "run", f"{tmp_path}/app.yaml"]))
+    loads = ("--streams", "1", "3", "--input", "16", "--output", "8", "--repeats", "1")
+    out = tmp_path / "out.json"
+    done = run("--server", "a", *server, "--server", "b", *server, *loads, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert [(row["server"], row["streams"]) for row in report["rows"]] == [
+        ("a", 1),
+        ("a", 3),
+        ("b", 1),
+        ("b", 3),
+    ]
+    for row in report["rows"]:
+        assert len(row["figures"]) + (row["num_disturbed"] == 3) == 1
+        for found in row["figures"]:
+            assert found["tokens_per_s"] > 0 and found["cpu_s"] > 0
+            assert found["ttft_ms"] > 0 and 0 < found["tpot_ms"] <= found["gap_p99_ms"]
+            assert 0 < found["chunks"] <= 100
+    assert set(report["ready_s"]) == {"a", "b"}
+    assert "tokens/s" in done.stdout and "b: ready after" in done.stdout
+
+
+def test_a_server_that_ends_is_told() -> None:
+    done = run("--server", "none", "http://127.0.0.1:9", "false")
+    assert done.returncode == 1
+    assert "false: wanted an answer of /v1/completions, found none" in done.stderr
