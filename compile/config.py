@@ -22,6 +22,8 @@ CAPTURE_SIZES = "cudagraph_capture_sizes"
 
 DEFAULT_GRAPH_SIZES = (512,)
 
+DEFAULT_WARMUPS = {"num_warmups_full": 1, "num_warmups_piecewise": 3}
+"""On a GPU, where a kernel's first runs build and tune it."""
 DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::mla_attention")
 """Attention: its metadata changes with each step. A model need not have both."""
 
@@ -170,13 +172,14 @@ class CompilationConfig:
     compile_cache_save_format: str | None = None
     """binary or unpacked; None: as the environment says, binary by default."""
     capture_num_tokens: tuple[int, ...] | None = None
-    """Token counts that piecewise graphs are captured for; None: 20 sizes up to 3072."""
+    """Token counts that piecewise graphs are captured for; None: 20 sizes up to 3072, on a CPU 7 up
+    to 64."""
     enable_padding: bool = True
     """Decode steps replay the next larger graph; False: graphs of exactly their size."""
-    num_warmups_full: int = 1
-    """Eager runs before a whole forward is captured."""
-    num_warmups_piecewise: int = 3
-    """Eager runs before pieces are captured."""
+    num_warmups_full: int | None = None
+    """Eager runs before a whole forward is captured; None: 1, on a CPU 0."""
+    num_warmups_piecewise: int | None = None
+    """Eager runs before pieces are captured; None: 3, on a CPU 0."""
     graph_pool: PoolPolicy = "shared"
     """shared: all graphs use one memory pool; per_bucket: those of each size one of their own."""
     poison_graph_pool: bool = False
@@ -247,8 +250,8 @@ _KINDS: dict[str, Kind] = {
     "compile_cache_save_format": validate.optional(validate.one_of(*SAVE_FORMATS)),
     "capture_num_tokens": validate.optional(validate.sizes()),
     "enable_padding": validate.flag(),
-    "num_warmups_full": validate.whole_number(0),
-    "num_warmups_piecewise": validate.whole_number(0),
+    "num_warmups_full": validate.optional(validate.whole_number(0)),
+    "num_warmups_piecewise": validate.optional(validate.whole_number(0)),
     "graph_pool": validate.one_of(*get_args(PoolPolicy)),
     "poison_graph_pool": validate.flag(),
     "reserve_graph_memory": validate.optional(validate.flag()),

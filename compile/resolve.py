@@ -7,7 +7,8 @@ The order matters, since each step reads what those before it decided:
 3. mode: the pool's preset where none is given, then only what attention can be part of;
 4. compile sizes: "cudagraph_capture_sizes" becomes the sizes of step 2;
 5. token counts: those of piecewise graphs, bounded in the same way;
-6. passes: where they gain over what the compiler does by itself.
+6. warm-ups: none on a CPU, where nothing is built or allocated by a kernel's first run;
+7. passes: where they gain over what the compiler does by itself.
 
 Resolving a resolved configuration changes nothing, unless attention can do less than was assumed.
 """
@@ -17,10 +18,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from compile.config import (
     DEFAULT_GRAPH_SIZES,
     DEFAULT_SPLITTING_OPS,
+    DEFAULT_WARMUPS,
     AttentionGraphSupport,
     CompilationConfig,
     CompilationConfigError,
@@ -29,6 +32,9 @@ from compile.config import (
 )
 from compile.dispatch import DEFAULT_NUM_TOKENS, ascending, capture_sizes, within
 
+MAX_CPU_TOKENS = 64
+"""The largest default size of pieces on a CPU, where a replay saves calls alone: beside what more
+tokens cost to compute that is nothing, and each capture computes them."""
 MAX_NAMED = 16
 """Sizes that a warning lists one by one."""
 
@@ -73,6 +79,7 @@ class _Surroundings:
     """Something is captured: sizes that are dropped are missed."""
     are_sizes_tokens: bool
     """Batch sizes were listed, and no pool's preset gives them another meaning than pieces."""
+    is_cpu: bool
 
 
 def resolve(
@@ -83,6 +90,7 @@ def resolve(
     enforce_eager: bool = False,
     attention: AttentionGraphSupport = AttentionGraphSupport.ALWAYS,
     backend_name: str = "",
+    device: str = "cuda",
 ) -> CompilationConfig:
     """Return the configuration with nothing left open.
 
@@ -91,6 +99,7 @@ def resolve(
             has to be named, so the preset does not count there.
         enforce_eager: level 0 and mode NONE, whatever the configuration says.
         attention: of which steps the attention backend `backend_name` can be part of a graph.
+        device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
 
     Raises:
         CompilationConfigError: no size is left to capture, or the result contradicts itself.
@@ -105,11 +114,13 @@ def resolve(
         is_captured=_wanted_mode(config, preset) is not CUDAGraphMode.NONE,
         are_sizes_tokens=config.cudagraph_capture_sizes is not None
         and (preset is None or config.cudagraph_mode is not None),
+        is_cpu=device == "cpu",
     )
-    for field, step in _STEPS:
+    for fields, step in _STEPS:
         config = step(config, around)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("compilation.%s: %s", field, config.to_dict()[field])
+            for field in fields.split():
+                log.debug("compilation.%s: %s", field, config.to_dict()[field])
     _check_sizes_left(config, limits)
     return replace(
         config, cudagraph_capture_sizes=config.graph_bs or config.cudagraph_capture_sizes
@@ -238,6 +249,8 @@ def _compile_sizes(config: CompilationConfig, around: _Surroundings) -> Compilat
 def _num_tokens(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
     """Batch sizes that were listed are token counts where nothing but pieces is captured."""
     sizes: tuple[int, ...] = DEFAULT_NUM_TOKENS
+    if around.is_cpu:
+        sizes = within(sizes, MAX_CPU_TOKENS)[0]
     if config.capture_num_tokens is not None:
         sizes = ascending(config.capture_num_tokens)
     is_listed = around.are_sizes_tokens and config.graph_mode is CUDAGraphMode.PIECEWISE
@@ -251,6 +264,14 @@ def _num_tokens(config: CompilationConfig, around: _Surroundings) -> Compilation
         _warn_dropped(field, dropped, f"{around.limits.max_num_batched_tokens} tokens")
     # All are kept where none is left: an error where it matters, without effect elsewhere.
     return replace(config, capture_num_tokens=kept or sizes)
+
+
+def _warmups(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    for field, num in DEFAULT_WARMUPS.items():
+        if getattr(config, field) is None:
+            changes: dict[str, Any] = {field: 0 if around.is_cpu else num}
+            config = replace(config, **changes)
+    return config
 
 
 def _graph_tokens(config: CompilationConfig, around: _Surroundings) -> tuple[int, ...]:
@@ -286,5 +307,6 @@ _STEPS: tuple[tuple[str, _Step], ...] = (
     ("cudagraph_mode", _mode),
     ("compile_sizes", _compile_sizes),
     ("capture_num_tokens", _num_tokens),
+    (" ".join(DEFAULT_WARMUPS), _warmups),
     ("passes", _passes),
 )

@@ -63,7 +63,12 @@ def requested(fields: Mapping[str, Any]) -> CompilationConfig:
 
 
 def resolved(
-    fields: Mapping[str, Any], scheduler: SchedulerConfig, pool: str, *, enforce_eager: bool
+    fields: Mapping[str, Any],
+    scheduler: SchedulerConfig,
+    pool: str,
+    *,
+    enforce_eager: bool,
+    device: str,
 ) -> CompilationConfig:
     """Return what the engines of a pool run; a rank's attention backend may still reduce it.
 
@@ -73,7 +78,9 @@ def resolved(
     asked = requested(fields)
     limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     with _as_argument():
-        return resolve(asked, limits, preset=PRESETS[pool], enforce_eager=enforce_eager)
+        return resolve(
+            asked, limits, preset=PRESETS[pool], enforce_eager=enforce_eager, device=device
+        )
 
 
 def check_warmups(config: CompilationConfig) -> None:

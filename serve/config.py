@@ -434,11 +434,12 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
         raise ConfigError(f"{name}.{error.field}", error.wanted, error.found) from None
     _check_heads(name, parallel, model)
     scheduler = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens)
+    device = _device(args.device)
     engine = EngineConfig(
         model_path=str(model_path),
         max_model_len=_max_model_len(args, model),
         dtype=_dtype(args.dtype, model),
-        device=_device(args.device),
+        device=device,
         role=role,
         parallel=parallel,
         cache=CacheConfig(
@@ -449,7 +450,13 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
             enable_prefix_caching=args.enable_prefix_caching,
         ),
         scheduler=scheduler,
-        compilation=resolved(args.compilation, scheduler, name, enforce_eager=args.enforce_eager),
+        compilation=resolved(
+            args.compilation,
+            scheduler,
+            name,
+            enforce_eager=args.enforce_eager,
+            device=device,
+        ),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
         watchdog_s=args.watchdog_s,
     )

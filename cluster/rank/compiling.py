@@ -70,6 +70,7 @@ def rank_scope(
         enforce_eager=not _can_compile(config, group),
         attention=ATTENTION,
         backend_name=f"paged attention on {config.device}",
+        device=config.device,
     )
     return CompileScope(
         config=resolved,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from compile.config import CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
+from compile.config import DEFAULT_WARMUPS, CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
 from compile.graphs.errors import LateCapture, LateCompilation
@@ -260,9 +260,14 @@ def capture_all(
 
 def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
     """Return how often a forward runs before it is captured, by mode."""
+
+    def num(field: str) -> int:
+        given: int | None = getattr(config, field)
+        return DEFAULT_WARMUPS[field] if given is None else given
+
     return {
-        CUDAGraphMode.FULL: config.num_warmups_full,
-        CUDAGraphMode.PIECEWISE: config.num_warmups_piecewise,
+        CUDAGraphMode.FULL: num("num_warmups_full"),
+        CUDAGraphMode.PIECEWISE: num("num_warmups_piecewise"),
     }
 
 

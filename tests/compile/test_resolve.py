@@ -46,6 +46,8 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
         "compilation.cudagraph_mode: FULL_AND_PIECEWISE",
         "compilation.compile_sizes: [1, 4, 7]",
         f"compilation.capture_num_tokens: {list(DEFAULT_NUM_TOKENS)}",
+        "compilation.num_warmups_full: 1",
+        "compilation.num_warmups_piecewise: 3",
         "compilation.passes: []",
     ]
 

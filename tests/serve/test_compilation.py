@@ -174,22 +174,42 @@ def test_servers_and_llm_default_to_level_3() -> None:
     ("pool", "mode"), [("prefill", PIECEWISE), ("decode", DECODE_ONLY), ("mixed", BOTH)]
 )
 def test_a_pool_has_the_mode_that_fits_its_steps(pool: str, mode: CUDAGraphMode) -> None:
-    found = resolved({}, SCHEDULER, pool, enforce_eager=False)
+    found = resolved({}, SCHEDULER, pool, enforce_eager=False, device="cuda")
     assert (found.level, found.cudagraph_mode) == (3, mode)
     assert found.graph_bs == (1, 2, 4, 8, 16, 32, 48, 64)
     assert found.capture_num_tokens == (1, 2, 4, 8, 16, 32, 64, 128, *range(256, 2049, 256))
     for asked in CUDAGraphMode:
         fields = parse_args({"cc.cudagraph_mode": asked.name}).compilation
-        found = resolved(fields, SCHEDULER, pool, enforce_eager=False)
+        found = resolved(fields, SCHEDULER, pool, enforce_eager=False, device="cuda")
         assert found.cudagraph_mode is asked
     for level in (0, 1, 2):
-        found = resolved({"level": level}, SCHEDULER, pool, enforce_eager=False)
+        found = resolved({"level": level}, SCHEDULER, pool, enforce_eager=False, device="cuda")
         assert (found.level, found.cudagraph_mode) == (level, NONE)
+
+
+@pytest.mark.feature("N03", "C05")
+def test_a_cpu_captures_pieces_of_few_tokens_and_warms_none_up_unless_asked_to() -> None:
+    found = resolved({}, SCHEDULER, "prefill", enforce_eager=False, device="cpu")
+    assert found.capture_num_tokens == (1, 2, 4, 8, 16, 32, 64)
+    assert (found.num_warmups_full, found.num_warmups_piecewise) == (0, 0)
+    assert found.graph_bs == (1, 2, 4, 8, 16, 32, 48, 64)
+    asked = {"capture_num_tokens": (8, 512), "num_warmups_piecewise": 2}
+    found = resolved(asked, SCHEDULER, "prefill", enforce_eager=False, device="cpu")
+    assert found.capture_num_tokens == (8, 512)
+    assert (found.num_warmups_full, found.num_warmups_piecewise) == (0, 2)
+    found = resolved({}, SCHEDULER, "prefill", enforce_eager=False, device="cuda")
+    assert (found.num_warmups_full, found.num_warmups_piecewise) == (1, 3)
 
 
 def test_no_size_left_is_an_error_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"^compilation\.cudagraph_capture_sizes: wanted a size"):
-        resolved({"cudagraph_capture_sizes": (65,)}, SCHEDULER, "decode", enforce_eager=False)
+        resolved(
+            {"cudagraph_capture_sizes": (65,)},
+            SCHEDULER,
+            "decode",
+            enforce_eager=False,
+            device="cuda",
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +240,7 @@ torch_compile_config:
 """
     )
     args = parse_args(yaml.safe_load((tmp_path / "extra.yaml").read_text()))
-    found = resolved(args.compilation, SCHEDULER, "mixed", enforce_eager=False)
+    found = resolved(args.compilation, SCHEDULER, "mixed", enforce_eager=False, device="cuda")
     assert (found.level, found.cudagraph_mode) == (3, BOTH)
     assert (found.graph_bs, found.capture_num_tokens) == ((1, 2, 4, 8, 16), (8, 64))
     assert (found.enable_padding, found.use_inductor) == (True, False)
