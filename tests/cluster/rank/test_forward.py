@@ -41,7 +41,7 @@ MAX_NUM_SEQS = 6
 def make_runner(oracle: Any, mode: str, level: int = 0, **arguments: Any) -> ModelRunner:
     sizes: dict[str, Any] = {}
     if mode != "NONE":
-        sizes["cudagraph_capture_sizes"] = GRAPH_BS
+        sizes |= {"cudagraph_capture_sizes": GRAPH_BS, "num_warmups_full": 1}
     if mode in ("FULL", "FULL_AND_PIECEWISE"):
         sizes["capture_num_tokens"] = GRAPH_TOKENS
     config = EngineConfig(
