@@ -5,7 +5,7 @@ alike (what all want to run, and what all captured). Ranks that call it with equ
 part before a collective. It imports no torch: the agreement of ranks is computed with it
 (`cluster/engine/lockstep.py`).
 
-1. A rank may not use a graph, or the mode of such a step is NONE: eager, for all.
+1. Any rank rules graphs out, or the mode of this kind of step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
 3. The mode is FULL and all sequences decode: pad the sequences to the next captured batch size.
 4. The mode is FULL and they do not: the smallest captured whole graph that holds the step.

@@ -6,7 +6,7 @@
 4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
    So it is when a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
 
-When a rank dies, its peers' collectives fail within milliseconds. The report names the rank whose
+When a rank dies, its peers' collectives fail within milliseconds. The error names the rank whose
 process died, if any.
 """
 
@@ -42,7 +42,7 @@ HEARTBEAT_PERIOD_S = 1.0
 BLAME_S = 0.5
 """How long after a rank's error a process that died may still be found to have caused it."""
 LOADING_TIMES = 3
-"""A rank may be silent so many times longer while it loads: reading a large weight keeps Python
+"""While loading, a rank may be silent this many times longer: reading a large weight keeps Python
 busy."""
 FIRST_WORD_S = 120.0
 """How long a rank that loads may take to answer first: its process starts, and imports torch."""
@@ -297,7 +297,7 @@ class _End:
 
     @property
     def accused(self) -> str:
-        """The rank whose step is another one, as the rank that ended sees it; mostly none."""
+        """The rank that this one's error says diverged; usually empty."""
         cause = getattr(self.error, "cause", None)
         return cause.parts[0] if isinstance(cause, StepDivergence) else ""
 

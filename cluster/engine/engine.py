@@ -9,9 +9,11 @@ leader books the result:
 3. `channel.send(plan, agreed)` hands the plan to the followers.
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
-   confirmed the same step; it rarely blocks, because building inputs takes longer. Of the protocols
-   below, `rank/lockstep.py` has the `Lockstep` of several leaders, `rank/runner.py` what executes.
+   confirmed the same step; it rarely blocks, because building inputs takes longer.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
+
+`cluster/rank/runner.py` implements `Executor`; `cluster/rank/lockstep.py`, `Lockstep` for several
+leaders.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Engine:
 
     `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
     sleep until a peer votes for the next step, or a request, a finished KV read or an ended lease
-    rings. `is_draining` tells that this rank was asked to end; the group does when all ranks were.
+    rings. `is_draining`: this rank was asked to end; the group ends once all ranks were.
     """
 
     def __init__(

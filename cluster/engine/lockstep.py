@@ -9,9 +9,9 @@
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
 There is no I/O here. `LockstepMachine` is told what arrived, in the order of each connection, and
-says what to send and which frames are missing; `rank/lockstep.py` drives it over sockets. A rank
-never receives a vote from two steps ahead, because no rank votes again before it has heard from
-all.
+says what to send and which frames are missing; `cluster/rank/lockstep.py` drives it over sockets.
+A rank never receives a vote from two steps ahead, because no rank votes again before it has heard
+from all.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PeersSilent(RuntimeError):
 def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     """Return how all data-parallel ranks run a step, from their votes in rank order.
 
-    Every rank that runs, runs at least one token: a dummy where it has none, because it takes part
-    in as many collectives as the others.
+    A rank with nothing scheduled runs one dummy token, so that it joins the same collectives as the
+    others.
 
     Invariant: epoch and step of all votes are equal, and so is `captured` on all ranks.
     """

@@ -1,8 +1,9 @@
 """Handing KV over from a prefill to a decode engine: who may free what, and when.
 
-1. The prefill scheduler holds a sequence's blocks under a ticket with a lease (`Holder.hold`).
+1. The prefill scheduler (`Scheduler._hold`) holds a sequence's blocks under a ticket with a lease
+   (`Holder.hold`).
 2. The decode scheduler expects it (`KVReader.expect`): its reader renews the lease meanwhile.
-3. With blocks of its own at hand it starts the read (`KVReader.start`, in `kv/reads.py`).
+3. With blocks of its own at hand it starts the read (`KVReader.start`, in `cluster/kv/reads.py`).
 4. The reader copies, then releases the ticket. The answer tells whether the lease was alive
    throughout; only then are the bytes trusted.
 5. Released, dropped and expired tickets come out of `Holder.take_ended`, and the prefill

@@ -1,4 +1,4 @@
-"""The reader's side of a handoff: from a ticket to bytes that may be believed.
+"""The reader's side of a handoff: from a ticket to bytes that can be trusted.
 
 A read goes through three phases:
 
@@ -8,8 +8,8 @@ A read goes through three phases:
 3. *releasing*: the ticket is released, and the answer tells whether its lease held throughout.
 
 This is a state machine. It sends through a `ReadTransport`, is told of answers and of time, and
-blocks nowhere; a thread with sockets drives it, or a simulator. A ticket or an answer that holds
-what none should ends its read, and raises nothing.
+blocks nowhere; a thread with sockets drives it (`cluster/kv/transport/puller.py`), or a simulator.
+A malformed ticket or answer ends its read without raising.
 """
 
 from __future__ import annotations

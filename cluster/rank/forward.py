@@ -175,7 +175,7 @@ class StepForward:
 
         Every row is sampled by every rule and filter, whose tables stay once one is asked for.
 
-        They are given back: trials of graphs give back what the allocator keeps, at any time.
+        The memory is released again: trials of graphs may empty the allocator's cache at any time.
         """
         device = self._inputs.device
         is_on_cuda = device.type == "cuda"

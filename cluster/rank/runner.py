@@ -1,6 +1,7 @@
 """The runner: one rank's model, KV pool and static inputs, executing plans.
 
-Leaders and followers share it: a follower's whole loop is receive and execute.
+Leaders and followers share it: a follower's whole loop is receive and execute. The forward itself,
+eager or replayed, is `cluster/rank/forward.py`.
 """
 
 from __future__ import annotations
@@ -152,11 +153,11 @@ class ModelRunner:
     ) -> SampledTokens:
         """Run the plan's batch and return the sampled tokens in batch order.
 
-        Which collectives run, and in which order, follows from agreement and plan alone: those of
-        the forward from the agreement, on all ranks; from the plan, on its tensor-parallel ranks,
-        one that gathers logits for each piece of scored prompt, and one where a sequence is
-        sampled. Rank 0 gets the logits and samples; others return nothing, and learn the tokens
-        from the next plan. A step without a sequence of its own is a dummy: it computes padding.
+        The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
+        gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one
+        where a sequence is sampled. Rank 0 gets the logits and samples; others return nothing,
+        and learn the tokens from the next plan. A step without a sequence of its own is a dummy: it
+        computes padding.
 
         Args:
             confirm: called when the inputs are ready and no collective has begun.

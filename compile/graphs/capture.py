@@ -139,8 +139,8 @@ def graphs_to_capture(
     """Return the graphs that a resolved configuration replays, in capture order.
 
     Whole graphs of decode steps have one token per sequence, graphs of pieces any. A whole graph of
-    mixed steps has as many sequences as its tokens and `max_num_seqs` allow: none of them is too
-    many for it.
+    mixed steps has as many sequences as its tokens and `max_num_seqs` allow, so any number of
+    sequences in such a step fits.
     """
     mode, graphs = config.graph_mode, []
     if mode.requires_piecewise_compilation():

@@ -5,7 +5,7 @@ have PIECEWISE ones, and whichever the step asks for does the work.
 
 1. The step's mode is another one: the runnable is called.
 2. Its key is known: addresses are compared, the graph is replayed, its output returned.
-3. Inside of a capture window the call is captured: pieces of a model are met one after another.
+3. Inside of a capture window the call is captured: each piece when the forward reaches it.
 4. Otherwise it runs eagerly and is counted: ranks capturing at different times would deadlock.
 
 An eager op between two captured pieces that returns a new tensor would hand the next piece another
