@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.convert_frame import BackendInput, CaptureOutput, fullgraph_capture
-from torch._dynamo.utils import get_metrics_context
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental import _config
 
@@ -156,7 +156,9 @@ def _settings(mode: DynamicShapes) -> Iterator[None]:
         _shape_config.patch(backed_size_oblivious=is_oblivious),
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),
         nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad(),
+        # Torch times what happens inside; loading an artifact fails where nobody does.
         get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
     ):
         yield
 

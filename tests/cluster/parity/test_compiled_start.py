@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from compile.config import CUDAGraphMode
 from compile.counters import counter
 from model.layers.attention import Attention
 
+ROOT = Path(__file__).resolve().parents[3]
 ROW = Row("six heads", "run down", level=3, mode=CUDAGraphMode.NONE)
 
 
@@ -108,3 +111,29 @@ def test_a_warm_engine_traces_compiles_and_builds_nothing(
         num_compiled_artifacts_loaded=3,
     ):
         judge(replace(ROW, mode=CUDAGraphMode.FULL_DECODE_ONLY), str(tmp_path))
+
+
+IN_A_FRESH_PROCESS = """
+import sys
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.rank.runner import ModelRunner
+from compile.config import CompilationConfig
+from compile.counters import counter
+compilation = CompilationConfig(level=3, cudagraph_mode="NONE", cache_dir=sys.argv[2])
+ModelRunner(EngineConfig(sys.argv[1], max_model_len=64, cache=CacheConfig(4, 40),
+    scheduler=SchedulerConfig(4, 32), compilation=compilation))
+print(counter.num_inductor_compiles, counter.num_compiled_artifacts_saved)
+"""
+
+
+@pytest.mark.feature("G05", "H04")
+def test_the_first_pieces_of_a_process_are_kept(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """What torch sets up once a process may be missing for the first piece, and for no other."""
+    model = str(make_oracle("six heads").path)
+    for wanted in ("3 3", "0 0"):
+        command = [sys.executable, "-c", IN_A_FRESH_PROCESS, model, str(tmp_path / "cache")]
+        child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+        assert child.returncode == 0, child.stderr
+        assert child.stdout.split("\n")[-2] == wanted, child.stderr
