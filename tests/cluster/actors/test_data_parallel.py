@@ -43,8 +43,23 @@ def check(oracle: Any, prompts: list[list[int]], results: list[list[int]]) -> No
 
 
 async def debug(group: Any) -> list[dict[str, Any]]:
-    """Return what each actor's rank has compiled, captured, replayed and agreed on."""
-    return list(await asyncio.gather(*(actor.debug.remote() for actor in group.actors)))
+    """Return what each actor's rank has compiled, captured, replayed and agreed on.
+
+    The last step of a group may still run when its last tokens are there: what is returned is the
+    same twice in a row, so that no step stands between the ranks' answers.
+    """
+    told: list[dict[str, Any]] = []
+    async with asyncio.timeout(60):
+        while True:
+            before = told
+            told = list(await asyncio.gather(*(actor.debug.remote() for actor in group.actors)))
+            if [_steps(rank) for rank in told] == [_steps(rank) for rank in before]:
+                return told
+            await asyncio.sleep(0.2)
+
+
+def _steps(rank: dict[str, Any]) -> tuple[Any, ...]:
+    return rank["agreements"], rank["replays"], rank["piecewise_steps"]
 
 
 @pytest.mark.feature("P01", "P02", "P04", "P11", "P12", "P19", "P20", "P21")
