@@ -11,8 +11,8 @@ together, it begins all of them before it delivers the next token of any stream.
 a few, does everything else once, and so on.
 
 *Tick.* A chunk of a stream costs Ray's proxy and the ingress more than a token costs a small model.
-So the more streams there are, the longer each waits after a chunk, all of them for the same tick,
-and what comes meanwhile is its next chunk.
+So the more streams there are, the longer the next tokens of each wait in its mailbox, all of them
+for the same tick, and are taken from there as one output and sent as one chunk.
 
 *Receive loops.* Awaiting a ZeroMQ socket that has frames returns at once and never yields to the
 event loop. So every loop over a socket pauses after a number of frames, or after a time, for one
@@ -162,12 +162,12 @@ class Pace:
 
 
 class SharedTick:
-    """When streams that run send their next chunk: at once while few run, else all together."""
+    """When streams that run go on: at once while few run, else all together."""
 
     def __init__(self) -> None:
         self.num_streams = 0
         """Sequences whose tokens are streamed now; one request may have many."""
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: list[Callable[[], None]] = []
 
     @property
     def period_s(self) -> float:
@@ -185,24 +185,20 @@ class SharedTick:
         finally:
             self.num_streams -= num
 
-    def next(self) -> asyncio.Future[None]:
-        """Return what is done at the next tick; the caller may set its result earlier."""
-        loop = asyncio.get_running_loop()
-        tick = loop.create_future()
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call it at the next tick, or before this returns if there is no reason to wait."""
         period_s = self.period_s
         if period_s == 0:
-            tick.set_result(None)
-            return tick
+            callback()
+            return
         if not self._waiting:
-            loop.call_later(period_s, self._fire)
-        self._waiting.add(tick)
-        return tick
+            asyncio.get_running_loop().call_later(period_s, self._fire)
+        self._waiting.append(callback)
 
     def _fire(self) -> None:
-        waiting, self._waiting = self._waiting, set()
-        for tick in waiting:
-            if not tick.done():
-                tick.set_result(None)
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
 
 
 def loop_budget() -> Budget:

@@ -32,6 +32,7 @@ from cluster.credentials import Credentials
 from cluster.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
 from serve.config import DeployConfig
+from serve.event_loop import SharedTick
 from serve.openai import direct
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
@@ -47,7 +48,7 @@ log = logging.getLogger("lockstep.ingress")
 MAX_SEQUENCES = 1024
 """Sequences of one request (prompts times `n`), or as many as may be alive if those are fewer;
 more get 400."""
-POLL_PERIOD_S = 0.1
+POLL_PERIOD_S = 0.25
 """How often the ingress reads the status board."""
 POLL_TIMEOUT_S = 3.0
 """How long one reading of it may take."""
@@ -95,7 +96,8 @@ class Ingress:
         app_name = ray_serve.get_replica_context().app_name
         secret = await asyncio.to_thread(application_secret, app_name)
         credentials = Credentials(config.config_hash, secret)
-        self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials)
+        tick = SharedTick()
+        self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials, tick)
         self._router = Router(
             {name: _Pools(handle, config.config_hash) for name, handle in handles.items()},
             self._tokens,
@@ -121,7 +123,7 @@ class Ingress:
             retry_after_s=RETRY_AFTER_S,
             debug=config.debug,
         )
-        self._serving = Serving(settings, self, lambda: self._tokenizer, self._admission)
+        self._serving = Serving(settings, self, lambda: self._tokenizer, self._admission, tick)
         self._loop_gap_s = 0.0
         self._status: dict[str, Any] = {"status": "loading", "pools": {}, "loading": []}
         loop = asyncio.get_running_loop()

@@ -48,9 +48,9 @@ If it were refused at once, this replica would have the fewest open calls, and S
 the next request although another one is healthy."""
 STUCK_AFTER_S = 3.0
 """A group whose ranks have not all answered for so long is reported as stuck."""
-REPORT_PERIOD_S = 0.1
-"""How often a replica reports to the status board; figures of `/ready` are at most half a second
-old."""
+REPORT_PERIOD_S = 0.25
+"""How often a replica reports to the status board; each time costs a few milliseconds of processor
+time. Figures of `/ready` are at most three quarters of a second old."""
 MAX_WAITING = 10_000
 """Frames in the queue to one leader, and in the one from it. The ingress bounds submissions; what
 ends beyond that waits in the leader."""

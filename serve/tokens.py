@@ -34,7 +34,7 @@ from cluster.wire.sockets import (
     listening_socket,
     pack,
 )
-from serve.event_loop import breathe, frames, has_waiting, loop_budget
+from serve.event_loop import SharedTick, breathe, frames, has_waiting, loop_budget
 
 log = logging.getLogger("lockstep.tokens")
 
@@ -54,16 +54,22 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 class Mailbox:
-    """One request's outputs that were not taken yet, in order."""
+    """One request's outputs that were not taken yet, in order.
 
-    def __init__(self, request_id: str) -> None:
+    The first of them and every end of a stage can be taken at once. Others wait for the next tick,
+    and those that only bring tokens become one output meanwhile.
+    """
+
+    def __init__(self, request_id: str, tick: SharedTick) -> None:
         self.request_id = request_id
         self.inboxes: list[str] = []
         """Of the engines that have sent outputs of the request in its present stage."""
         self.num_ends = 0
         """Stages whose last output has come."""
+        self._tick = tick
         self._waiting: deque[EngineOutput] = deque()
-        self._event = asyncio.Event()
+        self._can_take = asyncio.Event()
+        self._has_begun = self._is_ringing = False
         self._prompt_logprobs: list[TokenLogprobs] = []
         """Ends of stages that came ahead of their output."""
 
@@ -81,15 +87,40 @@ class Mailbox:
             together = ahead + output.prompt_logprobs
             output = msgspec.structs.replace(output, prompt_logprobs=together)
         self.num_ends += bool(output.finish_reason)
+        if self._waiting and _continues(self._waiting[-1], output):
+            output = _together(self._waiting.pop(), output)
         self._waiting.append(output)
-        self._event.set()
+        if output.finish_reason or not self._has_begun:
+            self._has_begun = True
+            self._can_take.set()
+        elif not self._is_ringing and not self._can_take.is_set():
+            self._is_ringing = True
+            self._tick.call(self._ring)
 
     async def get(self) -> EngineOutput:
         """Return the next output, waiting for it."""
-        while not self._waiting:
-            self._event.clear()
-            await self._event.wait()
-        return self._waiting.popleft()
+        await self._can_take.wait()
+        output = self._waiting.popleft()
+        if not self._waiting:
+            self._can_take.clear()
+        return output
+
+    def _ring(self) -> None:
+        self._is_ringing = False
+        if self._waiting:
+            self._can_take.set()
+
+
+def _continues(before: EngineOutput, output: EngineOutput) -> bool:
+    """Return whether an output only adds tokens right behind those of the one before."""
+    only_tokens = not (before.finish_reason or output.finish_reason or output.prompt_logprobs)
+    return only_tokens and output.position == before.position + len(before.token_ids)
+
+
+def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
+    token_ids = [*before.token_ids, *output.token_ids]
+    logprobs = [*before.logprobs, *output.logprobs]
+    return msgspec.structs.replace(before, token_ids=token_ids, logprobs=logprobs)
 
 
 class TokenSocket:
@@ -99,7 +130,8 @@ class TokenSocket:
     no output arrives.
     """
 
-    def __init__(self, host: str, credentials: Credentials) -> None:
+    def __init__(self, host: str, credentials: Credentials, tick: SharedTick) -> None:
+        self._tick = tick
         self._context = zmq.asyncio.Context()
         self._credentials = credentials
         self._handshake = CurveHandshake(credentials.secret)
@@ -119,7 +151,7 @@ class TokenSocket:
 
     def open(self, request_id: str) -> Mailbox:
         """Return a new mailbox for a request."""
-        mailbox = self._mailboxes[request_id] = Mailbox(request_id)
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._tick)
         return mailbox
 
     def close(self, mailbox: Mailbox) -> None:

@@ -69,6 +69,7 @@ from cluster.messages import (
 from cluster.rank.leader import Leader
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
+from serve.event_loop import SharedTick
 from serve.tokens import TokenSocket
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +159,7 @@ def serve_tokens(pipe: Connection) -> None:
 
 
 async def _receive_tokens(pipe: Connection) -> None:
-    tokens = TokenSocket(HOST, CREDENTIALS)
+    tokens = TokenSocket(HOST, CREDENTIALS, SharedTick())
     mailbox = tokens.open("honest")
     turns: list[Turn] = []
     threading.Thread(target=_tell_turns, args=(pipe, [tokens.address], turns), daemon=True).start()

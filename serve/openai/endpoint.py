@@ -70,7 +70,9 @@ class Serving:
         backend: Backend,
         tokenizer: Callable[[], Tokenizer | None],
         admission: Admission,
+        tick: SharedTick | None = None,
     ) -> None:
+        """Share what is given; `tick` is the one that the backend's outputs wait for."""
         self.settings = settings
         self.backend = backend
         self.admission = admission
@@ -78,7 +80,7 @@ class Serving:
         self.threads = WorkThreads()
         self.requests = Pace(BEGUN_AT_ONCE)
         self.sequences = Pace(BEGUN_AT_ONCE)
-        self.tick = SharedTick()
+        self.tick = tick or SharedTick()
         self._tokenizer = tokenizer
 
     def require_ready(self) -> Tokenizer:
@@ -278,7 +280,6 @@ async def stream_chunks(
                             yield chunk
                 if generation.is_finished:
                     break
-                await generation.rest(serving.tick)
                 changed = await generation.wait()
     place.end_sequences()
     if options.include_usage:

@@ -14,7 +14,7 @@ from types import TracebackType
 import msgspec
 
 from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
-from serve.event_loop import Pace, SharedTick
+from serve.event_loop import Pace
 from serve.openai.backend import Backend
 from serve.openai.errors import InternalError
 from serve.openai.responses import PromptTokensDetails, Usage
@@ -23,7 +23,7 @@ from serve.text import TextDelta, TextStream
 
 _FINISH_REASONS = ("stop", "length", "abort")
 OUTPUT_BYTES = 400
-"""Bytes of an output that waits."""
+"""Bytes of a token that waits, with its text."""
 CANDIDATE_BYTES = 16
 """Bytes of each candidate among its log-probabilities."""
 
@@ -152,10 +152,6 @@ class Generation:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._submitting: asyncio.Task[None] | None = None
         self._error: Exception | None = None
-        self._begun: set[int] = set()
-        self._is_urgent = False
-        """A first or last output, or an error, waits in the mailbox."""
-        self._resting: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Generation:
         self._submitting = asyncio.create_task(self._submit())
@@ -189,7 +185,6 @@ class Generation:
         while not self._mailbox.empty():
             waiting.append(self._mailbox.get_nowait())
         self._backlog.clear()
-        self._is_urgent = False
         changed: dict[int, Choice] = {}
         for choice, event in waiting:
             try:
@@ -199,13 +194,6 @@ class Generation:
                 break
             changed[choice.index] = choice
         return [changed[index] for index in sorted(changed)]
-
-    async def rest(self, tick: SharedTick) -> None:
-        """Wait for the next tick; no longer once a sequence begins, ends or fails."""
-        if self._is_urgent:
-            return
-        self._resting = tick.next()
-        await self._resting
 
     def first_of(self, choice: Choice) -> Choice:
         """Return the first choice of the same prompt."""
@@ -237,7 +225,7 @@ class Generation:
             stream = self._backend.generate(choice.request)
             try:
                 async for output in stream:
-                    self._put(choice, output)
+                    self._mailbox.put_nowait((choice, output))
                     self._backlog.add(_num_bytes(output))
                     if output.finish_reason:
                         return
@@ -245,18 +233,9 @@ class Generation:
                 await stream.aclose()
             raise InternalError("generating ended without a result")
         except Exception as error:
-            self._put(choice, error)
-
-    def _put(self, choice: Choice, event: EngineOutput | Exception) -> None:
-        self._mailbox.put_nowait((choice, event))
-        is_last = isinstance(event, Exception) or bool(event.finish_reason)
-        if is_last or choice.index not in self._begun:
-            self._begun.add(choice.index)
-            self._is_urgent = True
-            if self._resting is not None and not self._resting.done():
-                self._resting.set_result(None)
+            self._mailbox.put_nowait((choice, error))
 
 
 def _num_bytes(output: EngineOutput) -> int:
     num_candidates = sum(1 + len(found.top_token_ids) for found in output.logprobs)
-    return OUTPUT_BYTES + CANDIDATE_BYTES * num_candidates
+    return OUTPUT_BYTES * max(1, len(output.token_ids)) + CANDIDATE_BYTES * num_candidates

@@ -32,6 +32,7 @@ from cluster.messages import (
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
+from serve.event_loop import SharedTick
 from serve.router import Router
 from serve.tokens import TokenSocket
 
@@ -286,7 +287,7 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
             return [output async for output in outputs]
 
     async def all_of_them() -> list[list[EngineOutput]]:
-        socket = TokenSocket("127.0.0.1", CREDENTIALS)
+        socket = TokenSocket("127.0.0.1", CREDENTIALS, SharedTick())
         router = Router(dict(pools), socket)
         try:
             return await asyncio.gather(*(one(router, request) for request in requests))

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit, decode
 from serve import router as router_module
+from serve.event_loop import SharedTick
 from serve.router import PoolUnavailable, Router
 from serve.tokens import Mailbox
 
@@ -57,7 +58,7 @@ class Tokens:
         self.late.clear()
 
     def open(self, request_id: str) -> Mailbox:
-        self.mailboxes[request_id] = Mailbox(request_id)
+        self.mailboxes[request_id] = Mailbox(request_id, SharedTick())
         return self.mailboxes[request_id]
 
     def close(self, mailbox: Mailbox) -> None:

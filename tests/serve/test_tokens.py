@@ -14,13 +14,24 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.credentials import Credentials
-from cluster.messages import Abort, EngineOutput, OutputFrame, TokenLogprobs, decode, encode
+from cluster.messages import (
+    Abort,
+    EngineOutput,
+    FinishReason,
+    OutputFrame,
+    TokenLogprobs,
+    decode,
+    encode,
+)
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, frames_of
 from cluster.wire.sockets import CurveHandshake, Part, connecting_socket, listening_socket, pack
 from serve import tokens as tokens_module
-from serve.tokens import TokenSocket
+from serve.event_loop import SharedTick
+from serve.tokens import Mailbox, TokenSocket
 
 CREDENTIALS = Credentials("same", b"s" * 32)
 HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
@@ -44,7 +55,7 @@ def receiver(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 @asynccontextmanager
 async def token_socket() -> AsyncIterator[tuple[TokenSocket, zmq.Socket[bytes]]]:
     """Open a token socket, and an engine's end that leads to it."""
-    tokens = TokenSocket("127.0.0.1", CREDENTIALS)
+    tokens = TokenSocket("127.0.0.1", CREDENTIALS, SharedTick())
     with (
         zmq.Context() as context,
         connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000) as engine,
@@ -349,3 +360,98 @@ def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch)
 
     num_heard, num_engines = asyncio.run(main())
     assert num_heard <= 8 and num_engines <= 9
+
+
+# --- mailboxes ----------------------------------------------------------------------------------
+
+
+def output_of(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
+    reason = FinishReason(finish_reason)
+    logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in token_ids]
+    return EngineOutput("r", position, token_ids, logprobs, reason, -1, 0, None, "", [])
+
+
+@given(
+    pieces=st.lists(st.integers(1, 3), min_size=1, max_size=30),
+    pauses=st.lists(st.integers(0, 3), min_size=30, max_size=30),
+    num_streams=st.sampled_from([0, 5, 40]),
+    gap_at=st.none() | st.integers(1, 29),
+)
+def test_whatever_comes_between_two_ticks_is_taken_in_order_and_once(
+    pieces: list[int], pauses: list[int], num_streams: int, gap_at: int | None
+) -> None:
+    """An output that does not continue the one before it stays by itself, so a gap still shows."""
+
+    async def run() -> list[EngineOutput]:
+        tick = SharedTick()
+        tick.num_streams = num_streams
+        mailbox, taken = Mailbox("r", tick), list[EngineOutput]()
+
+        async def take() -> None:
+            while not taken or not taken[-1].finish_reason:
+                taken.append(await mailbox.get())
+
+        async with asyncio.timeout(10):
+            taking = asyncio.create_task(take())
+            position = 0
+            for index, (size, pause) in enumerate(zip(pieces, pauses, strict=False)):
+                position += index == gap_at
+                mailbox.put(output_of(position, list(range(position, position + size))))
+                position += size
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+            mailbox.put(output_of(position, [], "stop"))
+            await taking
+        return taken
+
+    *found, last = asyncio.run(run())
+    assert last.finish_reason == "stop"
+    for output in found:
+        assert output.token_ids == [output.position + i for i in range(len(output.token_ids))]
+        assert len(output.logprobs) == len(output.token_ids)
+    starts_behind_gap = sum(pieces[:gap_at]) + 1 if gap_at and gap_at < len(pieces) else None
+    if starts_behind_gap is not None:
+        assert starts_behind_gap in [output.position for output in found]
+    wanted = [
+        t + (starts_behind_gap is not None and t >= starts_behind_gap - 1)
+        for t in range(sum(pieces))
+    ]
+    assert [token for output in found for token in output.token_ids] == wanted
+
+
+def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 0.2)
+
+    async def run() -> tuple[list[float], list[int]]:
+        tick = SharedTick()
+        tick.num_streams = 100_000
+        mailbox, began = Mailbox("r", tick), time.monotonic()
+        taken_at, sizes = list[float](), list[int]()
+
+        async def take() -> None:
+            output = await mailbox.get()
+            taken_at.append(time.monotonic() - began)
+            sizes.append(len(output.token_ids))
+
+        mailbox.put(output_of(0, [0]))
+        await take()
+        for position in range(1, 4):
+            mailbox.put(output_of(position, [position]))
+        await take()
+        mailbox.put(output_of(4, [4]))
+        mailbox.put(output_of(5, [], "handoff"))
+        await take()
+        await take()
+        await asyncio.sleep(0.25)  # the tick that was asked for finds nothing
+        mailbox.put(output_of(5, [5]))
+        mailbox.put(output_of(6, [6], "stop"))
+        await take()
+        await take()
+        return taken_at, sizes
+
+    taken_at, sizes = asyncio.run(run())
+    assert sizes == [1, 3, 1, 0, 1, 1]
+    assert taken_at[0] < 0.15 and taken_at[1] > 0.19
+    assert taken_at[3] - taken_at[1] < 0.15 and taken_at[5] - taken_at[3] < 0.4

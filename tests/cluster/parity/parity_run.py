@@ -30,6 +30,7 @@ from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter
+from serve.event_loop import SharedTick
 from serve.router import Router
 from serve.tokens import TokenSocket
 
@@ -248,7 +249,7 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
 
 
 async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
-    socket, rng = TokenSocket(HOST, CREDENTIALS), random.Random(2)
+    socket, rng = TokenSocket(HOST, CREDENTIALS, SharedTick()), random.Random(2)
     router = Router(dict(pools), socket)
 
     async def ask(i: int, request: Request) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,13 @@ import httpx
 import msgspec
 import pytest
 
+from cluster.messages import EngineOutput, GenerateRequest
+from serve.event_loop import SharedTick
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
 from serve.tokenizer import Tokenizer
+from serve.tokens import Mailbox
 
 TEXT = "/v1/completions"
 # From the client's leaving to the closed stream, on a machine that runs other tests beside.
@@ -148,6 +151,33 @@ def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_l
     assert all(size >= interval for size in sizes[1:-1])
 
 
+class Mailed:
+    """A backend whose outputs wait in a mailbox, as those of engines do."""
+
+    def __init__(self, backend: Any, tick: SharedTick) -> None:
+        self.tick = tick
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        mailbox = Mailbox(request.request_id, self.tick)
+
+        async def fill() -> None:
+            position = 0
+            async for output in self._backend.generate(request):
+                mailbox.put(msgspec.structs.replace(output, position=position))
+                position += len(output.token_ids)
+
+        filling = asyncio.create_task(fill())
+        try:
+            while not filling.done() or mailbox._waiting:
+                yield await mailbox.get()
+        finally:
+            filling.cancel()
+
+
 @pytest.mark.parametrize("num_others", [0, 200])
 def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
     settings: ApiSettings, backend: Any, admission: Any, tokenizer: Any, num_others: int
@@ -157,7 +187,8 @@ def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
     backend.pieces = [[40 + i % 50] for i in range(100)]
     backend.pause_s = 0.005
     backend.stop_token_id = -1
-    serving = Serving(settings, backend, lambda: tokenizer, admission)
+    mailed = Mailed(backend, SharedTick())
+    serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
     serving.tick.num_streams = num_others
     chunks = asyncio.run(streamed(build_app(serving)))
     assert [token for chunk in chunks for token in chunk.token_ids] == [
@@ -180,7 +211,8 @@ def test_the_last_chunk_waits_for_no_tick(
 ) -> None:
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 60.0)
     backend.pause_s = 0.002
-    serving = Serving(settings, backend, lambda: tokenizer, admission)
+    mailed = Mailed(backend, SharedTick())
+    serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
     serving.tick.num_streams = 100_000
     chunks = asyncio.run(streamed(build_app(serving)))
     assert [len(chunks), "".join(chunk.text for chunk in chunks)] == [2, "hello world"]
