@@ -112,7 +112,7 @@ def check_replays(run: Run, ranks: list[Report]) -> None:
 
 
 def seqs_of(run: Run, step: dict[str, Any]) -> int:
-    """Return the sequences of the whole graph that a step replays."""
+    """Return the sequences of the full graph that a step replays."""
     if step["kind"] == StepKind.DECODE:
         return int(step["graph_bs"])
     return min(int(step["num_tokens"]), LOADS[run.row.load].max_num_seqs)
