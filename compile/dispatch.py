@@ -52,9 +52,9 @@ class CapturedGraphs:
 
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     """Which steps replay graphs, and of which kind."""
-    graph_bs: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
     """Of full graphs of decode steps."""
-    num_tokens: tuple[int, ...] = ()
+    token_counts: tuple[int, ...] = ()
     """Of piecewise graphs."""
     mixed: tuple[BatchDescriptor, ...] = ()
     """Full graphs of steps in which not all decode; by tokens, then sequences."""
@@ -117,12 +117,12 @@ def decide(
         return eager
     if mode is CUDAGraphMode.PIECEWISE:
         # Padding is no choice here: prompts have any length.
-        padded = padded_size(captured.num_tokens, num_tokens)
+        padded = padded_size(captured.token_counts, num_tokens)
         return eager if padded is None else ForwardMode(mode, padded, graph_bs, is_uniform_decode)
     if not is_uniform_decode:
         return _full_mixed(num_tokens, num_seqs, captured) or eager
     padding = captured.enable_padding
-    padded = padded_size(captured.graph_bs, num_seqs, enable_padding=padding)
+    padded = padded_size(captured.batch_sizes, num_seqs, enable_padding=padding)
     return eager if padded is None else ForwardMode(mode, padded * query_len, padded, True)
 
 

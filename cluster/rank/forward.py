@@ -240,8 +240,8 @@ class StepForward:
             )
             self.captured = CapturedGraphs(
                 self.config.graph_mode,
-                self.report.graph_bs,
-                self.report.num_tokens,
+                self.report.batch_sizes,
+                self.report.token_counts,
                 self.report.mixed,
                 enable_padding=self.config.enable_padding,
             )

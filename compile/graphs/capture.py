@@ -192,7 +192,7 @@ class CaptureReport:
         return tuple(sorted({key.num_tokens for _, key in self.captured}))
 
     @property
-    def graph_bs(self) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         """Batch sizes of full graphs of decode steps."""
         return tuple(key.num_seqs or 0 for _, key in self.captured if key.uniform_decode)
 
@@ -203,7 +203,7 @@ class CaptureReport:
         return tuple(k for mode, k in self.captured if mode is full and not k.uniform_decode)
 
     @property
-    def num_tokens(self) -> tuple[int, ...]:
+    def token_counts(self) -> tuple[int, ...]:
         """Token counts of piecewise graphs."""
         piecewise = CUDAGraphMode.PIECEWISE
         return tuple(key.num_tokens for mode, key in self.captured if mode is piecewise)

@@ -116,7 +116,7 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
             synchronize=lambda: None,
             fits_on_all_ranks=fits_on_all_ranks,
         )
-        return report.graph_bs, [key.num_tokens for _, key in report.skipped]
+        return report.batch_sizes, [key.num_tokens for _, key in report.skipped]
 
     results = run_ranks(dp, tp, work)
     assert results == [((1, 4), [2, 8])] * (dp * tp)
@@ -154,7 +154,7 @@ def test_no_rank_looks_for_room_before_all_have_allocated_their_kv(
             log.append("allocated")
 
         runner = ModelRunner(config, dp_rank=group.dp_rank, group=group, storage=late)
-        return runner.forward.captured.graph_bs
+        return runner.forward.captured.batch_sizes
 
     assert run_ranks(2, 1, work) == [(1, 2)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 4

@@ -154,7 +154,7 @@ def test_captures_descend_whatever_order_cases_come_in_and_reports_ascend() -> N
         report = recorder.capture(list(cases))
         assert recorder.captured() == [(mode.name, key.num_tokens) for mode, key in IN_ORDER]
         assert report.captured == (*reversed(IN_ORDER[:3]), *reversed(IN_ORDER[3:]))
-        assert (report.num_tokens, report.graph_bs) == ((1, 8, 16), (1, 2, 4))
+        assert (report.token_counts, report.batch_sizes) == ((1, 8, 16), (1, 2, 4))
 
 
 @pytest.mark.feature("C02")
@@ -316,7 +316,7 @@ def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> N
         ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)
     ]  # fmt: skip
     assert report.skipped == (IN_ORDER[0], IN_ORDER[4])
-    assert (report.num_tokens, report.graph_bs) == ((1, 8), (1, 4))
+    assert (report.token_counts, report.batch_sizes) == ((1, 8), (1, 4))
 
 
 # --- the window and the seal --------------------------------------------------------------------
