@@ -9,7 +9,7 @@ A leader and its tensor-parallel followers:
 
 Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
 votes. Frames on a connection are a strict sequence, vote and confirm of one step after the other.
-Everything else is an error that names who sent it.
+Everything else is an error that names the sender.
 """
 
 from __future__ import annotations

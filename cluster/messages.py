@@ -208,7 +208,7 @@ class _BadRequest(Wire, frozen=True):
 
 
 class _BadSubmit(Wire, frozen=True, tag="Submit"):
-    """A submission that is not one, as far as it says who asked for what."""
+    """The parts of a bad submission that name the request and its sender."""
 
     request: _BadRequest
     handoff: msgspec.Raw
@@ -286,7 +286,7 @@ class OutputFrame(Wire, frozen=True, tag=True):
     inbox: Address
     """Where the engine takes requests and aborts."""
     outputs: list[bytes]
-    """Each an encoded `EngineOutput`: whoever decodes them may pause between two."""
+    """Each an encoded `EngineOutput`, so that the receiver may pause between two."""
 
 
 class EndedFrame(Wire, frozen=True, tag=True):

@@ -61,7 +61,7 @@ class _Meaning:
 
     stated: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Who states a field."""
+    """The alias that states each field."""
     implied: dict[str, Any] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, alias: str, *, is_stated: bool) -> None:

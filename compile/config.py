@@ -1,7 +1,7 @@
 """Compilation levels, graph modes and `CompilationConfig`.
 
-A configuration is validated when it is built, never when it is used, so whoever holds a
-`CompilationConfig` holds a legal one. What depends on the scheduler (sizes) and on the pool (the
+A configuration is validated when it is built, never when it is used, so every
+`CompilationConfig` is a legal one. What depends on the scheduler (sizes) and on the pool (the
 preset mode) is filled in by `compile.resolve`, which returns a new one.
 """
 

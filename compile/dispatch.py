@@ -2,7 +2,7 @@
 
 It is decided here alone, by a pure function of values that every rank holds alike (what all want to
 run, and what all captured). Ranks that call it with equal arguments cannot part before a
-collective. It imports no torch, because the ranks' agreement is computed with it
+collective. This file imports no torch, because the ranks' agreement is computed with it
 (`cluster/engine/lockstep.py`).
 
 1. Any rank rules graphs out, or the mode of this kind of step is NONE: eager, for all.
@@ -11,7 +11,7 @@ collective. It imports no torch, because the ranks' agreement is computed with i
 4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
 5. Nothing captured is large enough: eager, at the step's own size.
 
-Who captured a graph, and how, is no concern of this file.
+How a graph was captured is no concern of this file.
 
 Sizes that graphs are captured for are only ever dropped, never added or moved. A size that no step
 can have would cost memory and time; one that was not asked for would surprise.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class GapTimer:
-    """Sums up host time of piecewise steps. Belongs to the step thread; anybody may read it.
+    """Sums up host time of piecewise steps. Belongs to the step thread; any thread may read it.
 
     Invariant: 0 <= `last_share` <= 1, and likewise `share`.
     """

@@ -1,9 +1,9 @@
 """What a module that compiles itself is told while it is built, and what it is handed.
 
-Models are built by families that know nothing of compilation. Whoever builds one enters a scope
-around it, and the decorated module inside takes what it needs from there: compilers, a cache for
-its plan, and graphs. The code that splits and stitches looks nothing of that up, so a test or
-another capture brings a toolchain of its own.
+Models are built by families that know nothing of compilation. The code that builds one enters a
+scope around it, and the decorated module inside takes what it needs from there: compilers, a cache
+for its plan, and graphs. The code that splits and stitches looks none of that up, so a test or
+another way to capture brings a toolchain of its own.
 """
 
 from __future__ import annotations

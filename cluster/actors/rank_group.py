@@ -172,7 +172,7 @@ class RankGroup:
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
 
     async def wait_for_end(self) -> str:
-        """Wait until the first rank ends and return who it was and why.
+        """Wait until the first rank ends and return which it was and why.
 
         Unless the group was told to stop, all other ranks are killed: they are of no use any more.
         """
@@ -190,12 +190,12 @@ class RankGroup:
         return f"{_name(self.places[first])} ended: {cause}"
 
     async def _watch(self) -> str:
-        """Return who keeps the group from stepping."""
+        """Return which rank keeps the group from stepping, and why."""
         now = asyncio.get_running_loop().time()
         return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
 
     async def _watch_loading(self) -> str:
-        """Return who fell silent while it loaded."""
+        """Return which rank fell silent while it loaded."""
         since = asyncio.get_running_loop().time() + FIRST_WORD_S
         return await self._listen(self._loading_silent_s, since=since)
 

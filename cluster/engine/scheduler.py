@@ -15,8 +15,8 @@ The life of a request:
    until a reader has them (`_hold`).
 6. `abort` ends it anywhere on this way.
 
-Nobody starves. What waits is served strictly in order of arrival and never takes blocks in a step
-in which a running sequence lacked them; the first running sequence can take the blocks of all
+No request starves. Waiting ones are served strictly in order of arrival and never take blocks in a
+step in which a running sequence lacked them; the first running sequence can take the blocks of all
 others; and what else holds blocks (reads and tickets) ends by itself.
 """
 

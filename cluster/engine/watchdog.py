@@ -9,8 +9,8 @@
    While any rank is silent, this clock judges none: either the rank answers, or the heartbeat
    clock names it.
 
-There is no I/O and no clock here. Whoever owns a group tells it when heartbeats arrive and what
-time it is.
+There is no I/O and no clock here. The group's owner tells it when heartbeats arrive and what time
+it is.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Watchdog:
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     """Return how far a rank is: a smaller one is further behind.
 
-    A vote wakes whoever sleeps. So one that sleeps is behind those that have voted for the next
-    step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
+    A vote wakes every rank that sleeps. So one that sleeps is behind those that have voted for the
+    next step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
     without work: it waits for what its leader plans next, and is behind once that runs.
     """
     if beat.is_asleep:

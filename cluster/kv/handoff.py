@@ -1,4 +1,4 @@
-"""Handing KV over from a prefill to a decode engine: who may free what, and when.
+"""Handing KV over from a prefill to a decode engine: which side may free what, and when.
 
 1. The prefill scheduler (`Scheduler._hold`) holds a sequence's blocks under a ticket with a lease
    (`TicketHolder.hold`).
@@ -89,7 +89,7 @@ class KVReadResult:
 
 
 class TicketHolder(Protocol):
-    """What a prefill scheduler needs of whoever keeps its tickets."""
+    """What a prefill scheduler needs of the object that keeps its tickets."""
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
         """Start a lease on the blocks and return its ticket."""
@@ -106,7 +106,7 @@ class TicketHolder(Protocol):
 
 
 class KVReader(Protocol):
-    """What a decode scheduler needs of whoever reads KV for it."""
+    """What a decode scheduler needs of the object that reads KV for it."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Renew the ticket's lease until the read is started or cancelled."""

@@ -7,8 +7,8 @@ A read goes through three phases:
    chunk in answers to `KVRead`;
 3. *releasing*: the ticket is released, and the answer tells whether its lease held throughout.
 
-This is a state machine. It sends through a `ReadTransport`, is told of answers and of time, and
-blocks nowhere; a thread with sockets drives it (`cluster/kv/transport/puller.py`), or a simulator.
+This is a state machine. It sends through a `ReadTransport`, takes answers and ticks, and blocks
+nowhere; a thread with sockets drives it (`cluster/kv/transport/puller.py`), or a simulator.
 A malformed ticket or answer ends its read without raising.
 """
 

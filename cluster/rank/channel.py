@@ -40,7 +40,7 @@ from cluster.wire.polling import Budget, Doorbell
 log = logging.getLogger("lockstep.channel")
 
 Waiting = Callable[[str], None]
-"""Is told what a rank waits for, before it does."""
+"""Called with what a rank waits for, before it waits."""
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
 """At a step's border, of all followers together: what is left is read at the next one. Each ends a

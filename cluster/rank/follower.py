@@ -6,7 +6,7 @@ same step. It also does its slice of a KV handoff: it holds and reads when its l
 reports what has ended.
 
 A follower that disagrees with its leader raises before it enters the step's collectives. That ends
-`run`, and the owner of the group learns who it was and why.
+`run`, and the owner of the group learns which rank it was and why.
 """
 
 from __future__ import annotations

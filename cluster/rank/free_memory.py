@@ -76,7 +76,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     """Yield what each cgroup that this process is in, and each around it, still allows.
 
     Read from memory controllers of version 2, else 1. Files that were read count as used there,
-    but are let go of before anybody runs out.
+    but are released before memory runs out.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -434,7 +434,7 @@ def assemble_engine(
 
 @dataclass(frozen=True)
 class BadSubmit:
-    """A submission that could not be decoded, but names who waits for its end."""
+    """A submission that could not be decoded, but names its request and its sender."""
 
     request_id: str
     reply_to: str

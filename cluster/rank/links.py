@@ -90,7 +90,7 @@ class WaitingEnd:
         handshake = CurveHandshake(credentials.secret)
         socket = listening_socket(context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING)
         socket.router_mandatory = True  # a peer that is gone is an error, and no silence
-        # An abstract name leaves no file behind, whoever is killed.
+        # An abstract name leaves no file behind, whichever process is killed.
         ipc = f"ipc://@lockstep-{uuid4().hex}"
         socket.bind(ipc)
         tcp = "" if host is None else f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"

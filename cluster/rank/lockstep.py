@@ -146,7 +146,7 @@ class JoinedLockstep:
     def __init__(
         self, machine: LockstepMachine, channel: VoteChannel, phases: PhaseRecorder | None = None
     ) -> None:
-        """Drive `machine` over `channel`; `phases` is told when this rank, and all have voted."""
+        """Drive `machine` over `channel`; `phases` notes when this rank and when all voted."""
         self._machine = machine
         self._channel = channel
         self._phases = phases or PhaseRecorder()

@@ -45,7 +45,7 @@ ENTRY_BYTES, CANDIDATE_BYTES = 32, 14
 
 
 class OutputSender:
-    """Sends outputs to whoever asked for them.
+    """Sends outputs to the ingresses that asked for them.
 
     Invariant: a request that is still running has exactly one address here.
     """

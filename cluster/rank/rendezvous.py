@@ -2,7 +2,7 @@
 
 1. Each leader opens its `LeaderEndpoints`: the step channel to its followers and the ends for later
    leaders. The first leader opens a listening socket for the group's store as well.
-2. Its `Rendezvous` travels to the owner, who lets all leaders know each other (`introduce`) and
+2. Its `Rendezvous` travels to the owner, which lets all leaders know each other (`introduce`) and
    tells every rank where to go.
 3. All ranks load and join process groups through the one store; then followers greet their leader
    through the channel, and leaders one another.

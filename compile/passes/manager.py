@@ -64,7 +64,7 @@ class PassManager:
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite a graph in place and return the number of matches of all passes.
 
-        A graph's module is recompiled by whoever called: Inductor does it.
+        The caller recompiles the graph's module, as Inductor does.
         """
         total = 0
         for entry in self.passes:

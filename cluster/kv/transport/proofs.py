@@ -11,8 +11,8 @@ one whose number is not above the last. An ended ticket needs no such account, s
 it.
 
 The bytes of blocks are not covered: to hash them on both sides takes longer than to encrypt them
-(`examples/bench/kv_transfer.py`), and whoever could alter packets between two nodes could read the
-KV in them as well.
+(`examples/bench/kv_transfer.py`), and an attacker who could alter packets between two nodes could
+also read the KV in them.
 
 Before that there is a door: a peer that does not know the server's password never finishes the
 handshake. CURVE would encrypt every block, at a third of the speed, so this is ZeroMQ's PLAIN, with
