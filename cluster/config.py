@@ -160,8 +160,8 @@ class EngineConfig:
     threads: int = 1
     """Threads of one rank's tensor operations on CPU."""
     watchdog_s: float = 10.0
-    """How long a rank may stay in one phase of a step before its group is rebuilt; longer where
-    steps of so many tokens have taken a fifth of it."""
+    """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
+    steps of that size have taken a fifth of it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.watchdog_s < math.inf:

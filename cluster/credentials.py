@@ -18,7 +18,7 @@ SECRET_BYTES = 32
 
 
 class Header(Wire, frozen=True):
-    """Opens every frame to a socket that many may send to; a channel of two opens with hellos."""
+    """Opens every frame to a socket that many may send to; a link between two opens with hellos."""
 
     protocol: int
     config_hash: str

@@ -9,7 +9,7 @@ A leader and its tensor-parallel followers:
 
 Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
 votes. Frames on a connection are a strict sequence, vote and confirm of one step after the other.
-Everything else is an error that names who sent it.
+Everything else is an error that names the sender.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class LeaderHello(Wire, frozen=True, tag=True):
 class StepDigest(Wire, frozen=True):
     """What one rank makes of a step: equal on all ranks, or they must not run it together.
 
-    Numbers are told as they are, so that a difference explains itself; lists as checksums.
+    Numbers travel as they are, so that a difference explains itself; lists as checksums.
     """
 
     previous_step: int
-    """The last step that was run: one that got lost shows here."""
+    """The last step that was run; a step that got lost shows here."""
     epoch: int
     step: int
     num_seqs: int
@@ -102,7 +102,7 @@ class EndOfSteps(Wire, frozen=True, tag=True):
 
 
 class StillThere(Wire, frozen=True, tag=True):
-    """Asks nothing: that it can be sent shows that the connection stands."""
+    """Asks nothing; that it can be sent shows that the connection stands."""
 
 
 KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
@@ -165,7 +165,7 @@ class PeerHello(Wire, frozen=True, tag=True):
 
 
 class StepConfirm(Wire, frozen=True, tag=True):
-    """What one leader holds the step for. All are equal, or no rank runs it."""
+    """What one leader made of all votes. All confirms are equal, or no rank runs the step."""
 
     agreed: StepAgreement
 

@@ -28,7 +28,7 @@ MAX_TEMPERATURE = 1e6
 """Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
 MAX_PENALTY = 2.0
 MAX_REPETITION = 1e3
-"""Logits times or divided by so much are still finite."""
+"""Logits multiplied or divided by this much are still finite."""
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_STOP_IDS = 512
@@ -117,7 +117,7 @@ class Sampling(Wire, frozen=True):
     num_prompt_logprobs: NumLogprobs
     """The same for each prompt token but the first."""
     rules: LogitRules | None
-    """None where logits stay as they are."""
+    """None if logits stay as they are."""
 
 
 class GenerateRequest(Wire, frozen=True):
@@ -148,10 +148,10 @@ class KVSource(Wire, frozen=True):
 
     tp_rank: Index
     boot_id: Name
-    """Identifies the node and its boot: shared memory is usable where both sides agree."""
+    """Identifies the node and its boot: shared memory is usable if both sides agree."""
     pid: Annotated[int, Meta(ge=0, le=MAX_PID)]
     shm_fd: Annotated[int, Meta(ge=-1, le=MAX_FD)]
-    """File descriptor of the pool in process `pid`; -1 where the pool is private."""
+    """File descriptor of the pool in process `pid`; -1 if the pool is private."""
     address: Address
     """Serves reads, renewals and releases."""
     process: RankProcess
@@ -208,7 +208,7 @@ class _BadRequest(Wire, frozen=True):
 
 
 class _BadSubmit(Wire, frozen=True, tag="Submit"):
-    """A submission that is not one, as far as it says who asked for what."""
+    """The parts of a bad submission that name the request and its sender."""
 
     request: _BadRequest
     handoff: msgspec.Raw
@@ -262,13 +262,13 @@ class EngineOutput(Wire, frozen=True):
 
     request_id: str
     position: int
-    """Output tokens of the request before these: where an output got lost, the next one shows."""
+    """Output tokens of the request before these: if an output got lost, the next one shows."""
     token_ids: list[Index]
     logprobs: list[TokenLogprobs]
     """Empty, or one entry per token."""
     finish_reason: FinishReason
     stop_token_id: int
-    """The token that ended it; -1 where none did."""
+    """The token that ended it; -1 if none did."""
     num_cached_tokens: int
     """Prompt tokens whose KV was found in the prefix cache."""
     handoff: KVHandoff | None
@@ -279,14 +279,14 @@ class EngineOutput(Wire, frozen=True):
 
 
 class OutputFrame(Wire, frozen=True, tag=True):
-    """Outputs of one step for one ingress, all but where they are long (`output_frames.py`)."""
+    """Outputs of one step for one ingress; long ones take several frames (`output_sender.py`)."""
 
     epoch: int
     engine_id: Name
     inbox: Address
     """Where the engine takes requests and aborts."""
     outputs: list[bytes]
-    """Each an encoded `EngineOutput`: whoever decodes them may pause between two."""
+    """Each an encoded `EngineOutput`, so that the receiver may pause between two."""
 
 
 class EndedFrame(Wire, frozen=True, tag=True):
@@ -339,7 +339,7 @@ class PromptTargets(Wire, frozen=True):
     """The prompt tokens whose log-probabilities a step computes for one sequence.
 
     Token i is scored by the sequence's i-th token in the step, the one before it. There is one
-    token less than the step computes where the prompt ends: the last one scores the output.
+    token less than the step computes if the prompt ends in it: the last one scores the output.
     """
 
     index: int
@@ -370,10 +370,10 @@ class Vote(Wire, frozen=True, tag=True):
     max_query_len: int
     """Tokens of the sequence that computes most."""
     graph_allowed: bool
-    """False as long as a rank has a reason against replaying: then no rank does."""
+    """False while this rank has a reason against replaying: then no rank replays."""
     has_work: bool
     draining: bool
-    """The rank was told to end, and does as soon as all were."""
+    """The rank was told to end, and ends as soon as all were."""
 
 
 class StepAgreement(Wire, frozen=True):
@@ -387,9 +387,9 @@ class StepAgreement(Wire, frozen=True):
     step: int
     kind: StepKind
     mode: int
-    """What is replayed, a value of `CUDAGraphMode`. 0: nothing, 1: pieces, 2: a whole graph."""
+    """What is replayed, a `CUDAGraphMode`: 0 nothing, 1 piecewise graphs, 2 a full graph."""
     graph_bs: int
-    """Sequences of the batch on every rank, padding included; 0: each rank has its own number."""
+    """Sequences of the batch on every rank, padding included; 0: each rank runs its own number."""
     num_tokens: int
     """Tokens of the rank that runs most, padding included: the size of its graph."""
     num_tokens_across_dp: tuple[int, ...]
@@ -403,13 +403,13 @@ class StepAgreement(Wire, frozen=True):
 
 
 class StepPlan(Wire, frozen=True):
-    """One step's batch: everything that a rank needs beside its own rows' state.
+    """One step's batch: everything that a rank needs besides its own rows' state.
 
     S sequences, T tokens. Sequences with a single new token come first (`num_decodes` of them).
 
     Invariant: rows, num_computed, num_new, output_index have length S; token_ids has length T =
     sum(num_new). output_index[i] is the output position that sequence i samples in this step, or
-    -1 where its prompt is not finished.
+    -1 if its prompt is not finished.
     """
 
     epoch: int
@@ -455,7 +455,7 @@ class StepPlan(Wire, frozen=True):
 class SampledTokens(Wire, frozen=True):
     """The tokens that a step drew, one per sequence with an output index, in batch order.
 
-    `logprobs` is empty, or aligned with `token_ids` (None where not asked for);
+    `logprobs` is empty, or aligned with `token_ids` (None if not asked for);
     `prompt_logprobs` is aligned with the plan's `prompt_targets`.
     """
 

@@ -1,15 +1,15 @@
 """Compilation fields as TensorRT-LLM and vLLM spell them.
 
 An alias is translated into fields of `CompilationConfig` before anything else looks at it. What it
-states must not be given by the field's own name as well; what follows from it only by the other
-project's defaults gives way to the field.
+states must not also be given by the field's own name; what it only implies by the other project's
+defaults gives way to the field.
 
     torch_compile_config: {enable_piecewise_cuda_graph: true, capture_num_tokens: [128, 256]}
     cuda_graph_config: {enable_padding: true, max_batch_size: 64}
 
-Both together: decode steps replay whole graphs, all others pieces. `torch_compile_config: null`
-turns compilation off, `cuda_graph_config: null` whole graphs of decode steps. vLLM's
-`dynamic_shapes_config: {type: unbacked}` stands inside of the compilation fields.
+With both, decode steps replay full graphs and all others piecewise ones.
+`torch_compile_config: null` turns compilation off, `cuda_graph_config: null` full graphs of decode
+steps. vLLM's `dynamic_shapes_config: {type: unbacked}` stands inside the compilation fields.
 
 On the command lines of Lockstep's own entry points the fields are spelt as vLLM does: `-O3` is a
 level, `-cc.cudagraph_mode=FULL` one field, `-cc '{"level": 3}'` several. What is given in several
@@ -61,7 +61,7 @@ class _Meaning:
 
     stated: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Who states a field."""
+    """The alias that states each field."""
     implied: dict[str, Any] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, alias: str, *, is_stated: bool) -> None:
@@ -97,7 +97,7 @@ def fields_of(
 
 
 def generation_sizes(max_batch_size: int, *, enable_padding: bool) -> tuple[int, ...]:
-    """Return the batch sizes up to a largest one, coarser where steps are padded (TensorRT-LLM)."""
+    """Return the batch sizes up to a largest one, coarser if steps are padded (TensorRT-LLM)."""
     sizes = [1, 2, 4, *range(8, 129, 8)] if enable_padding else [*range(1, 33), 64, 128]
     size = 256
     while size < max_batch_size:
@@ -182,7 +182,7 @@ def _read_cuda_graph(meaning: _Meaning, section: Any) -> None:
 
 
 def _read_mode(meaning: _Meaning, compiles: Any, graphs: Any) -> None:
-    """Whole graphs for decode steps, pieces for all others: each may be on or off."""
+    """Full graphs for decode steps, piecewise ones for all others: each may be on or off."""
     key = "enable_piecewise_cuda_graph"
     if compiles is MISSING and graphs is not None:
         return

@@ -1,7 +1,7 @@
 """Compilation levels, graph modes and `CompilationConfig`.
 
-A configuration is validated when it is built, never when it is used, so whoever holds a
-`CompilationConfig` holds a legal one. What depends on the scheduler (sizes) and on the pool (the
+A configuration is validated when it is built, never when it is used, so every
+`CompilationConfig` is a legal one. What depends on the scheduler (sizes) and on the pool (the
 preset mode) is filled in by `compile.resolve`, which returns a new one.
 """
 
@@ -54,9 +54,9 @@ class CUDAGraphMode(Enum):
     FULL = 2
     """A whole forward is one graph."""
     FULL_DECODE_ONLY = (2, 0)
-    """Decode steps replay whole graphs, all others none."""
+    """Decode steps replay full graphs, all others none."""
     FULL_AND_PIECEWISE = (2, 1)
-    """Decode steps replay whole graphs, all others replay pieces."""
+    """Decode steps replay full graphs, all others piecewise ones."""
 
     def decode_mode(self) -> CUDAGraphMode:
         """Return the runtime mode of steps in which every sequence decodes."""
@@ -71,11 +71,11 @@ class CUDAGraphMode(Enum):
         return isinstance(self.value, tuple)
 
     def has_full_cudagraphs(self) -> bool:
-        """Return whether some step replays a whole graph."""
+        """Return whether some step replays a full graph."""
         return self.max_cudagraph_mode() is CUDAGraphMode.FULL
 
     def requires_piecewise_compilation(self) -> bool:
-        """Return whether some step replays pieces."""
+        """Return whether some step replays piecewise graphs."""
         return CUDAGraphMode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
 
     def max_cudagraph_mode(self) -> CUDAGraphMode:
@@ -87,7 +87,7 @@ class AttentionGraphSupport(Enum):
     """Of which steps an attention backend can be part of a graph."""
 
     NEVER = "never"
-    """Of none: graphs are pieces between attention."""
+    """Of none: only the pieces between attention are captured."""
     UNIFORM_DECODE = "uniform_decode"
     """Of steps in which every sequence has the same number of query tokens."""
     ALWAYS = "always"
@@ -166,7 +166,7 @@ class CompilationConfig:
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
     """How the number of tokens stays symbolic while a forward is traced."""
     evaluate_guards: bool = False
-    """For debugging: keep guards on sizes and fail where one does not hold."""
+    """For debugging: keep guards on sizes and fail if one does not hold."""
     share_artifacts: bool = True
     """Equal pieces compile on one rank and the others take them; False: each rank for itself."""
     compile_cache_save_format: str | None = None
@@ -211,7 +211,7 @@ class CompilationConfig:
 
     @property
     def graph_mode(self) -> CUDAGraphMode:
-        """The effective mode: NONE where graphs are off."""
+        """The effective mode: NONE if graphs are off."""
         if not self.use_cudagraph or self.cudagraph_mode is None:
             return CUDAGraphMode.NONE
         return self.cudagraph_mode
@@ -274,7 +274,7 @@ FIELDS = tuple(name for name in _KINDS if name != "graph_bs")
 def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields as they are kept, from text, JSON, YAML or Python.
 
-    Text is read as JSON where the field does not hold text. Each field is checked by itself;
+    Text is read as JSON if the field does not hold text. Each field is checked by itself;
     the configuration that is built from them checks them together.
 
     Raises:
@@ -285,7 +285,7 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_mode(config: CompilationConfig) -> None:
-    """Pieces can be captured only where there are pieces."""
+    """Pieces can be captured only if there are pieces."""
     mode = config.cudagraph_mode
     if mode is None or not mode.requires_piecewise_compilation() or config.can_split:
         return

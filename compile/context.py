@@ -44,7 +44,7 @@ class DPMetadata:
     def make(
         cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int
     ) -> DPMetadata | None:
-        """Return the counts for a rank that runs `num_tokens`; None where it is alone.
+        """Return the counts for a rank that runs `num_tokens`; None if it is alone.
 
         Raises:
             ValueError: the rank runs another number of tokens than the others believe.
@@ -64,7 +64,7 @@ class DPMetadata:
     def chunked_sizes(self, max_chunk: int, index: int) -> tuple[int, ...]:
         """Return each rank's tokens in chunk `index` of at most `max_chunk`.
 
-        A rank that has none left has one: it takes part in as many collectives as the others.
+        A rank that has none left has one, to take part in as many collectives as the others.
         """
         before = max_chunk * index
         return tuple(max(1, min(max_chunk, n - before)) for n in self.num_tokens_across_dp)
@@ -74,8 +74,8 @@ class DPMetadata:
 class Context:
     """Facts about the step that every layer may read.
 
-    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one. A replayed graph
-    shows its ops what held at the capture, which is padding alone.
+    Invariant: `graph_bs` is the padded batch size, `batch_size` the real one. Ops in a replayed
+    graph see the values of the capture, which ran on padding alone.
     """
 
     is_prefill: bool = False
@@ -115,14 +115,14 @@ class ForwardContext:
     """Layers by name, from `static_forward_context`."""
     attn_metadata: Any = None
     kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=dict)
-    """KV caches by layer. Ranks may be threads of one process, so there is no table of all."""
+    """KV caches by layer. Ranks may be threads of one process, so there is no global table."""
     context: Context | None = None
     dp_metadata: DPMetadata | None = None
-    """Token counts of the data-parallel ranks; None where there is one."""
+    """Token counts of the data-parallel ranks; None if there is one."""
     spec_decode_metadata: Any = None
     """Draft tokens of a speculating step."""
     batch_descriptor: BatchDescriptor | None = None
-    """The graph to capture or replay; None where the step runs eagerly."""
+    """The graph to capture or replay; None if the step runs eagerly."""
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     """NONE, PIECEWISE or FULL: what this forward captures or replays."""
     gap_timer: GapTimer | None = field(default=None, compare=False)
@@ -152,7 +152,7 @@ def get_forward_context() -> ForwardContext:
 def forward_context(value: ForwardContext) -> Iterator[ForwardContext]:
     """Set this thread's forward context and reset it, also after an error.
 
-    After the outermost one the context is an empty one; a nested one restores what was before.
+    After the outermost one the context is empty; a nested one restores the one before.
     """
     before = _state.current
     _state.current = value
@@ -163,7 +163,7 @@ def forward_context(value: ForwardContext) -> Iterator[ForwardContext]:
 
 
 def current_context() -> ForwardContext | None:
-    """Return what `get_forward_context` would, or None where no context was ever set."""
+    """Return what `get_forward_context` would, or None if no context was ever set."""
     return _state.current
 
 

@@ -1,4 +1,4 @@
-"""Counters of everything that must not happen behind anybody's back.
+"""Counters of everything that must not happen unnoticed.
 
 "compiles nothing" means that compilations *and* native builds stand still: an artifact may hold
 source that a C++ or Triton compiler turns into code when it is loaded.
@@ -22,7 +22,7 @@ class CompilationCounter:
     num_piecewise_capturable_graphs_seen: int = 0
     """Pieces that are compiled and can be captured."""
     num_backend_compilations: int = 0
-    """Calls of a compiler, whichever it is: unique pieces and sizes."""
+    """Calls of any compiler: unique pieces and sizes."""
     num_inductor_compiles: int = 0
     num_eager_compiles: int = 0
     num_cpp_builds: int = 0
@@ -42,7 +42,7 @@ class CompilationCounter:
 
     @contextmanager
     def expect(self, **deltas: int) -> Iterator[None]:
-        """Assert on leaving that the named counters grew by exactly so much."""
+        """Assert on leaving that each named counter grew by exactly its delta."""
         before = asdict(self)
         yield
         for name, delta in deltas.items():

@@ -40,9 +40,9 @@ def direct_register_custom_op(
 ) -> Any:
     """Register `op_func` as `torch.ops.<target_lib>.<op_name>` and return the op.
 
-    Registering the same name again returns the op that exists: a module may be imported under
+    Registering the same name again returns the existing op, because a module may be imported under
     two paths, and torch refuses a second definition. With another dispatch key, `op_func` becomes
-    its implementation for that key beside those that it has.
+    its implementation for that key, next to those that it has.
 
     Args:
         mutates_args: names of the tensor arguments that `op_func` writes into.
@@ -74,8 +74,8 @@ def direct_register_custom_op(
 def function_of(op: Any, device_type: str) -> Callable[..., Any] | None:
     """Return the function behind an op that was registered here, for tensors of a device.
 
-    Calling it is what the dispatcher does where nothing else wants to know of the call: in
-    inference mode, without a dispatch mode. None: the op is another's.
+    Calling it does what the dispatcher does when nothing else listens: in inference mode, without a
+    dispatch mode. None: the op was not registered here.
     """
     schema = getattr(op, "_schema", None)
     known = _registered.get(schema.name) if schema is not None else None

@@ -1,17 +1,17 @@
 """`decide`: whether a step replays a graph, which one, and the sizes it is padded to.
 
-This is the only place that decides it, and it is a pure function of values that every rank holds
-alike (what all want to run, and what all captured). Ranks that call it with equal arguments cannot
-part before a collective. It imports no torch: the agreement of ranks is computed with it
+It is decided here alone, by a pure function of values that every rank holds alike (what all want to
+run, and what all captured). Ranks that call it with equal arguments cannot part before a
+collective. This file imports no torch, because the ranks' agreement is computed with it
 (`cluster/engine/lockstep.py`).
 
 1. Any rank rules graphs out, or the mode of this kind of step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
 3. The mode is FULL and all sequences decode: pad the sequences to the next captured batch size.
-4. The mode is FULL and they do not: the smallest captured whole graph that holds the step.
+4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
 5. Nothing captured is large enough: eager, at the step's own size.
 
-Who captured a graph, and how, is no concern of this file.
+How a graph was captured is no concern of this file.
 
 Sizes that graphs are captured for are only ever dropped, never added or moved. A size that no step
 can have would cost memory and time; one that was not asked for would surprise.
@@ -33,8 +33,8 @@ DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 class BatchDescriptor:
     """The key of a captured graph. Invariant: all numbers are padded ones.
 
-    A graph of pieces holds for any number of sequences (`num_seqs` None); a whole graph of decode
-    steps has `num_tokens` == `num_seqs` x query length.
+    A piecewise graph serves any number of sequences (`num_seqs` None); a full graph of decode steps
+    has `num_tokens` == `num_seqs` x query length.
     """
 
     num_tokens: int
@@ -52,14 +52,14 @@ class CapturedGraphs:
 
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     """Which steps replay graphs, and of which kind."""
-    graph_bs: tuple[int, ...] = ()
-    """Batch sizes of whole decode graphs."""
-    num_tokens: tuple[int, ...] = ()
-    """Token counts of piecewise graphs."""
+    batch_sizes: tuple[int, ...] = ()
+    """Of full graphs of decode steps."""
+    token_counts: tuple[int, ...] = ()
+    """Of piecewise graphs."""
     mixed: tuple[BatchDescriptor, ...] = ()
-    """Whole graphs of steps in which not all decode; by tokens, then sequences."""
+    """Full graphs of steps in which not all decode; by tokens, then sequences."""
     enable_padding: bool = True
-    """Steps replay the next larger whole graph; False: one of exactly their size."""
+    """Steps replay the next larger full graph; False: one of exactly their size."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ForwardMode:
     num_tokens: int
     """What the tokens of the longest rank are padded to."""
     graph_bs: int
-    """What sequences are padded to; 0 where each rank has its own number."""
+    """What sequences are padded to; 0 if each rank runs its own number."""
     is_uniform_decode: bool
 
     @property
@@ -99,7 +99,7 @@ def decide(
 
     Args:
         is_uniform_decode: on every rank each sequence decodes `query_len` tokens: one, or several
-            where drafts are verified.
+            if drafts are verified.
         num_tokens, num_seqs: the largest over the ranks.
         is_graph_allowed: no rank has a reason against a graph.
 
@@ -109,7 +109,7 @@ def decide(
     if is_uniform_decode and num_tokens != num_seqs * query_len:
         wanted = f"{num_seqs} x {query_len} in a uniform decode step"
         raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
-    # Attention alone looks at sequences. Where all decode, ranks pad them too, graph or none.
+    # Attention alone looks at sequences. If all decode, ranks pad those too, graph or none.
     graph_bs = num_seqs if is_uniform_decode else 0
     eager = ForwardMode(CUDAGraphMode.NONE, num_tokens, graph_bs, is_uniform_decode)
     mode = captured.mode.decode_mode() if is_uniform_decode else captured.mode.mixed_mode()
@@ -117,16 +117,16 @@ def decide(
         return eager
     if mode is CUDAGraphMode.PIECEWISE:
         # Padding is no choice here: prompts have any length.
-        padded = padded_size(captured.num_tokens, num_tokens)
+        padded = padded_size(captured.token_counts, num_tokens)
         return eager if padded is None else ForwardMode(mode, padded, graph_bs, is_uniform_decode)
     if not is_uniform_decode:
-        return _whole_mixed(num_tokens, num_seqs, captured) or eager
+        return _full_mixed(num_tokens, num_seqs, captured) or eager
     padding = captured.enable_padding
-    padded = padded_size(captured.graph_bs, num_seqs, enable_padding=padding)
+    padded = padded_size(captured.batch_sizes, num_seqs, enable_padding=padding)
     return eager if padded is None else ForwardMode(mode, padded * query_len, padded, True)
 
 
-def _whole_mixed(num_tokens: int, num_seqs: int, captured: CapturedGraphs) -> ForwardMode | None:
+def _full_mixed(num_tokens: int, num_seqs: int, captured: CapturedGraphs) -> ForwardMode | None:
     for graph in captured.mixed:
         seqs = graph.num_seqs or 0
         is_exact = (graph.num_tokens, seqs) == (num_tokens, num_seqs)
@@ -140,7 +140,7 @@ def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) ->
     """Return batch sizes to capture, ascending and each once, before any is dropped (ATOM).
 
     Args:
-        explicit: wins where it is not None.
+        explicit: wins if it is not None.
         graph_sizes: one value N stands for 1, 2, 4, 8 and every 16th up to N; several are listed.
     """
     if explicit is not None:
@@ -161,7 +161,7 @@ def within(sizes: Sequence[int], most: int) -> tuple[tuple[int, ...], tuple[int,
 
 
 def padded_size(sizes: Sequence[int], wanted: int, *, enable_padding: bool = True) -> int | None:
-    """Return the smallest of ascending sizes that holds `wanted`; None where there is none.
+    """Return the smallest of ascending sizes that holds `wanted`; None if there is none.
 
     Without padding only `wanted` itself will do.
     """

@@ -1,8 +1,8 @@
 """The environment variables that Lockstep heeds: read here and nowhere else.
 
-A variable is read when it is asked for, so a process that changes its own environment before it
-starts ranks is heard. A field that is given explicitly wins over all of these; code that has such a
-field asks only where it is absent.
+A variable is read when it is asked for, so changes that a process makes to its own environment
+before it starts ranks count. A field that is given explicitly wins over all of these; code that has
+such a field asks only if it is absent.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_compile_cache_disabled() -> bool:
 
 
 def compile_cache_save_format() -> str:
-    """Return how compiled code is kept where no field says so: `binary` by default.
+    """Return how compiled code is kept if no field says so: `binary` by default.
 
     Raises:
         EnvironmentVariableError: it is no format.
@@ -78,7 +78,7 @@ def compile_cache_save_format() -> str:
 
 
 def codegen_variables() -> dict[str, str]:
-    """Return those of `CODEGEN`, empty where they are not set."""
+    """Return those of `CODEGEN`, empty if they are not set."""
     return {name: os.environ.get(name, "") for name in CODEGEN}
 
 
@@ -87,7 +87,7 @@ LOGGERS = ("lockstep", "cluster", "compile", "model")
 
 
 def apply_log_level() -> None:
-    """Let Lockstep's loggers say what `log_level` asks for.
+    """Set Lockstep's loggers to `log_level`.
 
     Raises:
         EnvironmentVariableError: as `log_level`.

@@ -5,10 +5,10 @@
     python -m compile.explain DIR --layer split     one layer in full: dynamo, split, pieces, stitch
     python -m compile.explain                       the user's cache, else the bundled model
 
-Of a cache it reads files that compiling left and runs none of them, so it also works beside a
+From a cache it reads files that compiling left and runs none of them, so it also works next to a
 server, on another machine, and on a cache that cannot be used. A model is started as the offline
-API starts it, with a cache of its own and pieces that run as they were traced; who wants to see
-what Inductor makes of them says so: --compilation '{"use_inductor": true}'.
+API starts it, with a cache of its own and pieces that run as they were traced; to see what Inductor
+makes of them: --compilation '{"use_inductor": true}'.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TRACED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what a directory holds; return 1 where it holds nothing compiled."""
+    """Print what a directory holds; return 1 if it holds nothing compiled."""
     parser = argparse.ArgumentParser(prog="python -m compile.explain", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", nargs="?", type=Path, help="a checkpoint, or a cache")

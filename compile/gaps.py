@@ -1,6 +1,6 @@
 """How much of a piecewise step is spent between its replayed pieces.
 
-Replaying pieces saves nothing of what runs between them. In prefill that is attention with its
+Replaying pieces does not speed up what runs between them. In prefill that is attention with its
 metadata on the host, and its share of the step says what a faster replay could still gain. Host
 seconds: on a GPU a replay takes as long as launching it.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class GapTimer:
-    """Sums up host time of piecewise steps. Belongs to the step thread; anybody may read it.
+    """Sums up host time of piecewise steps. Belongs to the step thread; any thread may read it.
 
     Invariant: 0 <= `last_share` <= 1, and likewise `share`.
     """

@@ -1,6 +1,6 @@
 """What compiling a forward found out, as plain data for people and for `compile.explain`.
 
-Whoever compiles fills in one `CompileReport` and writes it beside the files named here. A later
+Compiling a forward fills in one `CompileReport` and writes it next to the files named here. A later
 start reads none of them.
 """
 

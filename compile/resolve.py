@@ -4,11 +4,11 @@ The order matters, since each step reads what those before it decided:
 
 1. splitting ops: attention, at level 3;
 2. capture sizes: the rule for sizes, then only what the scheduler can produce;
-3. mode: the pool's preset where none is given, then only what attention can be part of;
+3. mode: the pool's preset if none is given, then only what attention can be part of;
 4. compile sizes: "cudagraph_capture_sizes" becomes the sizes of step 2;
 5. token counts: those of piecewise graphs, bounded in the same way;
 6. warm-ups: none on a CPU, where nothing is built or allocated by a kernel's first run;
-7. passes: where they gain over what the compiler does by itself.
+7. passes: those that gain over what the compiler does by itself.
 
 Resolving a resolved configuration changes nothing, unless attention can do less than was assumed.
 """
@@ -33,8 +33,8 @@ from compile.config import (
 from compile.dispatch import DEFAULT_NUM_TOKENS, ascending, capture_sizes, within
 
 MAX_CPU_TOKENS = 64
-"""The largest default size of pieces on a CPU, where a replay saves calls alone: beside what more
-tokens cost to compute that is nothing, and each capture computes them."""
+"""The largest default size of piecewise graphs on a CPU. A replay saves only calls there, which is
+nothing next to what more tokens cost to compute, and each capture computes them."""
 MAX_NAMED = 16
 """Sizes that a warning lists one by one."""
 
@@ -45,7 +45,7 @@ PRESETS = {
     "decode": CUDAGraphMode.FULL_DECODE_ONLY,
     "mixed": CUDAGraphMode.FULL_AND_PIECEWISE,
 }
-"""The mode of a serving pool, by its name, where none is given."""
+"""The mode of a serving pool, by its name, if none is given."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What decides beside the configuration."""
+    """What decides besides the configuration."""
 
     limits: StepLimits
     preset: CUDAGraphMode | None
-    """Counts where the configuration, as it was given, names no mode."""
+    """Used if the configuration, as it was given, names no mode."""
     attention: AttentionGraphSupport
     backend_name: str
     is_captured: bool
-    """Something is captured: sizes that are dropped are missed."""
+    """Something is captured, so a size that is dropped is worth a warning."""
     are_sizes_tokens: bool
     """Batch sizes were listed, and no pool's preset gives them another meaning than pieces."""
     is_cpu: bool
@@ -95,8 +95,8 @@ def resolve(
     """Return the configuration with nothing left open.
 
     Args:
-        preset: the mode where the configuration names none; None: PIECEWISE. Below level 3 a mode
-            has to be named, so the preset does not count there.
+        preset: the mode if the configuration names none; None: PIECEWISE. Below level 3 a mode
+            must be named, so the preset does not count there.
         enforce_eager: level 0 and mode NONE, whatever the configuration says.
         attention: of which steps the attention backend `backend_name` can be part of a graph.
         device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
@@ -218,7 +218,7 @@ def _without_pieces(mode: CUDAGraphMode) -> CUDAGraphMode:
 def _within_attention(
     mode: CUDAGraphMode, attention: AttentionGraphSupport, *, can_split: bool
 ) -> CUDAGraphMode:
-    """Return the nearest mode whose whole graphs attention can be part of."""
+    """Return the nearest mode whose full graphs attention can be part of."""
     if attention is AttentionGraphSupport.ALWAYS or not mode.has_full_cudagraphs():
         return mode
     if attention is AttentionGraphSupport.NEVER:
@@ -247,7 +247,7 @@ def _compile_sizes(config: CompilationConfig, around: _Surroundings) -> Compilat
 
 
 def _num_tokens(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    """Batch sizes that were listed are token counts where nothing but pieces is captured."""
+    """Take listed batch sizes for token counts if only piecewise graphs are captured."""
     sizes: tuple[int, ...] = DEFAULT_NUM_TOKENS
     if around.is_cpu:
         sizes = within(sizes, MAX_CPU_TOKENS)[0]
@@ -256,13 +256,13 @@ def _num_tokens(config: CompilationConfig, around: _Surroundings) -> Compilation
     is_listed = around.are_sizes_tokens and config.graph_mode is CUDAGraphMode.PIECEWISE
     field = "capture_num_tokens" if config.capture_num_tokens is not None else ""
     if not field and is_listed:
-        # As they were given: the bound of batch sizes is none of token counts.
+        # As they were given, because the bound on batch sizes does not apply to token counts.
         field, query_len = "cudagraph_capture_sizes", around.limits.query_len
         sizes = ascending(n * query_len for n in config.cudagraph_capture_sizes or ())
     kept, dropped = within(sizes, around.limits.max_num_batched_tokens)
     if field and around.is_captured:
         _warn_dropped(field, dropped, f"{around.limits.max_num_batched_tokens} tokens")
-    # All are kept where none is left: an error where it matters, without effect elsewhere.
+    # If none is left, all are kept: `_check_sizes_left` refuses them if they matter.
     return replace(config, capture_num_tokens=kept or sizes)
 
 

@@ -1,9 +1,9 @@
 """What a module that compiles itself is told while it is built, and what it is handed.
 
-Models are built by families that know nothing of compilation. Whoever builds one enters a scope
-around it, and the decorated module inside takes what it needs from there: compilers, a cache for
-its plan, and graphs. The code that splits and stitches looks nothing of that up, so a test or
-another capture brings a toolchain of its own.
+Models are built by families that know nothing of compilation. The code that builds one enters a
+scope around it, and the decorated module inside takes what it needs from there: compilers, a cache
+for its plan, and graphs. The code that splits and stitches looks none of that up, so a test or
+another way to capture brings a toolchain of its own.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def current_scope() -> CompileScope:
 
 
 Shape: TypeAlias = int | tuple[int, int] | None
-"""What an artifact is for: so many tokens, a range of counts (first, last), or any count."""
+"""What an artifact is for: one number of tokens, a range (first, last), or any number."""
 
 Runnable: TypeAlias = Callable[..., Any]
 """A compiled piece: takes the piece's inputs in order, returns a tuple or a list of its outputs."""
@@ -144,7 +144,7 @@ class Manager(Protocol):
 
 
 class PlanStore(Protocol):
-    """Keeps the text of a forward's plan beside its artifacts."""
+    """Keeps the text of a forward's plan with its artifacts."""
 
     @property
     def directory(self) -> Path:
@@ -181,17 +181,17 @@ class Toolchain(Protocol):
         """Return a piece that is captured and replayed as the forward context says."""
 
     def keep_outputs(self, op: Runnable) -> Runnable:
-        """Return one call of an eager op between captured pieces; its outputs keep their place."""
+        """Return one call of an eager op between captured pieces; its outputs stay in place."""
 
 
 class ArtifactExchange(Protocol):
     """Gives each piece's artifact to all that want it. Keys name what is computed, and for what."""
 
     def claim(self, key: str) -> bytes | None:
-        """Return what another rank compiled, waiting for it; None where this one is to compile.
+        """Return what another rank compiled, waiting for it; None if this one is to compile.
 
         A caller that gets None publishes in the end, whatever happens.
         """
 
     def publish(self, key: str, data: bytes | None) -> None:
-        """Hand out what was compiled; None where there is nothing to be had."""
+        """Hand out what was compiled; None if there is nothing to hand out."""

@@ -18,12 +18,12 @@ from itertools import pairwise
 from typing import Any
 
 Plain = bool | int | float | str | None
-"""What survives JSON, a hash and the way to another process."""
+"""What survives JSON, hashing and a trip to another process."""
 
 OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 """`namespace::name` or `namespace.name`, with or without an overload."""
 MAX_SIZE = 1 << 20
-"""Of a batch. Above it is a slip of the hand, and a rule that fills it in would not end."""
+"""Of a batch. A larger one is a typing error, and a rule that fills sizes in would not end."""
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -82,7 +82,7 @@ Refusal = Callable[[str, str, Any], Exception]
 def read(given: Mapping[str, Any], kinds: Mapping[str, Kind], refusal: Refusal) -> dict[str, Any]:
     """Return fields as they are kept, from text, JSON, YAML or Python.
 
-    Text is read as JSON where the field does not hold text. Raises a `refusal` of a field that is
+    Text is read as JSON if the field does not hold text. Raises a `refusal` of a field that is
     unknown or holds what cannot be used.
     """
     for name, value in given.items():
@@ -186,7 +186,7 @@ def list_of(
     is_empty_allowed: bool = False,
     is_set: bool = False,
 ) -> Kind:
-    """A list whose items all pass; kept as a tuple in the given order."""
+    """A list whose items are all accepted; kept as a tuple in the given order."""
 
     def accept(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or not all(map(item, value)):

@@ -4,8 +4,8 @@
 2. It puts the artifact into Ray's object store and publishes the reference.
 3. The others wait in their claims, and fetch the bytes from the object store of its node.
 
-Nothing depends on it. A claim that waits for too long, a compiler that died and an object that is
-lost all end with the asking rank compiling for itself.
+Nothing depends on it. If a claim waits for too long, a compiler dies or an object is lost, the
+asking rank compiles for itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ArtifactBoard:
 
 def create_artifact_board() -> Any:
     """Create the board of one group, which ends with its last handle."""
-    # Every rank may wait in a claim, and one more has to get through to publish.
+    # Every rank may wait in a claim, and one more call must get through to publish.
     return ray.remote(num_cpus=0, max_concurrency=1000)(ArtifactBoard).remote()
 
 
@@ -61,7 +61,7 @@ class RayExchange:
         self._published: list[Any] = []
 
     def claim(self, key: str) -> bytes | None:
-        """Return another rank's artifact, waiting for it; None where this one is to compile."""
+        """Return another rank's artifact, waiting for it; None if this one is to compile."""
         try:
             references = ray.get(self._board.claim.remote(key), timeout=CLAIM_TIMEOUT_S)
             if not references:

@@ -1,7 +1,7 @@
 """Placement groups for rank groups: one bundle per rank.
 
-Whoever owns a group may sit in a bundle of its own before the ranks' (a Serve replica does), so
-that owner and ranks are placed together.
+A group's owner may have a bundle of its own before the ranks' (a Serve replica does), so that owner
+and ranks are placed together.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class RankActor:
         self._rank: Leader | Follower | None = None
 
     def meet(self) -> Rendezvous | None:
-        """Open where followers and other leaders will find this one; None where it has none."""
+        """Open where followers and other leaders will find this one; None if there are none."""
         self._endpoints = LeaderEndpoints(
             self._config,
             host=ray.util.get_node_ip_address(),
@@ -197,10 +197,10 @@ RemoteRank = ray.remote(
 
 
 def keep_what_is_loaded() -> None:
-    """Never again look for garbage among what there is now, a process being ready.
+    """Exclude what a ready process has loaded from garbage collection.
 
     Libraries and a model are some hundred thousand objects. A full collection goes through all of
-    them while no Python runs, and steps, or all clients' tokens, wait.
+    them while no other Python runs, so steps, or all clients' tokens, wait.
     """
     gc.collect()
     gc.freeze()

@@ -4,7 +4,7 @@
 2. Leaders open where followers and other leaders will find them; the addresses go through here.
 3. All load together; then all run. The reference of `run()` is a rank's sentinel.
 4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
-   So it is when a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
+   It also ends if a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
 
 When a rank dies, its peers' collectives fail within milliseconds. The error names the rank whose
 process died, if any.
@@ -36,11 +36,11 @@ from cluster.rank.status import RankStats
 log = logging.getLogger("lockstep.group")
 
 STATS_TIMEOUT_S = 1.0
-"""How long ranks have to answer for a report of their figures."""
+"""How long ranks may take to answer for a report of their figures."""
 HEARTBEAT_PERIOD_S = 1.0
 """How often every rank is asked what it does."""
 BLAME_S = 0.5
-"""How long after a rank's error a process that died may still be found to have caused it."""
+"""How long after a rank's error another rank's death may still be found to have caused it."""
 LOADING_TIMES = 3
 """While loading, a rank may be silent this many times longer: reading a large weight keeps Python
 busy."""
@@ -144,7 +144,7 @@ class RankGroup:
         ]
 
     async def _meet(self) -> list[Rendezvous | None]:
-        """Return by data-parallel rank what its ranks must be told; None where one is alone."""
+        """Return by data-parallel rank what its ranks must be told; None for one that is alone."""
         parallel = self._parallel
         if parallel.tensor_parallel_size * parallel.lockstep_size == 1:
             return [None] * len(self.places)
@@ -172,9 +172,9 @@ class RankGroup:
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
 
     async def wait_for_end(self) -> str:
-        """Wait until the first rank ends and return who it was and why.
+        """Wait until the first rank ends and return which it was and why.
 
-        Ranks that were not told to end are of no use any more: all are killed.
+        Unless the group was told to stop, all other ranks are killed: they are of no use any more.
         """
         tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
         blamed = _first_to_blame(tasks, is_end=lambda end: True)
@@ -190,12 +190,12 @@ class RankGroup:
         return f"{_name(self.places[first])} ended: {cause}"
 
     async def _watch(self) -> str:
-        """Return who keeps the group from stepping."""
+        """Return which rank keeps the group from stepping, and why."""
         now = asyncio.get_running_loop().time()
         return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
 
     async def _watch_loading(self) -> str:
-        """Return who fell silent while it loaded."""
+        """Return which rank fell silent while it loaded."""
         since = asyncio.get_running_loop().time() + FIRST_WORD_S
         return await self._listen(self._loading_silent_s, since=since)
 
@@ -206,12 +206,12 @@ class RankGroup:
     async def _listen(self, silent_s: float, *, since: float) -> str:
         """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
-        An owner that was held up itself judges no rank before it has listened again.
+        An owner that was itself held up judges no rank before it has listened again.
         """
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
-        # A process whose memory the node has to bring back answers late, and is not dead.
+        # A process whose memory was swapped out answers late, and is not dead.
         watchdogs = [
             Watchdog(
                 [_name(place) for place in places],
@@ -274,7 +274,7 @@ class RankGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every rank at once, one inside a collective included."""
+        """Kill every rank at once, even one inside a collective."""
         for actor in self._actors:
             ray.kill(actor)
 

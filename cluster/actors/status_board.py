@@ -18,8 +18,8 @@ NAMESPACE = "lockstep"
 OUTDATED = "outdated"
 """The state of a replica of another deployment under the same name."""
 LOST_AFTER_S = 5.0
-"""A replica that is silent for so long is not there. One whose ranks do not answer still pushes:
-at least once in `STATS_TIMEOUT_S`."""
+"""A replica that is silent this long is gone. One whose ranks do not answer still pushes, at least
+once in `STATS_TIMEOUT_S`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class BoardClient:
     async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
         """Push a report, or nothing while there is no board; its actors when they are new there.
 
-        Waits for the answer: a call to a board that died with its ingress raises nothing before.
+        Waits for the answer, because only that shows whether the board died with its ingress.
         """
         try:
             if self._board is None:

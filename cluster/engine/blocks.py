@@ -1,17 +1,17 @@
 """Blocks of the paged KV pool, and the prefix cache over them.
 
 A block that no sequence holds but whose content is known stays in the free list as a cache entry.
-It counts as free; whoever needs it either finds it by hash (`match`, `acquire`) or takes it for new
+It counts as free; a sequence either finds it by hash (`match`, `acquire`) or takes it for new
 content (`allocate`), which evicts it.
 
 With a sliding window in every layer, a sequence holds only blocks that its next token's window
 reaches. A block table keeps its length: the entry of a block that is not held any more, or never
-was, is the scratch block. So a hit needs cached only the blocks in the window of its next token,
-and what was computed behind them before it is not looked for.
+was, is the scratch block. So a hit needs only the blocks in the window of its next token to be
+cached, and the blocks before them are not looked for.
 
 A sequence that was prefilled here keeps its blocks under a ticket until a reader has them
-(`HeldSequences`). Its request has had its last output. A ticket ends by itself, at the latest with
-its lease, and only then its blocks are free.
+(`TicketedSequences`). Its request has had its last output. A ticket ends by itself, at the latest
+with its lease, and only then are its blocks free.
 
 Sources: paged blocks after PagedAttention (Kwon et al., 2023); chained block hashes and eviction
 of a sequence's tail before its head after vLLM's prefix cache.
@@ -27,7 +27,7 @@ from itertools import chain
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.sequence import Sequence, SequenceStatus
-from cluster.kv.handoff import HandoffMetadata, Holder
+from cluster.kv.handoff import HandoffMetadata, TicketHolder
 from cluster.messages import KVHandoff
 
 SCRATCH = 0
@@ -41,7 +41,7 @@ def max_blocks_for(num_tokens: int, block_size: int, sliding_window: int | None)
     num_blocks = -(-num_tokens // block_size)
     if sliding_window is None:
         return num_blocks
-    # The tokens of a window lie in so many, wherever it starts.
+    # A window's tokens lie in at most this many blocks, wherever it starts.
     return min(num_blocks, (sliding_window - 2) // block_size + 2)
 
 
@@ -76,7 +76,7 @@ class BlockManager:
 
         Args:
             sliding_window: how many of a sequence's last tokens any layer ever reads, the one
-                that reads included; None where a layer reads all.
+                that reads included; None if a layer reads all.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -116,9 +116,9 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[int]:
         """Return the cached blocks of the sequence's longest head; changes nothing.
 
-        The last token is never covered: it must be computed to get logits. So must all others
-        where their log-probabilities are wanted. Blocks that the first token behind the head does
-        not read are scratch.
+        The last token is never covered, because it must be computed to get logits; so must all
+        others if their log-probabilities are wanted. Blocks that the first token behind the head
+        does not read are scratch.
         """
         if not self._is_looked_up(seq):
             return []
@@ -137,7 +137,7 @@ class BlockManager:
     def first_missing(self, seq: Sequence, num_cached: int) -> bytes | None:
         """Return the digest of the block that ended a match of `num_cached` blocks.
 
-        None where nothing ended it, nothing is looked up, or a hit need not start at the head.
+        None if nothing ended it, nothing is looked up, or a hit need not start at the head.
         """
         is_whole = num_cached >= (seq.num_tokens - 1) // self.block_size
         if self.sliding_window is not None or is_whole or not self._is_looked_up(seq):
@@ -145,7 +145,7 @@ class BlockManager:
         return self._digest(seq, num_cached)
 
     def is_cached(self, digest: bytes) -> bool:
-        """Return whether a block of this content can be had."""
+        """Return whether a block of this content is cached."""
         return digest in self._cached
 
     def _is_looked_up(self, seq: Sequence) -> bool:
@@ -175,7 +175,7 @@ class BlockManager:
         return max(len(cached), first) - num_free
 
     def room_beside(self, cached: list[int]) -> int:
-        """Return how many more tokens a sequence with these blocks fits into the whole pool."""
+        """Return how many more tokens the whole pool holds for a sequence with these blocks."""
         num_held = len(cached) - cached.count(SCRATCH)
         return (self.num_blocks - num_held) * self.block_size
 
@@ -197,7 +197,7 @@ class BlockManager:
     def allocate(self, seq: Sequence, num_tokens: int, first: int = 0) -> list[int] | None:
         """Grow the block table to cover `num_tokens` tokens; return the new entries.
 
-        Entries before `first` are scratch. Returns None, and changes nothing, where too few
+        Entries before `first` are scratch. Returns None, and changes nothing, if too few
         blocks are free.
         """
         start, stop = len(seq.block_table), self.num_blocks_for(num_tokens)
@@ -308,14 +308,14 @@ class BlockManager:
         return hashes[i] if i < len(hashes) else self._hash(seq, i + 1)[i]
 
 
-class HeldSequences:
-    """The sequences of one engine that are held, by ticket.
+class TicketedSequences:
+    """The sequences of one engine whose blocks are held under tickets.
 
     Invariant: without `holder` and `metadata` there are none. Request ids may occur twice.
     """
 
     def __init__(
-        self, blocks: BlockManager, holder: Holder | None, metadata: HandoffMetadata | None
+        self, blocks: BlockManager, holder: TicketHolder | None, metadata: HandoffMetadata | None
     ) -> None:
         self._blocks = blocks
         self._holder = holder

@@ -12,8 +12,8 @@ leader books the result:
    confirmed the same step; it rarely blocks, because building inputs takes longer.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
-`cluster/rank/runner.py` implements `Executor`; `cluster/rank/lockstep.py`, `Lockstep` for several
-leaders.
+The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
+`Executor`; `cluster/rank/lockstep.py`, `Lockstep`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class Engine:
     """One data-parallel rank's scheduler with the executors of its tensor-parallel ranks.
 
     `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
-    sleep until a peer votes for the next step, or a request, a finished KV read or an ended lease
-    rings. `is_draining`: this rank was asked to end; the group ends once all ranks were.
+    sleep until a peer votes for the next step, or until a new request, a finished KV read or an
+    expired lease wakes it. `is_draining`: this rank was asked to end; the group ends once all ranks
+    were.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Engine:
         self.is_draining = False
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return what it produced, requests that ended without running too."""
+        """Run one step and return its outputs, including those of requests that ended without
+        running."""
         plan = self.scheduler.schedule()
         agreed = self.agreed = self.lockstep.agree(plan.vote(draining=self.is_draining))
         if not agreed.has_work:

@@ -5,7 +5,7 @@
    captured (`agree`): which graph is replayed, `graph_bs`, and the tokens of every rank. It sends
    the agreement to all others, as its confirm.
 3. No rank enters a collective of the step before all confirms are there and equal to its own. They
-   arrive while inputs are built, so that there is hardly ever a wait for them.
+   arrive while inputs are built, so a rank hardly ever waits for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
 There is no I/O here. `LockstepMachine` is told what arrived, in the order of each connection, and
@@ -28,7 +28,7 @@ from compile.dispatch import CapturedGraphs, decide
 
 
 class PeersSilent(RuntimeError):
-    """Leaders that a step waits for have not spoken in time; the message names them."""
+    """Leaders that a step waits for sent nothing in time; the message names them."""
 
 
 def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
@@ -51,7 +51,7 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
         captured=captured,
         is_graph_allowed=all(vote.graph_allowed for vote in votes),
     )
-    # Graphs need equal sizes, and so do steps in which all decode; else each rank runs its own.
+    # Graphs need equal sizes, and so do steps in which all ranks decode; else each runs its own.
     if kind is StepKind.DECODE or forward.mode is not CUDAGraphMode.NONE:
         across: tuple[int, ...] = (forward.num_tokens,) * len(votes)
     else:
@@ -71,7 +71,7 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
 
 
 def _kind(votes: Sequence[Vote]) -> StepKind:
-    """Ranks decode together only where all sequences of all ranks decode as many tokens."""
+    """Ranks decode together only if all sequences of all ranks decode as many tokens."""
     kind = max(vote.kind for vote in votes)
     query_lens = {vote.max_query_len for vote in votes if vote.kind is StepKind.DECODE}
     return StepKind.MIXED if len(query_lens) > 1 else kind
@@ -80,7 +80,7 @@ def _kind(votes: Sequence[Vote]) -> StepKind:
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
     """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
 
-    The latter is None where there is one rank (after ATOM's function of this name, which asks all
+    The latter is None if there is one rank (after ATOM's function of this name, which asks all
     ranks by an all-reduce).
     """
     across = agreed.num_tokens_across_dp

@@ -23,15 +23,15 @@ from cluster.messages import KVHandoff, LogitRules, Sampling
 class RequestLimits:
     """The bounds of one engine.
 
-    Invariant: a sequence without error fits into the pool to its end, were it alone there, and
-    every step of it has a token to draw.
+    Invariant: a sequence without error would fit into the pool to its end if it were alone there,
+    and each of its steps has a token to draw.
     """
 
     blocks: BlockManager
     max_model_len: int
     role: Role
     reads: HandoffMetadata | None
-    """What a ticket must say; None where the engine takes no sequences over."""
+    """What a ticket must say; None if the engine takes no sequences over."""
     vocab_size: int | None
     """Token ids from here on are refused; None takes all (a model would not)."""
     max_prompt_len: int | None

@@ -6,8 +6,8 @@ The life of a request:
    order of arrival.
 2. With a handoff it waits for its KV: as soon as blocks are free a read starts (`_start_read`),
    and when that has ended well the sequence is ready for a row (`_take_finished_reads`).
-3. Without one it is admitted (`_admit`): the prefix cache gives it computed head blocks, and its
-   prompt is computed in chunks, next to the decodes of others, under one token budget.
+3. Without a handoff it is admitted (`_admit`): the prefix cache gives it computed head blocks, and
+   its prompt is computed in chunks, next to the decodes of others, under one token budget.
 4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
    sequence that came last gives up its blocks and waits to be computed again (`_preempt`).
 5. `update` books what the step sampled. The sequence ends with a stop token or at its limit; on a
@@ -15,8 +15,8 @@ The life of a request:
    until a reader has them (`_hold`).
 6. `abort` ends it anywhere on this way.
 
-Nobody starves. What waits is served strictly in order of arrival and never takes blocks in a step
-in which a running sequence lacked them; the first running sequence can take the blocks of all
+No request starves. Waiting ones are served strictly in order of arrival and never take blocks in a
+step in which a running sequence lacked them; the first running sequence can take the blocks of all
 others; and what else holds blocks (reads and tickets) ends by itself.
 """
 
@@ -29,10 +29,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.config import Role, SchedulerConfig
-from cluster.engine.blocks import SCRATCH, BlockManager, HeldSequences
+from cluster.engine.blocks import SCRATCH, BlockManager, TicketedSequences
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus, last_output
-from cluster.kv.handoff import HandoffMetadata, Holder, KVReader
+from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.messages import (
     EngineOutput,
     FinishReason,
@@ -50,10 +50,10 @@ RUNNING = SequenceStatus.RUNNING
 FINISHED = SequenceStatus.FINISHED
 
 MAX_UNFINISHED_TIMES = 1024
-"""Requests that wait for each that may run. The ingress admits far fewer; this bounds what another
-one could fill the memory with."""
+"""Requests that may wait for each that may run. The ingress admits far fewer; this bounds the
+memory that another sender could fill."""
 MAX_EARLY_ABORTS = 4096
-"""Ids of requests that were aborted here before they came. Most never come: theirs has just
+"""Ids of requests that were aborted here before they came. Most never come, because they have just
 ended."""
 
 
@@ -91,7 +91,7 @@ class Scheduler:
         role: Role,
         blocks: BlockManager,
         epoch: int,
-        holder: Holder | None,
+        holder: TicketHolder | None,
         metadata: HandoffMetadata | None,
         reader: KVReader | None,
         vocab_size: int | None = None,
@@ -129,14 +129,14 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         """In order of arrival: to be admitted, or to start a read."""
         self._blocked: _HeadNeed | None = None
-        """Of the head of the queue, where it did not fit."""
+        """What the head of the queue needs, if it did not fit."""
         self._reading: dict[str, Sequence] = {}
         """Reads that were started, aborted ones included until they write no more."""
         self._ready: list[Sequence] = []
         """In order of arrival: their KV was read and they need a row."""
         self.running: list[Sequence] = []
         """In order of admission; for others to read only."""
-        self._held = HeldSequences(blocks, holder, metadata)
+        self._held = TicketedSequences(blocks, holder, metadata)
         self._batch: list[Sequence] = []
         """The sequences of the last plan, in its order."""
         self._free_rows = list(range(config.max_num_seqs))
@@ -365,7 +365,7 @@ class Scheduler:
     def _grow(self, seq: Sequence, wanted: int, batch: Batch) -> int:
         """Find blocks for up to `wanted` more tokens of a running sequence.
 
-        Returns for how many: fewer than wanted rather than pre-empting anyone, 0 where all later
+        Returns for how many: fewer than wanted rather than pre-empting anyone, 0 if all later
         sequences were pre-empted in vain.
         """
         while not (num_new := min(wanted, self._capacity(seq))):
@@ -420,7 +420,7 @@ class Scheduler:
     def _spare_for(self, seq: Sequence) -> int:
         """Return how many blocks a sequence must leave free.
 
-        A read leaves one for each that has some: without that room the next running sequence to
+        A read leaves one for each sequence that has some: otherwise the next running sequence to
         grow would pre-empt what was just read.
         """
         if seq.handoff is None:
@@ -460,7 +460,7 @@ class Scheduler:
         num_tokens = handoff.num_tokens
         first = self.blocks.first_needed(num_tokens)
         cached = self.blocks.match(seq)
-        # What a sliding window has passed is neither kept nor read.
+        # Blocks that a sliding window has passed are neither kept nor read.
         cached[:first] = [SCRATCH] * min(first, len(cached))
         missing = self.blocks.first_missing(seq, len(cached))
         saved = self.blocks.num_saved(cached, first)
@@ -503,7 +503,7 @@ class Scheduler:
         self.blocks.drop_outside_window(seq)
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Append a sampled token and return what the request gets to hear."""
+        """Append a sampled token and return the request's output."""
         position, token_ids = seq.num_output_tokens, seq.token_ids
         token_ids.append(token)
         handoff: KVHandoff | None = None
@@ -568,20 +568,20 @@ class _HeadNeed:
 
     To look up a long prompt's blocks takes a millisecond, and the head of the queue may wait for
     seconds, so it is not done again in every step. What it lacked tells when another attempt can
-    end differently: when as many blocks are free as it needs, or when the first of its blocks that
-    was not cached is. If others come to hold blocks of its cached head meanwhile, as many fewer are
-    free, and it waits for no more than their end.
+    end differently: when as many blocks are free as it needs, or when the first block that was
+    missing is cached. If others come to hold blocks of its cached head meanwhile, that many fewer
+    are free, and it waits until they end at the latest.
     """
 
     seq: Sequence
     num_known: int
     """Tokens whose KV is cached, or will be read."""
     max_new: int
-    """Tokens behind them that it may compute in its first step, were there no budget."""
+    """Tokens behind them that it could compute in its first step without a budget."""
     num_saved: int
-    """Blocks that it takes less than its tokens fill, see `BlockManager.num_saved`."""
+    """How many blocks fewer it takes than its tokens fill, see `BlockManager.num_saved`."""
     missing: bytes | None
-    """Digest of its first block that was not cached; None where none is looked for."""
+    """Digest of its first block that was not cached; None if none is looked for."""
 
     def fits(self, blocks: BlockManager, budget: int, spare: int) -> bool:
         """Return whether its first `budget` new tokens fit, leaving `spare` blocks free."""

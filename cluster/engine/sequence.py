@@ -1,7 +1,7 @@
 """A sequence: one request's tokens and how far an engine has got with them.
 
 `token_ids` only ever grows, so whatever was derived from its head (block hashes, computed KV)
-stays right, also after a pre-emption.
+stays right, even after a pre-emption.
 
 A `Batch` is a step in the making: the sequences that the scheduler chose, until they are a plan.
 """
@@ -90,7 +90,7 @@ class Sequence:
         """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
-        """Chained hashes of the full blocks, as far as someone asked for them."""
+        """Chained hashes of the full blocks, as far as they were asked for."""
         self.num_committed_blocks = 0
         """Head blocks that were offered to the prefix cache."""
         self.num_dropped_blocks = 0
@@ -99,7 +99,7 @@ class Sequence:
         self.is_on_ranks = False
         """Whether a plan has told the ranks what is in its row."""
         self.handoff = handoff
-        """The ticket to read from; None once it was read, or where there is none."""
+        """The ticket to read from; None once it was read, or if there is none."""
         self.status = SequenceStatus.WAITING if handoff is None else SequenceStatus.WAITING_FOR_KV
         self.finish_reason = FinishReason.NONE
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -1,4 +1,4 @@
-"""Who keeps a group from stepping: two clocks over what ranks say of themselves.
+"""Which rank keeps a group from stepping: two clocks over what ranks say of themselves.
 
 1. Heartbeat. Every rank is asked once a second what it does. One that has not answered for
    `SILENT_AFTER_S`, or what its owner allows, is named, followers included: its process is
@@ -6,10 +6,11 @@
 2. Step. Ranks wait for one another, so most of a stuck group only waits: only the rank furthest
    behind is judged. It is stuck after `watchdog_s`, or five times what the longest of the ranks'
    steps was expected to take if that is more: a rank with few tokens waits for those with many.
-   While a rank is silent no rank is judged by this clock: it answers, or the first one names it.
+   While any rank is silent, this clock judges none: either the rank answers, or the heartbeat
+   clock names it.
 
-There is no I/O and no clock here. Whoever owns a group tells it when heartbeats arrive and what
-time it is.
+There is no I/O and no clock here. The group's owner tells it when heartbeats arrive and what time
+it is.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SILENT_AFTER_S = 3.0
-"""A rank that has not answered for so long is named. It answers on a thread of its own, in
-milliseconds; what keeps Python from running for so long is a stop signal, a dead machine, or memory
-that is being swapped."""
+"""A rank that has not answered for this long is named. It answers on a thread of its own, in
+milliseconds; only a stop signal, a dead machine or swapped memory keeps Python from running for
+seconds."""
 STALE_AFTER_S = 1.5
-"""An answer that is older says nothing of now: another was asked for since, and did not come."""
+"""An older answer says nothing of now: another was asked for since, and did not come."""
 EXPECTED_TIMES = 5.0
-"""A step may take so many times what it was expected to take."""
+"""A step may take this many times as long as expected."""
 
 
 class Phase(IntEnum):
@@ -58,7 +59,7 @@ class Heartbeat:
     phase_s: float
     """Seconds in this phase of this step."""
     expected_s: float
-    """What a step of so many tokens takes; 0 outside of a step."""
+    """How long a step of this size should take; 0 outside of a step."""
     is_asleep: bool
     """The group agreed that there is no work."""
 
@@ -109,13 +110,14 @@ class Watchdog:
     def _stuck(self, now: float) -> str | None:
         """Name the rank that is furthest behind, once it has been there for too long.
 
-        One that waits, or sleeps, may have done so for hours: then it counts how long another rank
-        has been in its phase.
+        One that waits, or sleeps, may have done so for hours, so what counts for it is how long
+        another rank has been in its phase.
         """
         beats = [beat for beat in self._beats if beat is not None]
         if len(beats) < len(self._names):
             return None
-        # Of equals the one that came there first: the others may have waited for it before.
+        # On a tie, pick the rank that entered the phase first; the others may have been waiting
+        # for it.
         ranks = range(len(beats))
         leaders = [beats[i] for i in self._leaders]
         behind = min(ranks, key=lambda i: (*_place(beats[i], leaders[i]), -beats[i].phase_s))
@@ -132,8 +134,8 @@ class Watchdog:
 def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     """Return how far a rank is: a smaller one is further behind.
 
-    A vote wakes whoever sleeps. So one that sleeps is behind those that have voted for the next
-    step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
+    A vote wakes every rank that sleeps. So one that sleeps is behind those that have voted for the
+    next step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
     without work: it waits for what its leader plans next, and is behind once that runs.
     """
     if beat.is_asleep:

@@ -1,7 +1,7 @@
 """KV handoff of a tensor-parallel group: every rank holds, and reads, its own slice.
 
-A leader's scheduler speaks to one `Holder` and one `KVReader`. Those here pass each order on to
-the followers, which do the same with their slices, and put the answers together:
+A leader's scheduler speaks to one `TicketHolder` and one `KVReader`. The ones here pass each order
+on to the followers, which do the same with their slices, and put the answers together:
 
 1. A ticket has the same number on all ranks. Its blocks may be freed when it has ended on all of
    them: a reader may still be copying from the rank whose lease runs longest.
@@ -9,8 +9,8 @@ the followers, which do the same with their slices, and put the answers together
    every rank's lease was alive to the end, so that all slices may be believed.
 
 Nothing here does I/O: `tell` puts an order on the way, reports come in through `on_tickets_ended`
-and `on_read_ended`, and all of it happens on the step thread. A report of what was not asked for
-is a `FrameError`: whoever sends one has lost its way, and ends the group.
+and `on_read_ended`, and all of it happens on the step thread. A report that was not asked for is a
+`FrameError`, which ends the group: the rank that sent it has lost its way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
-from cluster.kv.handoff import Holder, KVReader, KVReadResult
+from cluster.kv.handoff import KVReader, KVReadResult, TicketHolder
 from cluster.messages import FrameError, KVHandoff
 
 Tell = Callable[[KVOrder], None]
@@ -31,7 +31,7 @@ class GroupHolder:
     Invariant: a ticket comes out of `take_ended` once, after it has ended on every rank.
     """
 
-    def __init__(self, local: Holder, num_followers: int, tell: Tell) -> None:
+    def __init__(self, local: TicketHolder, num_followers: int, tell: Tell) -> None:
         self._local = local
         self._num_followers = num_followers
         self._tell = tell

@@ -1,13 +1,19 @@
-"""Handing KV over from a prefill to a decode engine: who may free what, and when.
+"""Handing KV over from a prefill to a decode engine: which side may free what, and when.
 
 1. The prefill scheduler (`Scheduler._hold`) holds a sequence's blocks under a ticket with a lease
-   (`Holder.hold`).
-2. The decode scheduler expects it (`KVReader.expect`): its reader renews the lease meanwhile.
-3. With blocks of its own at hand it starts the read (`KVReader.start`, in `cluster/kv/reads.py`).
+   (`TicketHolder.hold`).
+2. The decode scheduler registers the ticket (`KVReader.expect`), and its reader renews the lease
+   from then on.
+3. Once it has allocated its own blocks, the scheduler starts the read (`KVReader.start`, in
+   `cluster/kv/reads.py`).
 4. The reader copies, then releases the ticket. The answer tells whether the lease was alive
    throughout; only then are the bytes trusted.
-5. Released, dropped and expired tickets come out of `Holder.take_ended`, and the prefill
+5. Released, dropped and expired tickets come out of `TicketHolder.take_ended`, and the prefill
    scheduler frees their blocks.
+
+If the decode side dies midway, renewals stop: `KVHolder.tick` ends the lease by the prefill side's
+clock, and the blocks are freed. `serve/router.py` sees the stage lost, drops the request on both
+engines and prefills it again with the tokens so far.
 
 The lease runs on the holder's clock alone, and one that ended never lives again. Nothing here does
 I/O; a driver with two threads brings its own lock.
@@ -82,8 +88,8 @@ class KVReadResult:
     error: str
 
 
-class Holder(Protocol):
-    """What a prefill scheduler needs of whoever keeps its tickets."""
+class TicketHolder(Protocol):
+    """What a prefill scheduler needs of the object that keeps its tickets."""
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
         """Start a lease on the blocks and return its ticket."""
@@ -100,7 +106,7 @@ class Holder(Protocol):
 
 
 class KVReader(Protocol):
-    """What a decode scheduler needs of whoever reads KV for it."""
+    """What a decode scheduler needs of the object that reads KV for it."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Renew the ticket's lease until the read is started or cancelled."""
@@ -166,7 +172,7 @@ class KVHolder:
         return self.last_ticket
 
     def renew(self, ticket: int) -> bool:
-        """Extend a lease; False where it has ended."""
+        """Extend a lease; False if it has ended."""
         if not self.is_alive(ticket):
             return False
         self._leases[ticket].deadline = self.clock() + self.lease_s
@@ -174,7 +180,7 @@ class KVHolder:
         return True
 
     def release(self, ticket: int, num_blocks_read: int) -> bool:
-        """End a ticket; True where its lease was alive from hold until now."""
+        """End a ticket; True if its lease was alive from hold until now."""
         if not self.is_alive(ticket):
             return False
         self._end(ticket)

@@ -33,7 +33,7 @@ class StaticBuffer:
 
 
 def upload_once(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a new tensor on the device, for what is too rare to keep a buffer for."""
+    """Return a new tensor on the device, for values too rare to keep a buffer for."""
     # PyTorch reuses pinned memory only when the copy from it is done.
     staging = torch.tensor(list(values), dtype=dtype, pin_memory=device.type == "cuda")
     return staging.to(device, non_blocking=True)

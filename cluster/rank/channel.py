@@ -3,14 +3,14 @@
 A link to each follower (`links.py`): PUB/SUB would drop in silence what a slow follower has not
 read. Down go plans and KV orders, up go reports of ended tickets and reads.
 
-Nothing here is acknowledged. A step's collectives are what keeps the ranks together, so a leader
-is never more than a step or two ahead of its followers; and a connection that breaks ends the
-group, because what was lost with it is unknown.
+Nothing here is acknowledged. A step's collectives keep the ranks together, so a leader is never
+more than a step or two ahead of its followers. A connection that breaks ends the group, because
+what was lost with it is unknown.
 
 Sockets, and not a ring in shared memory: `examples/bench/step_channel.py` measures a round trip of
 five times a ring's with a doorbell, which is 6 us on an idle machine. So a ring would save a step
-some 12 us of a millisecond or more. That does not pay for a second way beside TCP, nor for its
-memory order.
+some 12 us of a millisecond or more. That does not pay for a second path next to TCP, nor for
+getting its memory order right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cluster.wire.polling import Budget, Doorbell
 log = logging.getLogger("lockstep.channel")
 
 Waiting = Callable[[str], None]
-"""Is told what a rank waits for, before it does."""
+"""Called with what a rank waits for, before it waits."""
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
 """At a step's border, of all followers together: what is left is read at the next one. Each ends a
@@ -142,8 +142,8 @@ class StepSender:
     def check(self) -> None:
         """Look whether a connection has broken; call it now and then.
 
-        ZeroMQ makes a new one and does not tell what was lost with the old. A leader that waits for
-        a report which was lost would wait for ever: no step, and so no collective, depends on it.
+        ZeroMQ makes a new one and does not tell what was lost with the old. A leader would wait for
+        ever for a lost report, because no step, and so no collective, depends on it.
 
         Raises:
             ConnectionError: names the follower.

@@ -37,8 +37,8 @@ log = logging.getLogger("lockstep.compile")
 MODEL_SOURCES = sources_hash(Path(model.__file__).parent)
 """When they were imported: a file that is changed later does not run here."""
 ATTENTION = AttentionGraphSupport.ALWAYS
-"""Kernels take their grids from shapes and the rest from tensors. What a graph freezes is how many
-sequences decode: in a whole graph of a mixed step all of them are chunks (`StepInputs`)."""
+"""Kernels take their grids from shapes and the rest from tensors. A graph does freeze how many
+sequences decode, so in a full graph of a mixed step all of them are chunks (`StepInputs`)."""
 
 
 def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
@@ -95,7 +95,7 @@ def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
     if not needs_compiler:
         return True
     is_here = shutil.which(cxx()) is not None
-    # One rank that runs eagerly pads its steps otherwise than its peers, who would wait for it.
+    # A rank that runs eagerly would pad its steps unlike its peers, and they would wait for it.
     if group.minimum("has_compiler", int(is_here)):
         return True
     log.warning(

@@ -2,11 +2,11 @@
 
 Its whole loop (`follower_loop.py`) is receive and execute. It has no scheduler, no blocks to give
 and no requests: a plan tells everything, and its digest tells whether the two still speak of the
-same step. What it does beside is its slice of a KV handoff: it holds and reads when its leader says
-so, and reports what has ended.
+same step. It also does its slice of a KV handoff: it holds and reads when its leader says so, and
+reports what has ended.
 
 A follower that disagrees with its leader raises before it enters the step's collectives. That ends
-`run`, and the owner of the group learns who it was and why.
+`run`, and the owner of the group learns which rank it was and why.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from cluster.group_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.kv.handoff import Holder, KVReader
+from cluster.kv.handoff import KVReader, TicketHolder
 from cluster.messages import FrameError, SampledTokens, StepAgreement, StepPlan
 from cluster.rank.status import PhaseRecorder
 
@@ -69,7 +69,7 @@ class FollowerLoop:
         receiver: PlanReceiver,
         runner: StepRunner,
         digester: StepDigester,
-        holder: Holder | None,
+        holder: TicketHolder | None,
         reader: KVReader | None,
     ) -> None:
         """Start before the first step.

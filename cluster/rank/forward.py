@@ -3,7 +3,7 @@
 1. `compile` runs the model once on padding: a module that compiles itself does it now.
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
-3. `run` runs a step as all ranks agreed: a replay, pieces that replay, or the model itself. No
+3. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
    rank looks at anything of its own to decide which.
 """
 
@@ -73,15 +73,15 @@ class StepForward:
         *,
         group: GroupMembership,
         pools: GraphPools,
-        room: FreeMemory,
+        free_memory: FreeMemory,
     ) -> None:
         """Prepare to run `model`, which was built in the scope of `config`.
 
         Args:
-            room: tells before each graph whether it fits into the memory of all ranks.
+            free_memory: tells before each graph whether it fits on all ranks.
         """
         self.config = config
-        self._room = room
+        self._free_memory = free_memory
         self._model = model
         self.captured = CapturedGraphs()
         self.report: CaptureReport | None = None
@@ -97,7 +97,7 @@ class StepForward:
 
     @property
     def num_replays(self) -> dict[BatchDescriptor, int]:
-        """How often each whole graph was replayed, those that `close` let go of included."""
+        """How often each full graph was replayed, those that `close` let go of included."""
         return self._replays_at_end or dict(getattr(self._call, "num_replays", {}))
 
     def checksum(self) -> int:
@@ -114,7 +114,7 @@ class StepForward:
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
         """Run the model once on padding, which traces and compiles it, or loads what was.
 
-        What is not compiled runs too: the first step must not be the one that builds kernels.
+        What is not compiled runs too, so that no kernel is built in the first step.
         """
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
@@ -126,7 +126,7 @@ class StepForward:
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             if is_compiled:
                 backbone.prepare(batch.input_ids, batch.positions)
-            # A rank that finds everything in the cache is here long before one that compiles.
+            # A rank that finds everything in the cache gets here long before one that compiles.
             self._group.barrier("compiled")
             self._call(batch.input_ids, batch.positions)
         if self._inputs.device.type == "cuda":
@@ -139,11 +139,11 @@ class StepForward:
     def run_sizes(self) -> None:
         """Run on padding what a GPU has kernels of its own for, so that all of them are built.
 
-        The attention of a few sequences is another kernel than that of many: decode steps of 1, 2,
-        4, ... sequences and of all; each size at which it changes lies between two of these. And
-        prompts of 1, 2, 4, ... tokens and of a full step: the tiles of experts grow with tokens.
-        And each number of tokens that pieces were compiled for, whose kernels are tuned when they
-        run.
+        These are decode steps of 1, 2, 4, ... sequences and of all, because the attention of a few
+        sequences is another kernel than that of many, and each size at which it changes lies
+        between two of these; prompts of 1, 2, 4, ... tokens and of a full step, because the tiles
+        of experts grow with tokens; and each number of tokens that pieces were compiled for, whose
+        kernels are tuned when they run.
         """
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
@@ -157,7 +157,7 @@ class StepForward:
     def time_step(self, max_num_tokens: int) -> tuple[int, float]:
         """Run a small step on padding once more; return its tokens and seconds.
 
-        All ranks do at once: none waits inside for one that is late.
+        All ranks start at once, so that none waits inside for one that is late.
         """
         num_tokens = min(NUM_TRACED_TOKENS, max_num_tokens)
         batch = self._inputs.dummy(num_tokens, 1)
@@ -173,9 +173,9 @@ class StepForward:
     def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
         """Run the largest step on padding; return the bytes of a CUDA device that it needs.
 
-        Every row is sampled by every rule and filter, whose tables stay once one is asked for.
-
-        The memory is released again: trials of graphs may empty the allocator's cache at any time.
+        Every row is sampled by every rule and filter, whose tables stay once one is asked for. The
+        memory is released again, because trials of graphs may empty the allocator's cache at any
+        time.
         """
         device = self._inputs.device
         is_on_cuda = device.type == "cuda"
@@ -207,7 +207,7 @@ class StepForward:
 
     @property
     def taken_bytes(self) -> int:
-        """What graphs hold, those that a device keeps beside its pools excepted."""
+        """What graphs hold, except what the device keeps outside of the pools."""
         return self._pools.num_bytes
 
     @torch.inference_mode()
@@ -235,13 +235,13 @@ class StepForward:
                 pools=self._pools,
                 warmups=warmups_of(self.config),
                 synchronize=self._synchronize,
-                has_room=self._room.has_room,
+                fits_on_all_ranks=self._free_memory.fits_on_all_ranks,
                 progress=None if progress is None else _named(progress, "capturing graphs"),
             )
             self.captured = CapturedGraphs(
                 self.config.graph_mode,
-                self.report.graph_bs,
-                self.report.num_tokens,
+                self.report.batch_sizes,
+                self.report.token_counts,
                 self.report.mixed,
                 enable_padding=self.config.enable_padding,
             )
@@ -288,19 +288,19 @@ class StepForward:
         """Run a padded batch of `num_seqs` real sequences, or none. Returns [T, E], padded.
 
         Args:
-            num_tokens_across_dp: of all data-parallel ranks, padding included; None where this
+            num_tokens_across_dp: of all data-parallel ranks, padding included; None if this
                 is the only one.
         """
-        mode = _mode_of(agreed)
+        decided = _mode_of(agreed)
         context = self._context(
             batch,
             num_seqs,
-            mode,
+            decided,
             is_dummy_run=not num_seqs,
             num_tokens_across_dp=num_tokens_across_dp,
         )
-        is_pieces = mode.mode is CUDAGraphMode.PIECEWISE
-        timed = self.gaps.step() if is_pieces else nullcontext()
+        is_piecewise = decided.mode is CUDAGraphMode.PIECEWISE
+        timed = self.gaps.step() if is_piecewise else nullcontext()
         with timed, forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
         return hidden
@@ -309,7 +309,7 @@ class StepForward:
         self,
         batch: StepBatch,
         num_seqs: int,
-        mode: ForwardMode | None = None,
+        decided: ForwardMode | None = None,
         *,
         is_dummy_run: bool = False,
         num_tokens_across_dp: Sequence[int] | None = None,
@@ -317,6 +317,7 @@ class StepForward:
         padded, num_tokens = batch.attention.seq_lens.shape[0], batch.input_ids.shape[0]
         # Before the rank is ready all ranks run the same padding.
         across = num_tokens_across_dp or (num_tokens,) * self._group.dp_size
+        is_piecewise = decided is not None and decided.mode is CUDAGraphMode.PIECEWISE
         return ForwardContext(
             no_compile_layers=self._layers,
             attn_metadata=batch.attention,
@@ -329,9 +330,9 @@ class StepForward:
                 positions=batch.positions,
             ),
             dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
-            batch_descriptor=mode.descriptor if mode else None,
-            cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,
-            gap_timer=self.gaps if mode and mode.mode is CUDAGraphMode.PIECEWISE else None,
+            batch_descriptor=decided.descriptor if decided else None,
+            cudagraph_runtime_mode=decided.mode if decided else CUDAGraphMode.NONE,
+            gap_timer=self.gaps if is_piecewise else None,
         )
 
 

@@ -1,7 +1,7 @@
 """The memory that a rank may still take, by which KV pools are refused and graphs skipped.
 
-Ranks find different amounts of it, but a graph that one of them must skip is skipped by all. To ask
-for one is therefore a barrier as well: no rank captures before all have come to the same size.
+Ranks find different amounts of it, but a graph that one of them must skip is skipped by all. So
+asking is a barrier as well: no rank captures before all have come to the same size.
 
 The node's memory is read from /proc and from the cgroups that the process is in.
 """
@@ -26,7 +26,7 @@ LIVE_TENSORS = 8
 class FreeMemory:
     """The free memory of the rank with the least.
 
-    Invariant: `has_room` is called for the same sizes in the same order on all ranks.
+    Invariant: `fits_on_all_ranks` is called for the same sizes in the same order on all ranks.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class FreeMemory:
         self._free_bytes = free_bytes or free_memory_bytes
         self._num_asked = 0
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Wait for all ranks; tell whether a graph of so many tokens fits on each."""
+    def fits_on_all_ranks(self, num_tokens: int) -> bool:
+        """Wait for all ranks; return whether a graph of this many tokens fits on each."""
         self._num_asked += 1
         free = self._group.minimum(f"free/{self._num_asked}", self._free_bytes(self._device))
         return free >= MARGIN_BYTES + num_tokens * self._bytes_per_token
@@ -76,7 +76,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     """Yield what each cgroup that this process is in, and each around it, still allows.
 
     Read from memory controllers of version 2, else 1. Files that were read count as used there,
-    but are let go of before anybody runs out.
+    but are released before memory runs out.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

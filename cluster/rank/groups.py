@@ -6,7 +6,7 @@ Its first entry is the first leader's hello, with which each rank compares its o
 
 Every wait here has a bound in seconds. torch's own is half an hour, and a rank inside a collective
 can only be freed by ending its process. The store and gloo are torch's: they never ask for a
-secret, so where one node holds all ranks they listen on the loopback alone.
+secret, so if one node holds all ranks they listen on the loopback alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ JOIN_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
 """From the first rank that has read its weights to the last."""
 COLLECTIVE_TIMEOUT_S = 60.0
-"""The last resort against a rank that hangs inside a step. No step computes for so long."""
+"""The last resort against a rank that hangs inside a step. No step computes for this long."""
 END_TIMEOUT_S = 2.0
 
 
@@ -80,7 +80,7 @@ class GroupMembership:
             listener: of the store, on the rank that keeps it.
             size: of the tensor-parallel group.
             host: this node's address.
-            hello: what the first leader's has to be.
+            hello: what the first leader's must equal.
             shares_experts: data-parallel ranks hold the model's experts together.
 
         Raises:
@@ -200,7 +200,7 @@ def _minimum(store: TCPStore, name: str, rank: int, size: int, value: int) -> in
 
 def _join(store: TCPStore, place: _Place, *, shares_experts: bool) -> Shard:
     # Making a group waits as long as a collective, and a process that starts late may take longer.
-    # Who never comes is named by the owner of the group, long before this wait ends.
+    # The owner of the group names a rank that never comes, long before this wait ends.
     rank, size = place.dp_rank * place.tp_size + place.tp_rank, place.dp_size * place.tp_size
     _minimum(store, "joining", rank, size, 0)
     tensor = _group(store, f"tensors/{place.dp_rank}", place.tp_rank, place.tp_size, place)

@@ -39,7 +39,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class _SampledRows:
-    """What does not change from step to step as long as the same sequences are sampled."""
+    """What stays the same from step to step while the same sequences are sampled."""
 
     rows: bytes
     sampling: SamplingTensors
@@ -101,11 +101,11 @@ class StepInputs:
         """Apply the plan to the rows and return its batch, padded to the given sizes.
 
         A padding token is token 0 at position 0 and writes into the scratch block. A padding
-        sequence has length 0 and no token, but where every sequence decodes, one.
+        sequence has length 0 and no tokens, except in an all-decode batch, where it has one.
 
         Args:
-            is_mixed: attention takes every sequence for a chunk, those that decode too: a whole
-                graph of mixed steps freezes how many are none.
+            is_mixed: attention treats every sequence as a prefill chunk, decodes included, because
+                a full graph of a mixed step fixes the number of decodes at capture.
         """
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
         num_seqs = plan.num_seqs if num_seqs is None else num_seqs

@@ -3,12 +3,12 @@
 A step's border is the only place where anything from outside comes in:
 
 1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
-   followers' reports of KV that was read or released to the group's holder and reader. Of both no
-   more than a border has time for: however much is sent here, the step goes on.
+   followers' reports of KV that was read or released to the group's holder and reader. No more of
+   either than a border has time for: however much is sent here, the step goes on.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
-   reports, its peers' votes and its doorbell (a finished KV read, an ended lease, a stop).
+   reports, its peers' votes and its doorbell (a finished KV read, an expired lease, a stop).
 5. Leaders that were stopped say so in their votes, and all end at the same step.
 
 Nothing but the step thread runs Python here for more than a fraction of a millisecond at a time; a
@@ -42,7 +42,7 @@ from cluster.group_messages import (
     TicketsEnded,
 )
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffMetadata, Holder, KVReader
+from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.messages import Abort, FrameError, Inbound, KVSource, Submit, Watch, asker_of, decode
 from cluster.rank.channel import NoFollowers
 from cluster.rank.forward import Progress
@@ -68,7 +68,7 @@ MAX_INBOX_FRAMES, MAX_INBOX_S = 256, 0.002
 """Taken at a step's border, while all ranks wait: as long as a short step. What is left is taken
 at the next border; some hundred thousand submissions a second are more than any engine runs."""
 MAX_INBOX_WAITING = 64
-"""Frames of one sender, which may be long; what it has beyond waits in its own process."""
+"""Frames of one sender, which may be long; any more wait in the sender's own process."""
 
 
 class Leader:
@@ -94,8 +94,8 @@ class Leader:
         """Load, and wait until all followers and all other leaders have.
 
         Args:
-            endpoints: where the followers were told to go; needed where there are any.
-            rendezvous: where to find other leaders; None where its own endpoints are all there is.
+            endpoints: where the followers were told to go; needed if there are any.
+            rendezvous: where to find other leaders; None if its own endpoints are all there is.
             exchange: where ranks on other nodes publish what they compile.
         """
         self.config = config
@@ -300,7 +300,7 @@ class Leader:
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
-        """Greet the followers and the other leaders, where there are any."""
+        """Greet the followers and the other leaders, if there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self._credentials, self.epoch)
@@ -308,7 +308,7 @@ class Leader:
         return followers, self._join(rendezvous.earlier, hello)
 
     def _join(self, earlier: tuple[LinkAddress, ...], hello: LeaderHello) -> JoinedLockstep | None:
-        """Greet the other leaders; return the lockstep with them, or None where there are none."""
+        """Greet the other leaders; return the lockstep with them, or None if there are none."""
         if self._peers is None:
             return None
         group, forward = self._group, self.runner.forward
@@ -398,15 +398,15 @@ def assemble_engine(
     epoch: int = 0,
     channel: Channel | None = None,
     lockstep: LockstepProtocol | None = None,
-    holder: Holder | None = None,
+    holder: TicketHolder | None = None,
     metadata: HandoffMetadata | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
     """Return the engine of a leader.
 
     Args:
-        channel: leads to the tensor-parallel followers; None where there are none.
-        lockstep: with the other data-parallel leaders; None where there are none.
+        channel: leads to the tensor-parallel followers; None if there are none.
+        lockstep: with the other data-parallel leaders; None if there are none.
         holder, metadata: where a prefill engine keeps its tickets, and what it writes into them.
         reader: what reads KV for a decode engine.
     """
@@ -434,7 +434,7 @@ def assemble_engine(
 
 @dataclass(frozen=True)
 class BadSubmit:
-    """A submission that does not hold what one holds, and whose end is waited for."""
+    """A submission that could not be decoded, but names its request and its sender."""
 
     request_id: str
     reply_to: str
@@ -444,9 +444,9 @@ class BadSubmit:
 class Inbox:
     """Where requests, aborts and watchers arrive. Belongs to the step thread.
 
-    `socket` polls readable while frames wait. Whatever comes in, nothing here raises: a frame is a
-    message, or a submission that cannot be one but says where it came from is answered, or it is
-    dropped with a line in the log.
+    `socket` polls readable while frames wait. Whatever comes in, nothing here raises. A frame is
+    decoded; or, if it is a bad submission that names its sender, answered with an error; or dropped
+    with a line in the log.
     """
 
     def __init__(
@@ -498,8 +498,8 @@ class Inbox:
 def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:
     """Return how long a submission may be.
 
-    A token takes up to 5 bytes, and as much again in its block's id and in that one's generation
-    where a handed over sequence has blocks of one token. A bit for each token of the vocabulary
-    may allow it. The rest is for biases, stop tokens and the ranks that hold the KV.
+    A token takes up to 5 bytes; in a handed over sequence with blocks of one token, its block's id
+    and generation take as much again each. A mask of allowed tokens takes a bit for each token of
+    the vocabulary. The rest is for biases, stop tokens and the ranks that hold the KV.
     """
     return (256 << 10) + vocab_size // 8 + 16 * max_model_len

@@ -2,17 +2,17 @@
 
 1. The waiting side opens its end before it loads; the owner tells the other where that is, and the
    nonce of the rendezvous.
-2. When both have loaded, who goes there says hello, and the other one answers.
+2. When both have loaded, the side that goes there says hello, and the other answers.
 3. Both compare what they were told with what they know. From then on frames arrive in order, and
    a connection that breaks is noticed by the waiting side, because what was lost is unknown.
 
-Any process of the application may connect to an open end, that of an older epoch for one, whose
-leader had this port before. The nonce tells which is meant: a hello without it is noted in the log
-and gets no answer, and the right one is waited for. With it, whatever else differs is an error
-that ends the group by name.
+Any process of the application may connect to an open end, for example one of an older epoch whose
+leader had this port before. The nonce tells them apart: a hello without it is logged and gets no
+answer, and the end keeps waiting for the right one. With it, whatever else differs is an error that
+ends the group by name.
 
-The waiting side has a ROUTER and not a PAIR. A PAIR belongs to what connects first, also if nothing
-ever comes from there; a ROUTER hears all of them, takes the one with the nonce for its peer and
+The waiting side has a ROUTER and not a PAIR. A PAIR belongs to whatever connects first, even if it
+never sends anything; a ROUTER hears all of them, takes the one with the nonce for its peer and
 drops what others send. Nor would a PAIR tell that its peer is gone: it keeps frames for the next
 one.
 """
@@ -46,7 +46,7 @@ HELLO_PERIOD_S = 2.0
 """A hello is said again until it is answered: it is lost with a connection that breaks."""
 MAX_WAITING = 10_000
 """Frames for a rank that does not read. Collectives keep ranks within a step or two of each
-other, so one that is so far behind is gone or stuck."""
+other, so one that is this far behind is gone or stuck."""
 MAX_FRAME_BYTES = 1 << 30
 """Members are believed; this only keeps a mistake from filling the memory."""
 MAX_HELLO_BYTES = 1 << 16
@@ -61,7 +61,7 @@ class LinkAddress:
     """Of the rank that waits, by `link_node`."""
     ipc: str
     tcp: str
-    """Empty where all ranks stand on one node."""
+    """Empty if all ranks stand on one node."""
 
 
 def link_node() -> str:
@@ -85,12 +85,12 @@ class WaitingEnd:
 
         Args:
             name: of the rank that is waited for.
-            host: this node's address; None where the rank stands on this node.
+            host: this node's address; None if the rank stands on this node.
         """
         handshake = CurveHandshake(credentials.secret)
         socket = listening_socket(context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING)
         socket.router_mandatory = True  # a peer that is gone is an error, and no silence
-        # An abstract name leaves no file behind, whoever is killed.
+        # An abstract name leaves no file behind, whichever process is killed.
         ipc = f"ipc://@lockstep-{uuid4().hex}"
         socket.bind(ipc)
         tcp = "" if host is None else f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
@@ -114,7 +114,7 @@ class WaitingEnd:
             if (found := _hello_in(parts, ours, kind, self._name)) is None:
                 continue
             self._peer, self._greeting = sender, b"".join(parts)
-            # Answered before it is judged: the other side can tell as well what does not fit.
+            # Answered before it is judged, so that the other side can tell what does not fit too.
             self.send(encode(ours))
             check_hello(found, ours)
             return found
@@ -132,7 +132,7 @@ class WaitingEnd:
             raise _gone(self._name) from error
 
     def receive(self, flags: int = 0) -> bytes | None:
-        """Return the next frame; None where there is none, in time if the socket has a time-out."""
+        """Return the next frame; None if there is none, or none before the socket's time-out."""
         while True:
             try:
                 sender, *parts = self.socket.recv_multipart(flags)
@@ -197,7 +197,7 @@ class GoingEnd:
         """Send a frame.
 
         Raises:
-            ConnectionError: too many wait for the rank; names it.
+            ConnectionError: too many frames wait for the rank; names it.
         """
         try:
             self.socket.send_multipart(split(body), zmq.NOBLOCK)
@@ -229,7 +229,7 @@ def check_hello(found: Hello, ours: Hello) -> None:
 
 
 def _hello_in(parts: list[bytes], ours: Hello, kind: type[H], name: str) -> H | None:
-    """Return the hello that came; None where it is none, or another group's."""
+    """Return the hello that came; None if it is none, or another group's."""
     try:
         found: H = decode(join(parts, MAX_HELLO_BYTES), kind)
     except FrameError as error:

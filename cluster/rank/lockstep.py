@@ -5,7 +5,7 @@ rank branches on a local value around a collective. A rank without peers agrees 
 
 The channel is a link for every two leaders. A leader opens an end for each later rank before it
 loads, and goes to the ends that earlier ranks have opened for it. A vote goes to all others
-directly: that is one hop, where a rank that collected them would make it two.
+directly, which is one hop; a rank that collected them would make it two.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class JoinedLockstep:
     def __init__(
         self, machine: LockstepMachine, channel: VoteChannel, phases: PhaseRecorder | None = None
     ) -> None:
-        """Drive `machine` over `channel`; `phases` is told when this rank, and all have voted."""
+        """Drive `machine` over `channel`; `phases` notes when this rank and when all voted."""
         self._machine = machine
         self._channel = channel
         self._phases = phases or PhaseRecorder()

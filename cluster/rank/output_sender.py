@@ -1,12 +1,12 @@
-"""A step\'s outputs leave as one frame per ingress, or a few that are soon decoded.
+"""A step's outputs leave as one frame per ingress, or as a few frames that are quick to decode.
 
 Tokens go straight from the leader's process to the ingress that holds the response; the replica
 that submitted a request learns of its end in a frame of its own.
 
 The log-probabilities of a long prompt are tens of megabytes beside one token. They are cut into
 outputs of their own, without tokens, before the one with the token. All outputs of one request
-stay in one frame, and a frame is one message, which arrives whole or not at all: so an ingress
-that has the token has them all, and its event loop runs on between two of them.
+stay in one frame, and a frame is one message, which arrives whole or not at all. So an ingress
+that has the token has them all, and its event loop may run between any two of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENTRY_BYTES, CANDIDATE_BYTES = 32, 14
 
 
 class OutputSender:
-    """Sends outputs to whoever asked for them.
+    """Sends outputs to the ingresses that asked for them.
 
     Invariant: a request that is still running has exactly one address here.
     """
@@ -64,7 +64,7 @@ class OutputSender:
         """Start without connections.
 
         Args:
-            lease_s: an ingress that is unreachable for so long is taken for dead.
+            lease_s: an ingress that is unreachable this long is taken for dead.
         """
         self._context = context
         self._credentials = credentials
@@ -130,7 +130,7 @@ class OutputSender:
     def drop_dead_addresses(self) -> list[str]:
         """Return the requests of ingresses that have been unreachable for a whole lease.
 
-        An ingress that died has lost its clients too: what it asked for is to end.
+        An ingress that died has lost its clients too, so its requests should end.
         """
         now = self._clock()
         self._note_connections(now)
@@ -178,7 +178,8 @@ class OutputSender:
         socket.linger = 1000
         self._sockets[address] = socket
         self._down_since[address] = self._clock()
-        # Connected is what has shown the application's key, and not whatever has the port by now.
+        # A peer counts as connected once it has shown the application's key: another process may
+        # have the port by now.
         self._monitors[address] = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )

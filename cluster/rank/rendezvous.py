@@ -2,12 +2,12 @@
 
 1. Each leader opens its `LeaderEndpoints`: the step channel to its followers and the ends for later
    leaders. The first leader opens a listening socket for the group's store as well.
-2. Its `Rendezvous` travels to the owner, who lets all leaders know each other (`introduce`) and
+2. Its `Rendezvous` travels to the owner, which lets all leaders know each other (`introduce`) and
    tells every rank where to go.
 3. All ranks load and join process groups through the one store; then followers greet their leader
    through the channel, and leaders one another.
 
-Opening costs milliseconds and no torch, so that all ranks import and load at the same time. Where
+Opening costs milliseconds and no torch, so that all ranks import and load at the same time. If
 one node holds all ranks, nothing of it can be reached from another.
 """
 
@@ -42,8 +42,8 @@ class Rendezvous:
     store_host: str
     store_port: int
     nonce: str
-    """Random: hellos show it, and whoever does not is not of this group. Of a leader that died,
-    another process may have the port."""
+    """Random. Hellos show it; a process that does not know it is not of this group, though it may
+    have the port of a leader that died."""
     channels: tuple[LinkAddress, ...]
     """Of tensor-parallel ranks 1, 2, ..."""
     later: tuple[LinkAddress, ...] = ()
@@ -52,7 +52,7 @@ class Rendezvous:
     """Where leaders of data-parallel ranks 0, 1, ... wait for this one."""
 
     def hello(self, credentials: Credentials, epoch: int) -> LeaderHello:
-        """Return what a leader that was told this says, and what the group's store starts with."""
+        """Return the hello of a leader with this rendezvous; the group's store starts with it."""
         return LeaderHello(PROTOCOL_VERSION, credentials.config_hash, epoch, self.nonce)
 
     def host_of(self, host: str) -> str:
@@ -90,7 +90,7 @@ class LeaderEndpoints:
         dp_rank: int = 0,
         is_on_one_node: bool = False,
     ) -> None:
-        """Open what the group's others connect to; nothing outside where it is on one node."""
+        """Open what the group's other ranks connect to, within the node if all are on one."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.channel: StepSender | NoFollowers = NoFollowers()
         self.peers: PeerSockets | None = None

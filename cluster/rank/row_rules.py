@@ -1,9 +1,9 @@
 """The rows' logit rules, with the tables on the device that they need.
 
 Everything here follows from the plans. A row is admitted with the tokens that are computed already,
-each plan brings those that it computes, and before a token is drawn both are counted. So the
-counts are those of an uninterrupted run after a pre-emption, a resume on another engine or a
-handoff, on every rank, and nothing waits for what a step has drawn.
+each plan brings those that it computes, and before a token is drawn both are counted. So after a
+pre-emption, a resume on another engine or a handoff the counts are those of an uninterrupted run,
+on every rank, and nothing waits for what a step has drawn.
 
 Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
 request may name as stop tokens, are left out: they are never drawn, and an index outside of a
@@ -94,7 +94,7 @@ class RowRulesTables:
         self._book(counted[:, 1], input_ids[counted[:, 0]], num_output)
 
     def adjustments(self, rows: Ints, output_index: Ints) -> Adjustments | None:
-        """Return what the sampled rows want done; None where none of them wants anything.
+        """Return what the sampled rows want done; None if none of them wants anything.
 
         rows, output_index: [B]
         """

@@ -44,18 +44,18 @@ from model.weights import load_model
 
 log = logging.getLogger("lockstep.rank")
 MAX_SCORED_ROWS = 256
-"""Prompt tokens whose logits exist at once: 130 MB of them for a vocabulary of 128,000. All of a
-chunk's would be as much memory as the KV cache leaves."""
+"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000. A whole chunk's
+would take all the memory that the KV cache leaves."""
 Logits = Callable[[torch.Tensor], torch.Tensor | None]
-"""Hidden states [N, E] to logits [N, V] on rank 0, None on others: a collective, so every rank
-calls it equally often."""
+"""Hidden states [N, E] to logits [N, V] on rank 0, None on others. It is a collective, which every
+rank calls equally often."""
 
 
 class ModelRunner:
     """Executes step plans on one rank.
 
     Invariant: the KV pool has `num_blocks` blocks beside the scratch block 0, and lives in
-    `storage` where the caller gave one.
+    `storage` if the caller gave one.
     """
 
     def __init__(
@@ -123,14 +123,16 @@ class ModelRunner:
             scope.config,
             group=group,
             pools=pools,
-            room=FreeMemory(group, self.device, bytes_per_token(self.model_config, config.dtype)),
+            free_memory=FreeMemory(
+                group, self.device, bytes_per_token(self.model_config, config.dtype)
+            ),
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
         scratch = self.kv_spec.allocate(0, self.device)
         self.forward.set_kv_cache_data(self.kv_spec.views(scratch, list(layers)))
         self.forward.compile(limits.max_num_batched_tokens, progress)
-        # The first long prompt must not be taken for a rank that is stuck.
+        # Otherwise the first long prompt would look like a rank that is stuck.
         self.phases.learn(*self.forward.time_step(limits.max_num_batched_tokens))
         graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
@@ -155,7 +157,7 @@ class ModelRunner:
 
         The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
         gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one
-        where a sequence is sampled. Rank 0 gets the logits and samples; others return nothing,
+        if a sequence is sampled. Rank 0 gets the logits and samples; others return nothing,
         and learn the tokens from the next plan. A step without a sequence of its own is a dummy: it
         computes padding.
 
@@ -189,8 +191,8 @@ class ModelRunner:
         """Return the plan's batch, or a dummy one, padded as all ranks agreed."""
         num_tokens = agreed.num_tokens_across_dp[self._dp_rank]
         num_seqs = agreed.graph_bs or max(plan.num_seqs, 1)
-        is_whole = agreed.mode == CUDAGraphMode.FULL.value
-        is_mixed = is_whole and agreed.kind is StepKind.MIXED
+        is_full = agreed.mode == CUDAGraphMode.FULL.value
+        is_mixed = is_full and agreed.kind is StepKind.MIXED
         if not plan.num_seqs:
             return self.inputs.dummy(num_tokens, num_seqs, is_mixed=is_mixed)
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)
@@ -216,7 +218,7 @@ class ModelRunner:
         }
 
     def _graph_bytes(self, compilation: CompilationConfig, progress: Progress | None) -> int:
-        """Return what the KV cache leaves for graphs: nothing where its size was given."""
+        """Return what the KV cache leaves for graphs: nothing if its size was given."""
         is_on_cuda = self.device.type == "cuda"
         if is_on_cuda and not self.config.cache.num_kv_blocks:
             self._step_bytes = self.forward.run_largest(

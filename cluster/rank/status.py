@@ -5,7 +5,7 @@ Nothing here locks, and writing costs the step less than a microsecond.
 
 What a step should take is learned by its size: a decode step of one token costs far more than a
 two-thousandth of a prefill of two thousand. A size that has not run yet takes what smaller ones
-take by their tokens.
+take per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cluster.engine.watchdog import Heartbeat, Phase
 
 KEEP = 0.9
-"""Of what was known, when a step has told how long a token takes."""
+"""Weight of what was known, when a step has told how long a token takes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PhaseRecorder:
         self._enter(self._now[0], Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Note what a step of so many tokens has taken."""
+        """Note how long a step of this many tokens took."""
         if not num_tokens:
             return
         size, token_s = num_tokens.bit_length(), seconds / num_tokens

@@ -81,7 +81,7 @@ class KVConnector:
 
     @property
     def source(self) -> KVSource:
-        """Where this rank's slice can be read; on a rank that holds nothing, a place in a list."""
+        """Where this rank's slice can be read; on a rank that holds nothing, only its place."""
         return KVSource(
             tp_rank=self._tp_rank,
             boot_id=node_id(),

@@ -1,4 +1,4 @@
-"""What a loop over sockets has beside them: a doorbell that wakes it, and a budget that ends it."""
+"""What a loop over sockets also needs: a doorbell that wakes it, and a budget that ends it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Doorbell:
 class Budget:
     """What a receive loop may take before it does something else.
 
-    So many frames, and so much time from the first of them on.
+    A number of frames, and a time that starts with the first of them.
     """
 
     def __init__(

@@ -5,14 +5,14 @@ until its handshake is done, and only processes of the application can finish on
 
 - CURVE encrypts and authenticates everything. All processes share one key pair, made from the
   application's secret. A client's first command is encrypted to the public key, which is never
-  published and never sent: whoever lacks the secret cannot even say hello, so that no
-  authenticator (ZAP) has to be asked.
+  published and never sent. Without the secret a peer cannot even say hello, so no authenticator
+  (ZAP) is needed.
 - KV, whose bytes would travel at a third of the speed, has a door of its own
   (`kv/transport/proofs.py`).
 
 The lock comes before all other bounds. High-water marks and the largest message are of no use
-against a peer that was let in, because ZeroMQ counts whole messages and bounds single parts: one
-message of endless parts fills the memory. Of a connection that has not finished its handshake
+against a peer that was let in. ZeroMQ counts whole messages and bounds single parts, so one message
+of endless parts fills the memory. Of a connection that has not finished its handshake
 ZeroMQ holds one part, and no longer than `HANDSHAKE_S`.
 
 A frame that is longer than a part travels as a message of several (`split`, `join`). ZeroMQ
@@ -40,7 +40,7 @@ ENVELOPE_BYTES = 64
 HANDSHAKE_S = 5.0
 """From a connection to the end of its handshake: milliseconds, unless a machine swaps."""
 KEEPALIVE_S, KEEPALIVE_TIMES = 10, 3
-"""An idle connection between nodes is tried this often, and given up after so many in vain."""
+"""An idle connection between nodes is probed this often, and given up after this many failures."""
 
 S = TypeVar("S", bound=zmq.Socket[Any])
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Handshake(Protocol):
     """How the two ends of a connection find out that both belong to the application."""
 
     def demand(self, socket: zmq.Socket[Any]) -> None:
-        """Let in only who can finish it. Call it before the socket is bound."""
+        """Let in only peers that can finish it. Call it before the socket is bound."""
 
     def offer(self, socket: zmq.Socket[Any]) -> None:
         """Be let in. Call it before the socket connects."""
@@ -119,10 +119,10 @@ def _bounded(context: zmq.Context[S], kind: int, max_waiting: int, max_part_byte
 
 
 def _keep_alive(socket: zmq.Socket[Any]) -> None:
-    """Let a TCP socket's connections be noticed when they are gone.
+    """Let a TCP socket notice connections that are gone.
 
-    Firewalls forget idle connections, and a node that is gone says nothing: what is sent then is
-    lost for the quarter of an hour until the kernel gives up.
+    Firewalls forget idle connections, and a node that is gone says nothing. Everything sent would
+    be lost for the quarter of an hour until the kernel gives up.
     """
     socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_TIMES
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_S
@@ -141,8 +141,8 @@ def end_context(
     libzmq's own end has no bound, and a rank must not hang in it: in 4.3.5 it waits for ever about
     once in a thousand times when the peer closes its end in the same moment, whatever the linger
     time. Sockets that are still open are closed with `linger` in ms, or their own. What does not
-    end in `timeout_s` is left to the end of the process, with a line in the log that names `owner`:
-    what its sockets had to send has left or was dropped by then.
+    end in `timeout_s` is left to the end of the process, with a line in the log that names `owner`.
+    By then all that its sockets had to send has left or was dropped.
     """
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True

@@ -1,7 +1,7 @@
 """Compiled pieces as files whose names are the hashes of their contents.
 
-A name cannot lie. Whoever loads a file hashes it first, so one that was cut short, changed or put
-there by accident is never run. An artifact is an uncompressed zip archive of everything that its
+A file is hashed before it is loaded, so one that was cut short, changed or put there by accident is
+never run. An artifact is an uncompressed zip archive of everything that its
 code needs, machine code included: `unzip -p FILE output_code.py` reads it.
 """
 
@@ -68,7 +68,7 @@ class ArtifactStore:
         return name
 
     def offer(self, data: bytes) -> str | None:
-        """Write an artifact if the disk takes it; None and a line in the log where it does not."""
+        """Write an artifact if the disk takes it; None and a line in the log if it does not."""
         try:
             return self.put(data)
         except OSError as error:

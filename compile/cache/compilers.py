@@ -46,7 +46,7 @@ class CompilerInterface(Protocol):
         """
 
     def compute_hash(self, config: CompilationConfig) -> str:
-        """Return a hash of what the compiler's output depends on beside its arguments."""
+        """Return a hash of what the compiler's output depends on besides its arguments."""
 
     def compile(
         self,
@@ -64,7 +64,7 @@ class CompilerInterface(Protocol):
             compiler_config: the compiler's own options.
 
         Returns:
-            The runnable, None where compiling failed; and its handle, None where it cannot be
+            The runnable, None if compiling failed; and its handle, None if it cannot be
             saved and lives in this process alone.
         """
 
@@ -76,10 +76,10 @@ class CompilerInterface(Protocol):
         graph_index: int,
         runtime_shape: Shape = None,
     ) -> Runnable:
-        """Return what was compiled; `graph` and inputs are None where nothing was traced.
+        """Return what was compiled; `graph` and inputs are None if nothing was traced.
 
         Raises:
-            ArtifactError: it cannot be used; then it has to be compiled again.
+            ArtifactError: it cannot be used, and must be compiled again.
         """
 
 
@@ -150,7 +150,7 @@ class EagerAdaptor:
 def graph_source(graph: fx.GraphModule) -> str | None:
     """Return Python that defines `forward(self, ...)` of a graph without state of its own.
 
-    None where the graph holds tensors or modules, or calls what cannot be imported by name.
+    None if the graph holds tensors or modules, or calls what cannot be imported by name.
     """
     if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
         return None
@@ -174,7 +174,7 @@ def _without_types(graph: fx.Graph) -> fx.Graph:
 
 
 def _import_line(name: str, value: Any) -> str | None:
-    """Return Python that binds `name` to `value`; None where no name leads there."""
+    """Return Python that binds `name` to `value`; None if no name leads there."""
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):

@@ -3,8 +3,8 @@
 A file appears whole or not at all, and one whose content changed afterwards is recognised: text
 carries its own checksum in the first line.
 
-Code is loaded only from directories in which no other user, root excepted, may place a file. What
-is checked is who could have written, not what was written.
+Code is loaded only from directories in which no other user except root may place a file. The check
+is who could have written, not what was written.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _digest(text: str) -> str:
 
 @contextmanager
 def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
-    """Hold a lock that ends with its process; yield whether it was had within `wait_s`.
+    """Hold a lock that ends with its process; yield whether it was acquired within `wait_s`.
 
     Without the lock the caller goes on all the same: two processes then do the same work, which
     costs time and nothing else.

@@ -8,8 +8,8 @@
     <root>/<hash>/rank_<tp>_<dp>/<prefix>/         one forward of one rank: index.py and what it
                                                    leaves for people to read
 
-Nothing in there names the place where it lies, so all of it may be moved, copied or built into an
-image. What cannot be read is logged with its reason and compiled again.
+Nothing in there names its own place, so all of it may be moved, copied or built into an image. What
+cannot be read is logged with its reason and compiled again.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ RANK = "rank_{tp}_{dp}"
 MAX_FORWARDS = 4
 """Sets of traced files that a key is remembered with: a code base has few such variants."""
 COMPILE_WAIT_S = 600.0
-"""For another process that compiles the same piece: longer than a piece takes with autotuning."""
+"""How long to wait for a process that compiles the same piece: longer than autotuning takes."""
 INDEX_WAIT_S = 30.0
-"""For another process that writes an index: it takes milliseconds."""
+"""How long to wait for a process that writes an index, which takes milliseconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class CompileCache:
         prefix: str,
         names: Iterable[str] = (),
     ) -> None:
-        """Make the directories of a key; use `open`, which knows whether there are to be any.
+        """Make the directories of a key. Call `open`, which knows whether a cache is wanted.
 
         Raises:
             PrivateDirectoryError: another user could place code there.
@@ -159,7 +159,7 @@ class CompileCache:
     def open(
         cls, scope: CompileScope, prefix: str, traced_files: Iterable[str] | None = None
     ) -> CompileCache | None:
-        """Return the cache of a forward; None where there is none to use.
+        """Return the cache of a forward; None if there is none to use.
 
         Args:
             prefix: names the module, such as `backbone`.
@@ -214,7 +214,7 @@ class CompileCache:
     # --- plans ---------------------------------------------------------------------------------
 
     def load_plan(self) -> str | None:
-        """Return the plan that was saved for the same sizes; None where there is none to use."""
+        """Return the plan that was saved for the same sizes; None if there is none to use."""
         path = self._index.plans.get(self._plan_name)
         if path is None:
             return None
@@ -321,7 +321,7 @@ def shape_text(shape: Shape) -> str:
 
 
 def read_factors(directory: Path) -> dict[str, str] | None:
-    """Return what the hash of a directory was made of; None where that cannot be read."""
+    """Return what the hash of a directory was made of; None if that cannot be read."""
     try:
         found = json.loads((directory / FACTORS).read_bytes())
     except (OSError, ValueError):
@@ -335,7 +335,7 @@ def nearest_factors(
 ) -> tuple[str, dict[str, str]] | None:
     """Return name and factors of the directory that differs in the fewest factors.
 
-    Among equally near ones it is the latest. `before` leaves out later directories.
+    Among equals it is the latest. `before` leaves out later directories.
     """
     found = []
     for path in sorted(root.glob(f"*/{FACTORS}")):

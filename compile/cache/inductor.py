@@ -1,6 +1,6 @@
 """Two compilers on Inductor: `standalone_compile`, and `compile_fx` with its caches around it.
 
-An artifact holds torch's own file and beside it the generated Python and the machine code that
+An artifact holds torch's own file, and with it the generated Python and the machine code that
 loading it would otherwise build. On a CPU torch's file holds C++ source, so without these every
 start would run the C++ compiler although it compiled nothing.
 
@@ -8,9 +8,9 @@ Each piece is compiled in a directory of its own and reaches the shared one only
 artifact: half a library, left by a process that was killed, would end every process that loads it.
 
 An artifact's call passes five Python functions of torch before it reaches the code that Inductor
-generated, as long as a small piece computes. For a piece of an inference graph they pass everything
-through, which is not assumed but watched in the first call: `DirectCall` leaves them out where that
-is so. A step outside of inference mode takes them, and so does one under the profiler.
+generated, which take as long as a small piece computes. For a piece of an inference graph they pass
+everything through. `DirectCall` does not assume that but watches the first call, and leaves them
+out if it is so. A step outside of inference mode takes them, and so does one under the profiler.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class InductorAdaptor:
     def initialize_cache(
         self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
     ) -> None:
-        """Keep artifacts in `cache_dir` and Inductor's files beside it."""
+        """Keep artifacts in `cache_dir` and Inductor's files next to it."""
         if disable_cache:
             self._store = self._directory = None
             return
@@ -115,9 +115,10 @@ class InductorAdaptor:
         runtime_shape: Shape = None,
         key: str | None = None,
     ) -> tuple[Runnable | None, Handle | None]:
-        """Compile a piece; save it where `initialize_cache` named a directory.
+        """Compile a piece; save it if `initialize_cache` named a directory.
 
-        What is returned then is what was saved, loaded: a first start runs what later ones do.
+        In that case it returns what was saved, loaded again, so a first start runs what later ones
+        do.
         """
         counter.num_inductor_compiles += 1
         if self._store is None or self._directory is None or key is None:
@@ -145,7 +146,7 @@ class InductorAdaptor:
         example_inputs: Sequence[Any],
         options: Mapping[str, Any],
     ) -> tuple[Runnable, bytes | None]:
-        """Return a compiled piece and what to store of it; None where it cannot be saved."""
+        """Return a compiled piece and what to store of it; None if it cannot be saved."""
         with directory.entered(is_loading=False) as loaded, inductor_builds():
             artifact = None
             try:
@@ -296,7 +297,7 @@ def _fresh_tracing(inputs: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _caching() -> Iterator[None]:
-    """Let Inductor keep what it compiles inside, also where its caches are off, and only that."""
+    """Let Inductor keep what it compiles inside, and only that, even if its caches are off."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -326,7 +327,7 @@ def _name(module: Any, name: str) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error, or its type where it says nothing."""
+    """Return the first line of an error, or its type if it says nothing."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
@@ -343,7 +344,7 @@ class _Call:
 
 
 class DirectCall:
-    """A compiled piece that is called directly from its second call on, if that is the same.
+    """A compiled piece that is called directly from its second call on, if that gives the same.
 
     Invariant: equal arguments give what `compiled` gives, whichever way is taken.
     """

@@ -3,13 +3,13 @@
 1. Everything that Inductor and Triton write lies below one directory, which all ranks share.
 2. The files that a piece needs (generated Python, machine code) are noted when they are loaded, so
    that they can travel inside the piece's artifact.
-3. Whether the processor's vector instructions can be used is asked once: the answer is kept
-   beside, because each answer costs a start a second and a C++ build.
-4. Loading builds no header: it could serve only code that is built, and all of that is there.
+3. Whether the processor's vector instructions can be used is asked once and the answer is kept,
+   because asking costs a start a second and a C++ build.
+4. Loading builds no header, because a header only helps to build code, and all of it is there.
 
 All private names of Inductor that Lockstep replaces are replaced here, for as long as
-`InductorDirectory.entered` lasts. A torch that lacks one of them loses what it was for and nothing
-else; a line in the log says so.
+`InductorDirectory.entered` lasts. With a torch that lacks one of them, only what it was for is
+lost, and a line in the log says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from compile.cache.disk import CorruptFileError, read_checked, write_atomic, write_checked
 
 DIRECTORY = "inductor"
-"""Beside the directory of artifacts."""
+"""Next to the directory of artifacts."""
 CODECACHE = "torch._inductor.codecache"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": ".", "TRITON_CACHE_DIR": "triton"}
 """Where Inductor and Triton look, and the place below the directory for each."""
@@ -45,7 +45,7 @@ _answers: dict[str, bool] = {}
 
 
 class InductorDirectory:
-    """A directory for Inductor. Invariant: its content can be lost, it only costs builds.
+    """A directory for Inductor. Invariant: losing its content costs builds and nothing else.
 
     `probes` is the file of answers about vector instructions, in the directory by default.
     """
@@ -100,7 +100,7 @@ def _environment(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _cleared_caches() -> Iterator[None]:
-    """Let Inductor forget what it loaded from another directory: it would not be written here."""
+    """Make Inductor forget what it loaded from another directory, so that it writes it here too."""
     clear = getattr(importlib.import_module("torch._inductor.utils"), "clear_caches", None)
     if clear is None:
         _warn_once("torch._inductor.utils.clear_caches", "directories of two models may mix")

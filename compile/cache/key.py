@@ -224,7 +224,7 @@ def processor() -> str:
 
 
 def compiler_version() -> str:
-    """Return what the C++ compiler calls itself; `none` where there is none."""
+    """Return what the C++ compiler calls itself; `none` if there is none."""
     compiler = shutil.which(cxx())
     if compiler is None:
         return "none"

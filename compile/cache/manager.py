@@ -7,8 +7,8 @@ For each piece and shape, in this order:
 3. The compiler, while a lock keeps other processes from doing the same work; then 2. again for
    them. Ranks that see other files have the same among them by an exchange.
 
-A failed load is never an error. It is logged with its reason, and the piece is compiled as if it
-had not been there; only a warm start without graphs is told.
+A failed load is logged with its reason, and the piece is compiled as if it had not been there. It
+is an error only in a warm start, which has no graph to compile.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ STATIC_OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
 """For pieces of one size: tuning finds the best kernel for it. A range has no best one."""
 
 UNCHECKED_OPTIONS = {"size_asserts": False, "scalar_asserts": False, "alignment_asserts": False}
-"""Inductor checks each input of a piece at run time, a tenth of a small step. What comes in was
-checked once: weights when they are bound, all else by what tracing knows of it."""
+"""Inductor checks each input of a piece at run time, which is a tenth of a small step. Inputs were
+checked before: weights when they were bound, all else by what tracing knows of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class CompilerManager:
         found = self._loaded(piece, *arguments)
         if found is None:
             with self._compiling(piece) as is_shared:
-                # Whoever had the right before may have left what is needed.
+                # The process that had the right before may have left what is needed.
                 found = self._loaded(piece, *arguments) if is_shared else None
                 found = found or self._fetched(piece, *arguments)
         self._runnables[piece.key] = found
@@ -138,7 +138,7 @@ class CompilerManager:
         """Return a stored piece by what its graph computes, without the graph.
 
         Raises:
-            CacheMissError: there is none that can be used: the forward has to be traced.
+            CacheMissError: there is none that can be used, so the forward must be traced.
         """
         piece = self._piece(key, index, shape, num_graphs)
         if piece.key not in self._runnables:
@@ -161,7 +161,7 @@ class CompilerManager:
     def _loaded(
         self, piece: _Piece, graph: fx.GraphModule | None, inputs: Sequence[Any] | None
     ) -> Runnable | None:
-        """Return a stored piece; None, and the reason in the log, where there is none to use."""
+        """Return a stored piece; None, and the reason in the log, if there is none to use."""
         name = self._find(piece)
         if self._cache is None or name is None or name in self._unusable:
             return None
@@ -218,7 +218,7 @@ class CompilerManager:
             name = self._find(piece)
             return found
         finally:
-            # Whoever waits for it must not wait in vain.
+            # Ranks that wait for it must not wait in vain.
             exchange.publish(key, _bytes_of(cache, name))
 
     def _compiled(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
@@ -302,7 +302,7 @@ class StandardToolchain:
 
     def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
         """Return a piece that is captured and replayed as the forward context says."""
-        return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, is_first=is_first)
+        return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, trims_pool=is_first)
 
     def keep_outputs(self, op: Runnable) -> Runnable:
         """Return one call of an eager op, its outputs at fixed addresses."""

@@ -1,7 +1,7 @@
 """The boundary that a recording graph sees: calls of compiled pieces, and the tensors they carry.
 
-The inside of a compiled piece is out of a recorder's reach, so the call as a whole is what it
-records. Opaque ops need no mark: a recorder sees them as ops. Tensors cross the boundary inside of
+The inside of a compiled piece is out of a recorder's reach, so it records the call as a whole.
+Opaque ops need no mark, because a recorder sees them as ops. Tensors cross the boundary inside of
 tuples, lists and dicts.
 """
 

@@ -8,9 +8,9 @@ captured in the middle of serving would leave its peers waiting in a collective.
    their memory in the pool.
 3. `seal` ends it: from now on what compiles or captures is counted, named, and refused if strict.
 
-What graphs will cost has to be known before the KV cache takes all that is left, and only capturing
-tells: `capture_trials` captures the two largest of each mode on a KV cache of one block, into pools
-that are dropped again, and `estimate_graph_bytes` adds up the rest.
+What graphs will cost must be known before the KV cache takes all that is left, and only capturing
+tells. So `capture_trials` captures the two largest of each mode on a KV cache of one block, into
+pools that are dropped again, and `estimate_graph_bytes` adds up the rest.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def unseal() -> None:
 
 
 def is_sealed() -> bool:
-    """Return whether all that this process compiles and captures should exist."""
+    """Return whether everything that this process needs should be compiled and captured by now."""
     return _seal.policy is not None
 
 
@@ -138,9 +138,9 @@ def graphs_to_capture(
 ) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
     """Return the graphs that a resolved configuration replays, in capture order.
 
-    Whole graphs of decode steps have one token per sequence, graphs of pieces any. A whole graph of
-    mixed steps has as many sequences as its tokens and `max_num_seqs` allow, so any number of
-    sequences in such a step fits.
+    Full graphs of decode steps have one token per sequence, piecewise graphs any number. A full
+    graph of mixed steps has as many sequences as its tokens and `max_num_seqs` allow, so any number
+    of sequences in such a step fits.
     """
     mode, graphs = config.graph_mode, []
     if mode.requires_piecewise_compilation():
@@ -157,7 +157,7 @@ def graphs_to_capture(
 
 
 def _order(graph: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[int, int, int]:
-    """Pieces first, then by size, descending: the same on every rank."""
+    """Piecewise graphs first, then by size, descending: the same on every rank."""
     mode, key = graph
     return mode.value, -key.num_tokens, -(key.num_seqs or 0)
 
@@ -177,12 +177,12 @@ class CaptureCase:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a start captured. Invariant: keys are ascending, pieces first."""
+    """What a start captured. Invariant: keys are ascending, piecewise graphs first."""
 
     elapsed_s: float
     captured: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
     skipped: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
-    """Graphs that there was no room for."""
+    """Graphs that some rank had no memory for."""
     num_bytes: int
     """What the pools grew by."""
 
@@ -192,21 +192,21 @@ class CaptureReport:
         return tuple(sorted({key.num_tokens for _, key in self.captured}))
 
     @property
-    def graph_bs(self) -> tuple[int, ...]:
-        """Batch sizes of whole graphs of decode steps."""
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Batch sizes of full graphs of decode steps."""
         return tuple(key.num_seqs or 0 for _, key in self.captured if key.uniform_decode)
 
     @property
     def mixed(self) -> tuple[BatchDescriptor, ...]:
-        """Whole graphs of steps in which not all decode."""
-        is_full = CUDAGraphMode.FULL
-        return tuple(k for mode, k in self.captured if mode is is_full and not k.uniform_decode)
+        """Full graphs of steps in which not all decode."""
+        full = CUDAGraphMode.FULL
+        return tuple(k for mode, k in self.captured if mode is full and not k.uniform_decode)
 
     @property
-    def num_tokens(self) -> tuple[int, ...]:
-        """Token counts of graphs of pieces."""
-        is_pieces = CUDAGraphMode.PIECEWISE
-        return tuple(key.num_tokens for mode, key in self.captured if mode is is_pieces)
+    def token_counts(self) -> tuple[int, ...]:
+        """Token counts of piecewise graphs."""
+        piecewise = CUDAGraphMode.PIECEWISE
+        return tuple(key.num_tokens for mode, key in self.captured if mode is piecewise)
 
 
 # --- the loop -----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def capture_all(
     pools: GraphPools,
     warmups: Mapping[CUDAGraphMode, int],
     synchronize: Callable[[], None],
-    has_room: Callable[[int], bool] | None = None,
+    fits_on_all_ranks: Callable[[int], bool] | None = None,
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaptureReport:
@@ -232,8 +232,8 @@ def capture_all(
         run: the forward on the inputs that a case prepared; its output is dropped.
         warmups: eager runs before a capture, by mode; see `warmups_of`.
         synchronize: waits for the device after each graph.
-        has_room: waits for the other ranks before each graph, and tells whether one of so many
-            tokens fits on all.
+        fits_on_all_ranks: waits for the other ranks before each graph; tells whether a graph of
+            this many tokens fits on all of them.
         progress: called with (graphs done, graphs in all), on rank 0 alone.
     """
     started, num_bytes = clock(), pools.num_bytes
@@ -242,7 +242,7 @@ def capture_all(
     with torch.inference_mode(), paused_gc(), capture_window():
         for num_done, case in enumerate(ordered, 1):
             graph = (case.mode, case.descriptor)
-            if has_room is None or has_room(case.descriptor.num_tokens):
+            if fits_on_all_ranks is None or fits_on_all_ranks(case.descriptor.num_tokens):
                 _capture(case, run, warmups[case.mode])
                 synchronize()
                 captured.append(graph)
@@ -275,8 +275,8 @@ def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
 def paused_gc() -> Iterator[None]:
     """Collect now and not inside: a finalizer there may undo a capture. Restores what was on.
 
-    What exists now is set aside, so that the collections that wrappers ask for look at the rest
-    alone: a hundred milliseconds each otherwise.
+    What exists now is set aside, so that the collections that wrappers ask for look only at the
+    rest; otherwise each would take a hundred milliseconds.
     """
     was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
@@ -307,7 +307,7 @@ def _ascending(graphs: list[tuple[CUDAGraphMode, BatchDescriptor]]) -> Any:
 
 
 MIN_GRAPH_BYTES = 1 << 20
-"""What a graph costs at least beside its tensors: its nodes and their arguments on the device."""
+"""The least that a graph costs besides its tensors: its nodes and their arguments on the device."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ class CaptureTrial:
     """What the largest graphs of a mode took when they were captured for trial.
 
     Invariant: `sizes` are the token counts of all graphs of the mode, descending; `second_bytes`
-    is 0 where there is one alone.
+    is 0 if there is only one.
     """
 
     sizes: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Step graphs on a GPU: CUDA graphs in a private memory pool.
 
-A capture runs nothing. So that a step behaves the same on every device, a captured graph is
-replayed once before its outputs are returned.
+A capture runs nothing, so a captured graph is replayed once before its outputs are returned: a step
+then behaves the same on every device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CudaGraphPool:
         return sum(s["total_size"] for s in own)
 
     def trim(self) -> None:
-        """Free what only garbage holds, and the allocator's cache beside the pool."""
+        """Free what only garbage holds, and the allocator's cache outside of the pool."""
         torch.cuda.synchronize(self.device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -60,7 +60,7 @@ class CudaGraphPool:
         return map_tensors(lambda t: alias(t) if t.is_cuda else t, value)
 
     def capture_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, or one for captures where that is the default.
+        """Return the current stream, or one for captures if that is the default.
 
         The default stream cannot be captured, and memory is reused on the stream that freed it.
         """
@@ -106,8 +106,8 @@ class CudaStepGraph:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same elements that owns nothing.
 
-    Torch has a private function for it; without that the tensor itself is returned and its memory
-    stays in use.
+    Torch has a private function for this. If that is missing, the tensor itself is returned and its
+    memory stays in use.
     """
     construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if construct is None or tensor.numel() == 0:

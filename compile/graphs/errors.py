@@ -8,7 +8,7 @@
     ├── ReplayError             a graph cannot be replayed (any more)
     │   ├── DeadTensorError     a tensor that it reads or writes is gone
     │   └── InputAddressError   an input lies elsewhere than when it was captured
-    └── SealedError             the process serves: what it runs was settled before
+    └── SealedError             the process serves: nothing new is compiled or captured
         ├── LateCapture
         └── LateCompilation
 

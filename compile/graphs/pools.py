@@ -25,26 +25,27 @@ T = TypeVar("T")
 class StepGraph(Protocol):
     """A step that can be repeated.
 
-    Invariant: a replay reads and writes the addresses of the capture, and owns none of them: who
-    wants an output holds it, and what holds it weakly reads it before the pool is used again.
+    Invariant: a replay reads and writes the addresses of the capture, and owns none of them. A
+    caller that wants an output holds it; one that holds it weakly reads it before the pool is used
+    again.
     """
 
     def capture(self, fn: Callable[[], T]) -> T:
-        """Run `fn` once, as far as anybody can tell, and keep it; return its result."""
+        """Run `fn`, in effect once, and keep it; return its result."""
 
     def replay(self) -> None:
         """Run it again on what its tensors hold now."""
 
 
 class GraphPool(Protocol):
-    """Memory that graphs share: what one of them lets go of, the next one may use."""
+    """Memory that graphs share: what one of them releases, the next may use."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved."""
 
     def trim(self) -> None:
-        """Free what only garbage holds: before a capture, never inside of one."""
+        """Free what only garbage holds; called before a capture, never inside one."""
 
     def weak_ref(self, value: Any) -> Any:
         """Return `value` with aliases for its tensors, which keep no memory in use."""
@@ -72,7 +73,7 @@ def new_step_graph(pool: GraphPool) -> StepGraph:
 
 
 class GraphHolder(Protocol):
-    """Who keeps graphs that lie in a pool."""
+    """What keeps graphs that lie in a pool."""
 
     def forget(self) -> None:
         """Let go of all of them."""
@@ -105,11 +106,11 @@ class GraphPools:
         return self._pools[bucket]
 
     def add_user(self, user: GraphHolder) -> None:
-        """Remember what keeps graphs that lie in these pools, as long as it lives."""
+        """Remember what keeps graphs that lie in these pools, for as long as it lives."""
         self._users.add(user)
 
     def forget_graphs(self) -> None:
-        """Drop all graphs. What they were captured in stays, and is used again."""
+        """Drop all graphs. Their pools stay and are used again."""
         for user in self._users:
             user.forget()
 

@@ -5,12 +5,17 @@ have PIECEWISE ones, and whichever the step asks for does the work.
 
 1. The step's mode is another one: the runnable is called.
 2. Its key is known: addresses are compared, the graph is replayed, its output returned.
-3. Inside of a capture window the call is captured: each piece when the forward reaches it.
-4. Otherwise it runs eagerly and is counted: ranks capturing at different times would deadlock.
+3. In a capture window the call is captured: each piece when the forward reaches it.
+4. Otherwise it runs eagerly and is counted. It is not captured now, because ranks that capture at
+   different times would deadlock.
+
+Only the arguments' addresses are compared. A FULL graph also reads block tables, slot mapping and
+KV caches, which arrive by the forward context: `StaticBuffer` and a KV pool that is allocated once
+keep those in place.
 
 An eager op between two captured pieces that returns a new tensor would hand the next piece another
-address in every step: `StableOutputs` delivers its outputs at one. Attention needs none of that,
-since it writes into what the piece before it allocated.
+address in every step, so `StableOutputs` copies its outputs to a fixed address. Attention needs
+none of that, since it writes into what the piece before it allocated.
 """
 
 from __future__ import annotations
@@ -43,8 +48,8 @@ class _Entry:
 class CUDAGraphWrapper:
     """Captures and replays a runnable, once per key: the forward context's batch descriptor.
 
-    Nothing is copied. Whoever calls it puts inputs where they were at the capture, and reads an
-    output before another graph of the pool runs. The capturing call's output is an exception: it
+    Nothing is copied. The caller puts inputs where they were at the capture, and reads an output
+    before another graph of the pool runs. The capturing call's output is an exception: it
     keeps its memory as long as it is held.
 
     Graphs live in this process: a wrapper cannot be pickled or copied.
@@ -56,19 +61,19 @@ class CUDAGraphWrapper:
         mode: CUDAGraphMode,
         pools: GraphPools,
         *,
-        is_first: bool = True,
+        trims_pool: bool = True,
     ) -> None:
         """Wrap `runnable`.
 
         Args:
             mode: PIECEWISE or FULL, the mode of steps in which this one captures and replays.
-            is_first: it is the first of a forward; captures of the others skip the collection
-                of garbage, which takes longer than they do.
+            trims_pool: collect garbage before a capture, so that the pool can reuse what it holds.
+                One wrapper of a forward is enough: collecting takes longer than a capture.
         """
         assert mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL), mode
         self.runnable = runnable
         self.mode = mode
-        self.is_first = is_first
+        self._trims_pool = trims_pool
         self._pools = pools
         self._entries: dict[BatchDescriptor, _Entry] = {}
         pools.add_user(self)
@@ -122,7 +127,7 @@ class CUDAGraphWrapper:
 
     def _capture(self, key: BatchDescriptor, args: tuple[Any, ...]) -> Any:
         pool = self._pools.of(key)
-        if self.is_first:
+        if self._trims_pool:
             pool.trim()
         graph = new_step_graph(pool)
         output = graph.capture(lambda: self.runnable(*args))
@@ -141,7 +146,7 @@ def _addresses(args: tuple[Any, ...]) -> list[int]:
 def wrap_forward(
     runnable: Callable[..., Any], config: CompilationConfig, pools: GraphPools
 ) -> Callable[..., Any]:
-    """Return a forward that replays whole graphs where the configuration has any."""
+    """Return a forward that replays full graphs if the configuration has any."""
     if not config.graph_mode.has_full_cudagraphs():
         return runnable
     return CUDAGraphWrapper(runnable, CUDAGraphMode.FULL, pools)
@@ -159,7 +164,7 @@ class StableOutputs:
         self._slots: dict[BatchDescriptor, list[torch.Tensor]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Call the op; return its outputs in their slots. What aliases an input stays there."""
+        """Call the op; return its outputs in their slots. One that aliases an input stays there."""
         output = self.runnable(*args)
         context = get_forward_context()
         key = context.batch_descriptor

@@ -5,8 +5,8 @@
 2. `fused_add_rms_norm(x, residual, weight, eps)` takes the sum's place; it returns the norm of the
    sum, and the sum, which the next residual needs.
 
-The op is registered here with torch functions as its implementation; whoever has a faster one
-registers it under the same name for its device. So a rewritten graph runs where no kernel is known.
+The op is registered here with torch functions as its implementation, and a faster one can be
+registered under the same name for its device. So a rewritten graph also runs without a kernel.
 
 Shapes: E hidden size.
 """

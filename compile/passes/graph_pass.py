@@ -4,8 +4,8 @@
 op for all three, and Inductor's decompositions have their own. A pass that asks `operation` sees
 one graph.
 
-*Patterns* are written down and not traced, and a scalar in one is a wildcard. A pattern that is
-traced holds the scalars of its trace, and would be needed once for each epsilon.
+*Patterns* are written down and not traced, and a scalar in one is a wildcard. A traced
+pattern holds the scalars of its trace, so each epsilon would need one.
 
     Op("mul", (Bind("weight"), Op("add", (Bind("x"), Scalar("eps")))))
 
@@ -97,7 +97,7 @@ def operation(node: object) -> Operation:
 
 
 def value(node: object) -> torch.Tensor | None:
-    """Return the fake tensor that stands for a node's value; None where it is no tensor."""
+    """Return the fake tensor that stands for a node's value; None if it is no tensor."""
     if not isinstance(node, Node):
         return None
     found = node.meta.get("val", node.meta.get("example_value"))

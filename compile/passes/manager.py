@@ -1,7 +1,7 @@
 """`PassManager`: the configured passes, run in order on every graph that is compiled.
 
 The same object runs inside Inductor, on its graph of ATen ops, and on a graph as Dynamo traced it
-where Inductor is not used. Its `uuid` belongs into every cache key.
+if Inductor is not used. Its `uuid` belongs in every cache key.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PassManager:
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite a graph in place and return the number of matches of all passes.
 
-        A graph's module is recompiled by whoever called: Inductor does it.
+        The caller recompiles the graph's module, as Inductor does.
         """
         total = 0
         for entry in self.passes:
@@ -87,8 +87,8 @@ class PassManager:
 def _for_inductor(passes: PassManager) -> Any:
     """Return the passes as Inductor takes them: on its graph of ATen ops, ahead of its own.
 
-    Behind those a residual's addition may have become part of the product before it (`addmm`), as
-    it does on a GPU, and on CPUs whose weights stay plain.
+    After those a residual's addition may have become part of the product before it (`addmm`), as it
+    does on a GPU, and on CPUs whose weights stay plain.
     """
     # Importing Inductor takes a second that a process without it need not spend.
     from torch._inductor.custom_graph_pass import CustomGraphPass

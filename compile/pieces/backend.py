@@ -3,12 +3,12 @@
 1. Hash: the toolchain opens compilers and cache for the files that were traced.
 2. Split at the splitting ops; below level 3 the whole graph is one piece.
 3. Compile every piece for every shape, under fake tensors.
-4. Wrap each compiled piece where steps replay pieces, and put it in the place of its graph.
+4. Wrap each compiled piece if steps replay pieces, and put it in place of its graph.
 5. Write the graphs for readers.
 6. Write the stitching function and make it callable.
-7. Put the copy layer in front, where it is asked for.
+7. Put the copy layer in front, if asked for.
 
-All of it is done before Dynamo gets its answer, so no request waits for a compiler.
+All of this is done before Dynamo gets its answer, so no request waits for a compiler.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class PiecewiseCompiler:
         )
 
     def report_break(self, error: GraphBreakError) -> None:
-        """Write down on what tracing broke: no graph arrived that could be compiled."""
+        """Write down what tracing broke on, when no graph arrived that could be compiled."""
         files = tuple(self._traced_files())
         if self.opened is None:
             self.opened = self._toolchain.open(self._scope, self._prefix, files)
@@ -223,7 +223,7 @@ class PiecewiseCompiler:
         return PieceReport(item.name, item.index, item.is_splitting, num_nodes, key)
 
     def directories(self) -> list[Path]:
-        """Return where readable files go: beside the cache's plan, and where a dump is asked."""
+        """Return where readable files go: next to the cache's plan, and into the dump path."""
         found = []
         if self.opened is not None and self.opened.cache is not None:
             found.append(Path(self.opened.cache.directory))

@@ -6,8 +6,8 @@
 3. Every call, the first one included, runs the written function: no guard is evaluated and Dynamo
    is not entered, so no request can trigger a compilation.
 
-Levels 0 and 1 leave the module alone: its forward runs as it is written, and whoever runs the
-model at level 1 compiles it with `compile_as_is`.
+Levels 0 and 1 leave the module alone. Its forward runs as it is written; at level 1 the caller
+compiles the whole model with `compile_as_is`.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class ForwardError(ValueError):
 
 
 class CompiledForward:
-    """Base of decorated modules: calls go to the compiled forward, where there is one."""
+    """Base of decorated modules: calls go to the compiled forward, if there is one."""
 
     do_not_compile: bool
     """The forward runs as it is written."""
     compiled_forward: TracedForward | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward. Hooks are heeded where it is not compiled."""
+        """Run the forward. Hooks run only if it is not compiled."""
         if self.do_not_compile:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         assert self.compiled_forward is not None
@@ -83,7 +83,7 @@ def support_torch_compile(
     """Make a module class compile its forward as the scope says in which it is built.
 
     Args:
-        dynamic_arg_dims: for each argument its dimensions of tokens, counted from the end where
+        dynamic_arg_dims: for each argument its dimensions of tokens, counted from the end if
             negative. By default the first of every argument annotated as a tensor.
 
     Raises:
@@ -169,7 +169,7 @@ class TracedForward:
         self._names: tuple[str, ...] = ()
         self._absent: tuple[str, ...] = ()
         self._num_positional = -1
-        """So many positional arguments are in order as they are."""
+        """A call with exactly this many positional arguments has them in order."""
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of `module`, which is the same one in every call."""
@@ -183,8 +183,8 @@ class TracedForward:
     # --- the first call ---
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Load or trace now, and compute nothing: ranks that meet inside the forward may then
-        wait for each other before they enter it."""
+        """Load or trace now without computing anything, so that ranks that meet inside the forward
+        can wait for each other before they enter it."""
         if self._run is None:
             self._load_or_trace(module, args, kwargs)
 

@@ -1,8 +1,8 @@
 """Say why a forward is not one graph, where, and what to write instead.
 
 A message names the call, its file and line, and a remedy. Reading a value of a tensor is refused
-here even where torch can trace it: each one waits for the device, in the middle of what is to be
-captured.
+here even if torch can trace it, because each read waits for the device, in the middle of what is to
+be captured.
 
 A forward's source is searched for what would be traced again for other sizes, before anything is
 traced: what is written there, and not what it calls. Counting graphs finds the rest.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNROLLED = 64
 """How often one line of one module may occur in a graph before it is called an unrolled loop.
-Each time is code to compile; 64 covers the heads and experts of loops that are meant so."""
+Each time is code to compile; 64 covers intended loops over heads and experts."""
 
 _OPAQUE = "hide it in an op (compile.custom_op.direct_register_custom_op)"
 _VALUE = "compute it before the forward and pass it as a tensor, or " + _OPAQUE
@@ -240,8 +240,8 @@ def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
 def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
     """Return the conditions on the number of tokens under which the graph was traced.
 
-    With BACKED symbols that there are two tokens or more is no condition but part of the symbol,
-    so none of these tells of it.
+    With BACKED symbols, "two tokens or more" is part of the symbol and not a condition, so it is
+    not among these.
     """
     from torch.utils._sympy.printers import PythonPrinter
 

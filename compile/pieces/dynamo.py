@@ -1,4 +1,4 @@
-"""Run Dynamo over a forward once, and learn everything that must be learned while it runs.
+"""Run Dynamo over a forward once, and take note of what can be learned only while it runs.
 
 Tracing computes nothing. The forward's graph is handed to a backend; the code that Dynamo wrote
 around it then runs with placeholders for the graph's outputs, which tells what the forward returns.
@@ -59,7 +59,7 @@ class Trace:
     """What tracing a forward found out.
 
     Invariant: `code` is Dynamo's, which fetches the graph's inputs, calls the graph and builds
-    the result; `returns` says which of the graph's outputs that is. `returns` is None where the
+    the result; `returns` says which of the graph's outputs that is. `returns` is None if the
     code has side effects: then nothing but the code itself, as `run`, can run the forward.
     """
 
@@ -150,13 +150,13 @@ def trace_once(
 
 @contextmanager
 def _settings(mode: DynamicShapes) -> Iterator[None]:
-    """Have what is not marked be a constant, whatever other instances were traced with."""
+    """Make everything that is not marked a constant, whatever other instances were traced with."""
     is_oblivious = mode is DynamicShapes.BACKED_SIZE_OBLIVIOUS
     with (
         _shape_config.patch(backed_size_oblivious=is_oblivious),
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),
         nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad(),
-        # Torch times what happens inside; loading an artifact fails where nobody does.
+        # Torch times what happens inside, and loading an artifact fails without a timer.
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
     ):
@@ -175,7 +175,7 @@ def _captured(
     graph = captured.backend_input
     if graph is None:
         raise TraceError("forward: wanted one that computes tensors, found one without any")
-    # Dynamo leaves the graph among the globals, from where nobody would take it.
+    # Dynamo leaves the graph among the globals, and nothing else would remove it.
     forward.__func__.__globals__.pop(graph.backend_id, None)
     return captured, graph
 
@@ -188,8 +188,8 @@ def _around(captured: CaptureOutput, forward: MethodType, call: Callable[..., An
 
 
 def _in_place(run: MethodType, names: dict[str, Any]) -> Callable[..., Any]:
-    """Return Dynamo's code with the globals themselves, of which `run` has a copy: what it
-    assigns to a global is seen by everybody."""
+    """Return Dynamo's code with the globals themselves, of which `run` has a copy, so that what it
+    assigns to a global is seen everywhere."""
     code = run.__func__
     names |= {name: value for name, value in code.__globals__.items() if name not in names}
     bound = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
@@ -269,7 +269,8 @@ def traced_as_is(module: nn.Module, dims: Mapping[str, Sequence[int]]) -> Callab
 class _Oblivious:
     """Sizes 0 and 1 are not special while any thread is inside.
 
-    A lock around the whole call would not do: ranks may be threads that wait for one another.
+    A lock around the whole call would not do, because ranks may be threads that wait for each
+    other.
     """
 
     def __init__(self) -> None:

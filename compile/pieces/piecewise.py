@@ -1,6 +1,6 @@
 """`PiecewiseBackend`: one piece of a forward, with an artifact for each shape it was compiled for.
 
-Which artifact runs follows from the padded number of tokens alone: the one for exactly so many,
+Which artifact runs follows from the padded number of tokens alone: the one for exactly that number,
 else the one whose range holds it, else the general one. The choice is looked up, never computed
 twice, and no guard is evaluated.
 """
@@ -39,7 +39,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceShapes:
-    """What each piece is compiled for beside the general shape.
+    """What each piece is compiled for besides the general shape.
 
     Invariant: ranges ascend and do not overlap.
     """

@@ -77,7 +77,7 @@ class Guard:
 
 
 def check_guards(guards: Sequence[Guard], num_tokens: int) -> None:
-    """Raise GuardError if tracing took something for granted that so many tokens break."""
+    """Raise GuardError if `num_tokens` breaks something that tracing took for granted."""
     for guard in guards:
         if not guard.holds(num_tokens):
             wanted = f"{guard.expression}, as {guard.where} asked when traced"
@@ -216,7 +216,7 @@ class TracedCall:
 
 
 def sources_of(inputs: Mapping[str, Any], module: nn.Module, call: TracedCall) -> list[BoundInput]:
-    """Say for each input of a graph where later calls find it: the object itself tells.
+    """Return for each input of a graph where later calls find it, by the identity of the object.
 
     Args:
         inputs: what Dynamo's code passed to the graph, by the graph's own name of it.
@@ -270,21 +270,21 @@ def toolchain_of(scope: CompileScope) -> Toolchain:
 
 
 def wrapped(scope: CompileScope, backend: Runnable, index: int) -> Runnable:
-    """Return a piece as steps call it: behind a graph wrapper where some step replays pieces."""
+    """Return a piece as steps call it: behind a graph wrapper if some step replays pieces."""
     if not scope.config.graph_mode.requires_piecewise_compilation():
         return backend
     return toolchain_of(scope).wrap(backend, is_first=index == 0)
 
 
 def kept(scope: CompileScope, op: Runnable) -> Runnable:
-    """Return one call of an eager op that returns something, as steps call it."""
+    """Return one call of an eager op that returns something, as steps make it."""
     if not scope.config.graph_mode.requires_piecewise_compilation():
         return op
     return toolchain_of(scope).keep_outputs(op)
 
 
 def with_copies(scope: CompileScope, call: Runnable, dims: Sequence[tuple[int, ...]]) -> Runnable:
-    """Return a forward behind the copy layer, where pieces are replayed and it is asked for."""
+    """Return a forward behind the copy layer, if pieces are replayed and it is asked for."""
     config = scope.config
     if not (config.cudagraph_copy_inputs and config.graph_mode.requires_piecewise_compilation()):
         return call
@@ -294,7 +294,7 @@ def with_copies(scope: CompileScope, call: Runnable, dims: Sequence[tuple[int, .
 def load_pieces(scope: CompileScope, manager: Manager, plan: ForwardPlan) -> dict[str, Runnable]:
     """Load every artifact of a plan. Returns what runs each piece, by its name in the plan.
 
-    Raises what the manager raises where an artifact is missing or cannot be used.
+    Raises what the manager raises if an artifact is missing or cannot be used.
     """
     shapes, num_graphs = PieceShapes.of(scope.config), len(plan.pieces)
     loaded = {}

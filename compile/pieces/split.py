@@ -1,11 +1,11 @@
 """Split a traced forward at its splitting ops, and name equal pieces equally.
 
-What is cut out runs eagerly, what is left between runs compiled. The root of the result only calls
-pieces in their old order and hands values on; every piece returns a tuple, because a freshly
+What is cut out runs eagerly, and what is left between runs compiled. The root of the result only
+calls pieces in their old order and hands values on. Every piece returns a tuple, because a freshly
 compiled piece and one that was loaded disagree about bare outputs.
 
 `check_pieces` holds the pieces to what captured graphs rely on: they read and write fixed addresses
-at sizes that follow from the number of tokens. Each rule keeps out what would move either.
+at sizes that follow from the number of tokens. Each rule keeps out what would change either.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def check_pieces(items: Sequence[SplitItem], num_tokens: Any, *, captured: bool)
     """Check that attention returns nothing, that every compiled piece gets a tensor with the
     token dimension, and that nothing but the number of tokens is dynamic.
 
-    Other splitting ops may return something: it is copied to where the graphs read it.
+    Other splitting ops may return something, which is copied to where the graphs read it.
 
     Args:
         num_tokens: the symbol of the number of tokens.

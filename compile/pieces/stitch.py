@@ -2,7 +2,7 @@
 
 The function is plain text with plain names, so it can be kept in a file, read by people and
 executed by a later process without any graph. Splitting ops stand in it as direct calls; a value is
-dropped behind its last use, so that its memory can be taken again.
+dropped after its last use, so that its memory can be reused.
 
 Such a text looks like this:
 
@@ -243,7 +243,7 @@ class _Writer:
         self._lines.append(_Line(text, binds, reads))
 
     def _op_name(self, node: fx.Node) -> str:
-        """Name an op; each call that returns something has a name, and may keep it, by itself."""
+        """Name an op. Each call that returns something has its own name, and may be wrapped."""
         op = _name_of(node.target)
         for name, known in self.ops.items():
             if known == op and not node.users:
@@ -272,7 +272,7 @@ class _Writer:
 
 
 def _with_deletions(lines: Sequence[_Line], kept: set[str]) -> list[_Line]:
-    """Drop each value behind the line that reads it last, but for those that are returned."""
+    """Drop each value after the line that reads it last, except those that are returned."""
     last_use = {name: i for i, line in enumerate(lines) for name in (*line.binds, *line.reads)}
     bound = {name for line in lines for name in line.binds}
     out = []

@@ -14,7 +14,7 @@ from compile.dispatch import BatchDescriptor, CapturedGraphs, ForwardMode, decid
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 
-CAPTURED = CapturedGraphs(NONE, graph_bs=(1, 2, 4, 8), num_tokens=(1, 2, 4, 12, 24))
+CAPTURED = CapturedGraphs(NONE, batch_sizes=(1, 2, 4, 8), token_counts=(1, 2, 4, 12, 24))
 """Both lists on purpose different: a batch size is no token count."""
 
 BS = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
@@ -106,8 +106,8 @@ def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
 
 
 MIXED = CapturedGraphs(
-    graph_bs=(4,),
-    num_tokens=(8,),
+    batch_sizes=(4,),
+    token_counts=(8,),
     mixed=(BatchDescriptor(8, 2), BatchDescriptor(8, 4), BatchDescriptor(16, 4)),
 )
 
@@ -199,10 +199,10 @@ def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
     assert key.num_tokens == found.num_tokens
     if found.mode is PIECEWISE:
         assert key == BatchDescriptor(found.num_tokens)
-        assert key.num_tokens in graphs.num_tokens
+        assert key.num_tokens in graphs.token_counts
         assert found.graph_bs == (seqs if is_decode else 0)
     elif is_decode:
         assert key.uniform_decode and key.num_tokens == found.graph_bs * query_len
-        assert key.num_seqs == found.graph_bs and key.num_seqs in graphs.graph_bs
+        assert key.num_seqs == found.graph_bs and key.num_seqs in graphs.batch_sizes
     else:
         assert key in graphs.mixed and key.num_seqs == found.graph_bs

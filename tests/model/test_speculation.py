@@ -46,7 +46,7 @@ def test_more_drafts_than_a_step_can_judge_are_refused() -> None:
 
 
 def verifying(paged: Any, query_len: int) -> Any:
-    """Return a class of runners whose steps of `query_len` tokens each replay a whole graph."""
+    """Return a class of runners whose steps of `query_len` tokens each replay a full graph."""
 
     class Verifying(paged):  # type: ignore[misc]
         wrapper: CUDAGraphWrapper | None = None

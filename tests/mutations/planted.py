@@ -133,7 +133,7 @@ MUTATIONS = (
         "Steps run eagerly although their graphs were captured.",
         "cluster/rank/forward.py",
         {
-            "cudagraph_runtime_mode=mode.mode if mode else CUDAGraphMode.NONE,": (
+            "cudagraph_runtime_mode=decided.mode if decided else CUDAGraphMode.NONE,": (
                 "cudagraph_runtime_mode=CUDAGraphMode.NONE,"
             )
         },
@@ -154,14 +154,14 @@ MUTATIONS = (
     ),
     Mutation(
         "mixed_steps_never_replay",
-        "Whole graphs of mixed steps are captured and never replayed (B03, Q02).",
+        "Full graphs of mixed steps are captured and never replayed (B03, Q02).",
         "compile/dispatch.py",
-        {"return _whole_mixed(num_tokens, num_seqs, captured) or eager": "return eager"},
+        {"return _full_mixed(num_tokens, num_seqs, captured) or eager": "return eager"},
         (REPLAYED,),
     ),
     Mutation(
         "mixed_steps_split_decodes_off",
-        "A whole graph of mixed steps is captured with decodes, whose number it freezes (B03).",
+        "A full graph of mixed steps is captured with decodes, whose number it freezes (B03).",
         "cluster/rank/inputs.py",
         {
             "is_decode = num_tokens == num_seqs and not is_mixed": (
@@ -197,7 +197,7 @@ MUTATIONS = (
         "captures_take_what_is_not_there",
         "A rank captures without asking whether all ranks have the memory (P05).",
         "cluster/rank/forward.py",
-        {"has_room=self._room.has_room,": ""},
+        {"fits_on_all_ranks=self._free_memory.fits_on_all_ranks,": ""},
         (READY,),
     ),
     Mutation(

@@ -24,7 +24,7 @@ from cluster.engine.watchdog import Phase
 from cluster.group_messages import StepFrame
 from cluster.kv.group import GroupReader
 from cluster.kv.handoff import KVHolder
-from cluster.kv.reads import KVReads
+from cluster.kv.reads import KVPulls
 from cluster.messages import (
     KVAnswer,
     KVSource,
@@ -235,7 +235,7 @@ class _BelievesHalfARead(GroupReader):
         super().on_read_ended(request_id, "")
 
 
-class _BelievesAnyRelease(KVReads):
+class _BelievesAnyRelease(KVPulls):
     """What was copied is good, whether or not its lease held."""
 
     def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
@@ -295,7 +295,7 @@ BUGS: dict[str, Plants] = {
     "a wait for a plan that looks like work": _plants(follower=_HidesItsWait),
     "a follower that nobody watches": _plants(group=_AwaitsLeadersAlone),
     "a read that is good on half of its ranks": _plants(group_reader=_BelievesHalfARead),
-    "a release that is not listened to": _plants(kv_reads=_BelievesAnyRelease),
+    "a release that is not listened to": _plants(kv_pulls=_BelievesAnyRelease),
     "a ticket that ends with its first read": _plants(kv_holder=_EndsLeasesEarly),
     "a ticket whose lease never ends": _plants(kv_holder=_KeepsAbandonedTickets),
 }

@@ -1,6 +1,6 @@
 """KV between the simulated ranks of a prefill and a decode pool.
 
-Real are the tickets and leases (`KVHolder`), the reads (`KVReads`) and what makes one of all ranks'
+Real are the tickets and leases (`KVHolder`), the reads (`KVPulls`) and what makes one of all ranks'
 slices (`GroupHolder`, `GroupReader`). Simulated are the two threads, their sockets and the memory.
 
 Both threads run on while the rank steps. What they call runs in the loop, or later if the process
@@ -160,7 +160,7 @@ class SimPuller:
         self._commands: deque[Callable[[], None]] = deque()
         self._finished: list[KVReadResult] = []
         self._is_timed = False
-        self._reads = group.plants.kv_reads(
+        self._pulls = group.plants.kv_pulls(
             self, tp_rank=rank.tp_rank, block_bytes=BLOCK_BYTES, clock=group.loop.time
         )
 
@@ -168,7 +168,7 @@ class SimPuller:
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Keep the ticket's lease alive until the read starts or is cancelled."""
-        self._post(lambda: self._reads.expect(request_id, handoff))
+        self._post(lambda: self._pulls.expect(request_id, handoff))
 
     def start(
         self,
@@ -178,11 +178,11 @@ class SimPuller:
         dst_blocks: list[int],
     ) -> None:
         """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
-        self._post(lambda: self._reads.start(request_id, source_indices, dst_blocks))
+        self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
         """Stop and release; a read that was started still reports when it no longer writes."""
-        self._post(lambda: self._reads.cancel(request_id))
+        self._post(lambda: self._pulls.cancel(request_id))
 
     def take_finished(self) -> list[KVReadResult]:
         """Return the reads that ended since the last call."""
@@ -198,11 +198,11 @@ class SimPuller:
     def _wake(self) -> None:
         while self._commands:
             self._commands.popleft()()
-        self._reads.on_tick()
-        if finished := self._reads.take_finished():
+        self._pulls.on_tick()
+        if finished := self._pulls.take_finished():
             self._finished += finished
             self._ring()
-        deadline = self._reads.next_deadline()
+        deadline = self._pulls.next_deadline()
         if deadline is not None and not self._is_timed:
             self._is_timed = True
             at = max(deadline, self._loop.now + WAKE_S)
@@ -219,7 +219,7 @@ class SimPuller:
         self._world.send_kv(sender, self.address, call, self._take, source, answer, blocks)
 
     def _take(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
-        self._reads.on_answer(source, decode(answer, KVAnswer), blocks)
+        self._pulls.on_answer(source, decode(answer, KVAnswer), blocks)
         self._wake()
 
     # --- what the reads need of the world ---------------------------------------------------------

@@ -13,7 +13,7 @@ from cluster.messages import StepPlan
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
-GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, graph_bs=(1, 2, 4, 8))
+GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, batch_sizes=(1, 2, 4, 8))
 """What every rank of a simulation has captured."""
 
 

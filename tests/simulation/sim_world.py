@@ -35,7 +35,7 @@ from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder
-from cluster.kv.reads import KVReads
+from cluster.kv.reads import KVPulls
 from cluster.messages import (
     EngineOutput,
     GenerateRequest,
@@ -69,7 +69,7 @@ class Plants:
     follower: Any = SimFollower
     follower_loop: Any = FollowerLoop
     kv_holder: Any = KVHolder
-    kv_reads: Any = KVReads
+    kv_pulls: Any = KVPulls
     group_holder: Any = GroupHolder
     group_reader: Any = GroupReader
     group: Any = SimGroup

@@ -4,12 +4,12 @@
    ticket travels to a decode engine with the request.
 2. From then on the reader renews the ticket's lease (`KVPuller.expect`).
 3. When the decode engine has blocks of its own, the reader copies (`KVPuller.start`): through
-   the holder's shared memory where both are on one node, else over TCP.
+   the holder's shared memory if both are on one node, else over TCP.
 4. It releases the ticket; the answer tells whether the lease was alive throughout. Only then the
    bytes are believed.
 
-Both sides are a thread each, so that neither a long copy nor a long step delays the other. What may
-happen when is decided by the state machines `KVHolder` and `KVReads` of `cluster.kv`; here are only
-sockets, copies and locks. Every call and every answer is proved, and only who knows the holder's
-password finishes a handshake with it (`proofs.py`).
+Each side is a thread, so that neither a long copy nor a long step delays the other. The state
+machines `KVHolder` and `KVPulls` of `cluster.kv` decide what may happen when; here are only
+sockets, copies and locks. Every call and every answer is proved, and only a peer that knows the
+holder's password finishes a handshake with it (`proofs.py`).
 """

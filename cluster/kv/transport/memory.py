@@ -1,8 +1,8 @@
 """Memory of a KV pool that other processes of the node can map.
 
 An anonymous memory file backs it: it has no name, so a killed process leaves nothing behind, and
-a peer opens it through the owner's entry in /proc. It is sealed: a file that shrinks under a peer
-that has mapped it ends the peer's process.
+a peer opens it through the owner's entry in /proc. It is sealed, because a file that shrinks would
+end the process of any peer that has mapped it.
 """
 
 from __future__ import annotations

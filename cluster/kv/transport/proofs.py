@@ -1,23 +1,24 @@
-"""What shows that a peer at a KV socket, a call and an answer are the application's.
+"""What proves that a peer at a KV socket, a call or an answer is the application's own.
 
 KV sockets do not encrypt. Keyed BLAKE2b under the application's secret covers each call together
 with the process that it is for, and each answer together with the call that it answers; it is
 compared before anything else is decoded. So a process that has a dead holder's port can neither
-serve its readers nor learn from their calls how to.
+serve its readers nor learn to from their calls.
 
 Replays are harmless. An answer is good for one call, whose id is never used again. A call is good
-for one process, and there for one time: calls for a ticket are numbered, and the holder drops one
-whose number is not above the last. An ended ticket needs no such account, since nothing revives it.
+for one process, and only once there, because calls for a ticket are numbered and the holder drops
+one whose number is not above the last. An ended ticket needs no such account, since nothing revives
+it.
 
 The bytes of blocks are not covered: to hash them on both sides takes longer than to encrypt them
-(`examples/bench/kv_transfer.py`), and whoever could alter packets between two nodes could read the
-KV in them as well.
+(`examples/bench/kv_transfer.py`), and an attacker who could alter packets between two nodes could
+also read the KV in them.
 
 Before that there is a door: a peer that does not know the server's password never finishes the
-handshake. CURVE would encrypt every block, at a third of the speed, so this is ZeroMQ's PLAIN: a
-password that follows from the application's secret and from the holder's process. It is there to
-keep strangers from filling the holder's memory (`cluster/wire/sockets.py`), and proves no call: it
-travels in the clear, and a process that has a dead holder's port is told it. It opens no other
+handshake. CURVE would encrypt every block, at a third of the speed, so this is ZeroMQ's PLAIN, with
+a password that follows from the application's secret and from the holder's process. It keeps
+strangers from filling the holder's memory (`cluster/wire/sockets.py`). It proves no call, because
+it travels in the clear and a process that has a dead holder's port is told it; it opens no other
 door. PLAIN asks an authenticator (ZAP), of which a context has one. It answers in the server's
 thread, in a context that only this server uses.
 """
@@ -70,7 +71,7 @@ class KVProofs:
 
 
 def is_equal(found: bytes, wanted: bytes) -> bool:
-    """Return whether two proofs are one, in a time that does not tell where they differ."""
+    """Return whether two proofs are equal, in a time that does not tell where they differ."""
     return hmac.compare_digest(found, wanted)
 
 

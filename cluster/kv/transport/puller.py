@@ -1,4 +1,4 @@
-"""The reader's side: a thread that drives `KVReads` over sockets and mapped memory."""
+"""The reader's side: a thread that drives `KVPulls` over sockets and mapped memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import zmq
 
 from cluster.credentials import Credentials
 from cluster.kv.handoff import KVReadResult
-from cluster.kv.reads import KVReads
+from cluster.kv.reads import KVPulls
 from cluster.kv.transport.memory import node_id, open_shared
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, is_equal
 from cluster.kv.transport.store import BlockStore, KVThreadDied
@@ -38,16 +38,16 @@ log = logging.getLogger("lockstep.kv")
 T = TypeVar("T")
 
 IDLE_S = 600.0
-"""After so long without a read nothing is kept open; longer than any read takes."""
+"""After this long without a read nothing is kept open; longer than any read takes."""
 MAX_LINES = 128
-"""Holders that are connected to, and as many whose memory is mapped. There are no more than prefill
-ranks that this one reads from; beyond, the one that was not called for longest gives way."""
+"""Holders to be connected to, and as many whose memory is mapped: one for each prefill rank that
+this one reads from. Beyond that the one that was called least recently gives way."""
 MAX_OPEN_CALLS = 4096
-"""To one holder: a renewal that is not answered is forgotten sometime."""
+"""To one holder: a renewal that is never answered is forgotten at some point."""
 MAX_ANSWERS = 64
-"""Of one holder in one round, beside those with blocks, which are taken one at a time."""
+"""Of one holder in one round, not counting those with blocks, which are taken one at a time."""
 MAX_WAITING = 10_000
-"""Calls to a holder that is gone: nothing may wait for it, so what is beyond is lost."""
+"""Calls to a holder that is gone. Nothing may wait for it, so any more are lost."""
 
 
 class KVPuller:
@@ -68,7 +68,7 @@ class KVPuller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = _Transport(pool, transport, context, credentials)
-        self._reads = KVReads(
+        self._pulls = KVPulls(
             self._transport,
             tp_rank=tp_rank,
             block_bytes=self._transport.store.block_bytes,
@@ -88,7 +88,7 @@ class KVPuller:
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Keep the ticket's lease alive until the read starts or is cancelled."""
-        self._post(lambda: self._reads.expect(request_id, handoff))
+        self._post(lambda: self._pulls.expect(request_id, handoff))
 
     def start(
         self,
@@ -98,11 +98,11 @@ class KVPuller:
         dst_blocks: list[int],
     ) -> None:
         """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
-        self._post(lambda: self._reads.start(request_id, source_indices, dst_blocks))
+        self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
         """Stop and release; a read that was started still reports when it no longer writes."""
-        self._post(lambda: self._reads.cancel(request_id))
+        self._post(lambda: self._pulls.cancel(request_id))
 
     def take_finished(self) -> list[KVReadResult]:
         """Return the reads that ended since the last call.
@@ -117,7 +117,7 @@ class KVPuller:
     @property
     def bytes_received(self) -> int:
         """Bytes copied in reads that were believed."""
-        return self._reads.bytes_received
+        return self._pulls.bytes_received
 
     def close(self) -> None:
         """Stop the thread and close its sockets."""
@@ -140,7 +140,7 @@ class KVPuller:
         self._transport.close()
 
     def _loop(self) -> None:
-        poller, reads = self._transport.poller, self._reads
+        poller, pulls = self._transport.poller, self._pulls
         poller.register(self._wake.fileno(), zmq.POLLIN)
         while not self._is_closed:
             poller.poll(self._timeout_ms())
@@ -148,14 +148,14 @@ class KVPuller:
             for command in _drain(self._commands):
                 command()
             for source, answer, blocks in self._transport.receive():
-                reads.on_answer(source, answer, blocks)
-            reads.on_tick()
-            for result in reads.take_finished():
+                pulls.on_answer(source, answer, blocks)
+            pulls.on_tick()
+            for result in pulls.take_finished():
                 self._finished.put(result)
                 self._doorbell.ring()
 
     def _timeout_ms(self) -> int:
-        deadline = self._reads.next_deadline()
+        deadline = self._pulls.next_deadline()
         return -1 if deadline is None else max(0, int((deadline - self._clock()) * 1000) + 1)
 
 
@@ -203,15 +203,15 @@ class _Transport:
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry.
 
-        Of each source up to the first with blocks; the others stay in its socket until these are
-        written: however long that takes, no source seems silent whose answers have come.
+        Of each source up to the first with blocks. The others stay in its socket until these are
+        written, so a source whose answers have come never seems silent, however long that takes.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
         for source, line in list(self._lines.items()):
             try:
                 answers += [(source, *answered) for answered in line.receive()]
             except FrameError as error:
-                # Whoever answers there is not who issued the ticket: its reads end by time-out.
+                # That process is not the one that issued the ticket; its reads end by time-out.
                 log.error("kv answer from %s: %s; it is heard no more", source.address, error)
                 self.forget(source)
         return answers
@@ -219,7 +219,7 @@ class _Transport:
     def is_mapped(self, source: KVSource) -> bool:
         if self._transport == "tcp" or not self.store.is_on_host:
             return False
-        # Asked for by name, shared memory is an error where there is none, not a slow success.
+        # If shared memory was asked for by name, having none is an error, not a slow success.
         if self._transport == "shm":
             return True
         is_near = source.shm_fd >= 0 and source.boot_id == self._node
@@ -262,7 +262,7 @@ class _Transport:
     def _forget_the_gone(self) -> None:
         """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory.
 
-        Of those on other nodes nothing is known; they are let go of when nothing was read for long.
+        Nothing is known of those on other nodes, so they go when nothing was read for long.
         """
         idle_since = time.monotonic() - IDLE_S
         for source in list(self._mapped):

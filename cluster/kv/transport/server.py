@@ -34,7 +34,7 @@ log = logging.getLogger("lockstep.kv")
 
 
 MAX_EARLY_CALLS = 1024
-"""Calls for tickets that are not held here yet. Their readers give up after seconds."""
+"""Kept calls for tickets that are not held here yet. Their readers give up after seconds."""
 MAX_CALLS, MAX_CALLS_S = 256, 0.05
 """Answered in one round, before leases that have run out are ended: far below what a lease is."""
 MAX_WAITING = 1024
@@ -54,8 +54,8 @@ class _ProvedCall:
 class KVServer:
     """The holder's side: a thread that serves reads, renewals and releases of tickets.
 
-    It is the scheduler's `Holder`: `hold`, `drop` and `take_ended` may be called from the step
-    thread at any time. `doorbell` rings whenever a ticket ended and its blocks may be freed.
+    It is the scheduler's `TicketHolder`: the step thread may call `hold`, `drop` and `take_ended`
+    at any time. `doorbell` rings whenever a ticket ended and its blocks may be freed.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class KVServer:
             log.error("kv call: wanted a ticket that was issued, found %d; dropped", ticket)
 
     def _answer_early(self) -> None:
-        """Answer the calls that were kept and whose tickets are held by now."""
+        """Answer the kept calls whose tickets have since been held."""
         if not self._early:
             return
         with self._lock:
@@ -255,7 +255,7 @@ class KVServer:
                 case KVRelease():
                     alive = self._holder.release(call.ticket, call.num_blocks_read)
         if isinstance(call, KVRead) and alive:
-            # Without the lock, which the step thread takes: to copy from a GPU takes a while.
+            # Without the lock, which the step thread takes, because copying from a GPU takes long.
             blocks = self._store.gather(call.block_ids)
         self._send(proved, alive=alive, blocks=blocks)
         if isinstance(call, KVRelease):

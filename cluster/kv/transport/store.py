@@ -16,8 +16,8 @@ class KVThreadDied(RuntimeError):
 class BlockStore:
     """The blocks of a pool, in this process or mapped from another: [num_blocks, block_bytes].
 
-    Those of a GPU are copied on a stream of their own, which waits for no step: blocks are read
-    when the step that wrote them has ended, and written before a step reads them.
+    Those of a GPU are copied on a stream of their own, which need not wait for a step: blocks are
+    read after the step that wrote them has ended, and written before a step reads them.
     """
 
     def __init__(self, pool: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ class BlockStore:
 
     @classmethod
     def of_memory(cls, memory: memoryview, block_bytes: int) -> BlockStore:
-        """Return the store that another process' pool is, mapped into this one.
+        """Return another process' pool, mapped into this one, as a store.
 
         Raises:
             ValueError: the memory is not a number of whole blocks.
@@ -49,7 +49,7 @@ class BlockStore:
         self._rows[torch.tensor(ids)] = source._rows[torch.tensor(source_ids)]
 
     def gather(self, ids: list[int]) -> list[memoryview]:
-        """Return each block's bytes, without a copy where the pool is in host memory."""
+        """Return each block's bytes, without a copy if the pool is in host memory."""
         if self._stream is None:
             return [self._rows[i].numpy().data for i in ids]
         staged = self._pinned(len(ids))

@@ -1,8 +1,8 @@
 """Step graphs on CPU: a step is run once, recorded, and replayed from fixed addresses.
 
 A replay behaves like that of a CUDA graph, down to its mistakes. Arguments, host values and the
-forward context are those of the capture; whatever changed since is not followed, tensors' contents
-aside. How fast a replay is says nothing about CUDA graphs.
+forward context are those of the capture. Nothing that changed since is followed, except the
+contents of tensors. How fast a replay is says nothing about CUDA graphs.
 """
 
 from __future__ import annotations

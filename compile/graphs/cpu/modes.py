@@ -1,4 +1,4 @@
-"""How a recorder sees a step: the ops that are dispatched, and the reads that none is for.
+"""How a recorder sees a step: the ops that are dispatched, and reads for which none is.
 
 Torch takes a mode off its stack while the mode handles a call, but leaves the other kind on. Code
 that must not be seen runs with both off.

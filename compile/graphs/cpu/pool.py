@@ -1,11 +1,11 @@
 """The memory of CPU step graphs.
 
-A tensor placed in a pool owns its bytes as long as anybody holds it or a view of it. Then they are
-free, for later ops of the same graph and for other graphs, as in the private pool of a CUDA graph.
-A graph itself holds aliases, which own nothing.
+A tensor placed in a pool owns its bytes as long as it or a view of it is held. Then they are free
+for later ops of the same graph and for other graphs, as in the private pool of a CUDA graph. The
+graph itself holds aliases, which own nothing.
 
-Memory is reserved in segments and never given back, as a GPU does it for a graph's pool: whoever
-replays a graph relies on every address in it.
+Memory is reserved in segments and never given back, as in a graph's pool on a GPU, because a replay
+relies on every address in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class CpuGraphPool:
     """Memory at fixed addresses that graphs share.
 
     With `poison` every block is filled with NaN, or with the extreme integer, when it is handed
-    out, and by a replay where the captured step let go of it: a use after that shows in the output.
+    out, and by a replay at the point where the captured step let go of it: a use after that shows
+    in the output.
     """
 
     device = torch.device("cpu")
@@ -99,7 +100,7 @@ def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 
 def poison_value(dtype: torch.dtype) -> float | int:
-    """Return what shows when it is used."""
+    """Return a value that shows in whatever uses it."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype is torch.bool:
@@ -148,7 +149,7 @@ class Arena:
         return sum(len(segment.memory) for segment in self._segments)
 
     def allocate(self, num_bytes: int) -> Block:
-        """Return a block of at least so many bytes."""
+        """Return a block of at least `num_bytes` bytes."""
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         fitting = [
             (stop - start, i, start)
@@ -181,7 +182,7 @@ class Arena:
         return memoryview(self._segments[block.segment].memory)[block.start : block.stop]
 
     def find(self, address: int, num_bytes: int) -> memoryview | None:
-        """Return the bytes at an address as `memory` does, or None where they are not ours."""
+        """Return the bytes at an address as `memory` does, or None if they are not ours."""
         for segment in self._segments:
             offset = address - segment.address
             if 0 <= offset < len(segment.memory):

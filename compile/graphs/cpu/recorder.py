@@ -5,12 +5,12 @@ mode, compiled pieces through `boundary`; the inside of a piece or of an opaque 
 without modes and may read what it likes.
 
 1. Each op that is not an allocation or a view becomes a call. Composite ops are taken apart first.
-2. Fresh outputs move into the pool. A replay writes there again: by the op's `out=` form where it
+2. Fresh outputs move into the pool. A replay writes there again: by the op's `out=` form if it
    has one, else by a copy.
-3. Where the step lets go of a pool tensor, its block is free, and a call that poisons it follows.
+3. When the step lets go of a pool tensor, its block is free, and a call that poisons it follows.
 
-A graph owns no tensor. One from outside of the pool is watched, and its death makes the graph
-unusable, since the memory it lay in may hold anything now; on a GPU nothing would notice.
+A graph owns no tensor. Tensors from outside of the pool are watched. When one dies, the graph is
+unusable, because the memory that it lay in may hold anything now; on a GPU nothing would notice.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Recorder:
             return self._record(func, args, kwargs, name)
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a scalar that the step made of a host value; larger ones it must keep itself."""
+        """Keep a scalar that the step made from a host value; larger ones it keeps itself."""
         if tensor.dim() == 0:
             self._constants.append(tensor)
         return tensor
@@ -145,7 +145,7 @@ class Recorder:
         """Give every fresh tensor of `value` memory in the pool.
 
         Returns the value with those tensors, and for each tensor in it the alias that a replay
-        has to fill. Tensors that share memory go on sharing it.
+        must fill. Tensors that share memory go on sharing it.
         """
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
@@ -199,7 +199,7 @@ class Recorder:
 
 
 def _has_effect(fn: Any, targets: list[torch.Tensor | None]) -> bool:
-    """Return whether a call has to be repeated: views and sizes stay as they are."""
+    """Return whether a replay must repeat a call: views and sizes stay as they are."""
     schema = getattr(fn, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return True
@@ -382,7 +382,7 @@ class Freezer:
 
 
 def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> None:
-    """Raise where a tensor has no address on `device`."""
+    """Raise if a tensor has no address on `device`."""
     if tensor.device.type != device.type:
         raise ForeignTensorError(name, f"a tensor on {device}", describe(tensor))
     if tensor.layout is not torch.strided:

@@ -145,10 +145,10 @@ def check_sizes(votes: list[Vote], agreed: StepAgreement) -> None:
         assert agreed.mode == CUDAGraphMode.NONE.value
     elif is_decode:
         assert agreed.mode == CUDAGraphMode.FULL.value
-        assert agreed.graph_bs == min(size for size in GRAPHS.graph_bs if size >= seqs)
-    elif tokens <= GRAPHS.num_tokens[-1]:
+        assert agreed.graph_bs == min(size for size in GRAPHS.batch_sizes if size >= seqs)
+    elif tokens <= GRAPHS.token_counts[-1]:
         assert agreed.mode == CUDAGraphMode.PIECEWISE.value
-        assert agreed.num_tokens == min(size for size in GRAPHS.num_tokens if size >= tokens)
+        assert agreed.num_tokens == min(size for size in GRAPHS.token_counts if size >= tokens)
     if agreed.mode or agreed.kind is StepKind.DECODE:
         assert set(across) == {agreed.num_tokens}
     else:

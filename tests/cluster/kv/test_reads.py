@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from cluster.kv import reads as kv_reads
-from cluster.kv.reads import KVReads, max_chunk_blocks
+from cluster.kv.reads import KVPulls, max_chunk_blocks
 from cluster.messages import (
     KVAnswer,
     KVCall,
@@ -31,7 +31,7 @@ class SlowHolder:
         self.now = 0.0
         self.calls: deque[KVCall] = deque()
         self.forgotten: list[KVSource] = []
-        self.reads = KVReads(self, tp_rank=0, block_bytes=1 << 20, clock=lambda: self.now)
+        self.reads = KVPulls(self, tp_rank=0, block_bytes=1 << 20, clock=lambda: self.now)
 
     def send(self, source: KVSource, call: KVCall) -> None:
         if not isinstance(call, KVRenew):

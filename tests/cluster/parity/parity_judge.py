@@ -84,9 +84,10 @@ def check_steps(run: Run, pool: str, ranks: list[Report]) -> None:
         mode = run.row.mode.decode_mode() if is_decode else run.row.mode.mixed_mode()
         assert step["mode"] == mode.value, step
         most = max(step["num_scheduled_tokens"])
-        captured_sizes = captured.graph_bs
+        captured_sizes = captured.batch_sizes
         if mode is PIECEWISE or not is_decode:
-            captured_sizes = captured.num_tokens or tuple(key.num_tokens for key in captured.mixed)
+            mixed_tokens = tuple(key.num_tokens for key in captured.mixed)
+            captured_sizes = captured.token_counts or mixed_tokens
         if mode is not NONE:
             assert step["num_tokens"] == padded_size(captured_sizes, most), step
         if is_decode:
@@ -112,7 +113,7 @@ def check_replays(run: Run, ranks: list[Report]) -> None:
 
 
 def seqs_of(run: Run, step: dict[str, Any]) -> int:
-    """Return the sequences of the whole graph that a step replays."""
+    """Return the sequences of the full graph that a step replays."""
     if step["kind"] == StepKind.DECODE:
         return int(step["graph_bs"])
     return min(int(step["num_tokens"]), LOADS[run.row.load].max_num_seqs)

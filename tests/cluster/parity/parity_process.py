@@ -41,7 +41,7 @@ class Report:
     log: list[dict[str, Any]]
     """The agreements that it ran."""
     replays: dict[BatchDescriptor, int]
-    """Of whole graphs, those that were replayed."""
+    """Of full graphs, those that were replayed."""
     piecewise_steps: int
     captured: CapturedGraphs
     num_late: int

@@ -289,9 +289,10 @@ def every_size_was_run(run: Run) -> None:
     wanted = decodes * (mode.decode_mode() is full) + mixed * (mode.mixed_mode() is full)
     assert set(run.leader.replays) == set(wanted)
     if run.row.has_graphs:
-        captured, is_pieces = run.leader.captured, mode.mixed_mode() is CUDAGraphMode.PIECEWISE
-        assert captured.graph_bs == load.graph_bs * (mode.decode_mode() is full)
-        assert captured.num_tokens == load.graph_tokens * is_pieces
+        captured = run.leader.captured
+        is_piecewise = mode.mixed_mode() is CUDAGraphMode.PIECEWISE
+        assert captured.batch_sizes == load.graph_bs * (mode.decode_mode() is full)
+        assert captured.token_counts == load.graph_tokens * is_piecewise
 
 
 def at_random(oracle: Any) -> list[Request]:

@@ -51,7 +51,7 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
 
         frames = dict(torch._dynamo.utils.counters["frames"])
         prefill(0)
-        assert gaps.num_steps == 1  # the two steps of decodes replay whole graphs
+        assert gaps.num_steps == 1  # the two steps of decodes replay full graphs
         # Slow between pieces.
         monkeypatch.setattr(Attention, "attend", lambda *args: (time.sleep(0.02), attend(*args)))
         prefill(1)

@@ -89,7 +89,7 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
     def work(group: GroupMembership) -> Any:
         is_last = group.rank == group.size - 1
         short = iter([MARGIN_BYTES + 7999, 1 << 40, MARGIN_BYTES, 1 << 40])
-        room = FreeMemory(
+        free_memory = FreeMemory(
             group,
             torch.device("cpu"),
             per_token,
@@ -100,9 +100,9 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
             with lock:
                 log.append((case.descriptor.num_tokens, group.rank))
 
-        def has_room(num_tokens: int) -> bool:
+        def fits_on_all_ranks(num_tokens: int) -> bool:
             time.sleep(0.02 * group.rank)
-            return room.has_room(num_tokens)
+            return free_memory.fits_on_all_ranks(num_tokens)
 
         report = capture_all(
             [
@@ -114,9 +114,9 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
             pools=GraphPools(lambda: new_graph_pool(torch.device("cpu")), policy="shared"),
             warmups={CUDAGraphMode.FULL: 0},
             synchronize=lambda: None,
-            has_room=has_room,
+            fits_on_all_ranks=fits_on_all_ranks,
         )
-        return report.graph_bs, [key.num_tokens for _, key in report.skipped]
+        return report.batch_sizes, [key.num_tokens for _, key in report.skipped]
 
     results = run_ranks(dp, tp, work)
     assert results == [((1, 4), [2, 8])] * (dp * tp)
@@ -154,7 +154,7 @@ def test_no_rank_looks_for_room_before_all_have_allocated_their_kv(
             log.append("allocated")
 
         runner = ModelRunner(config, dp_rank=group.dp_rank, group=group, storage=late)
-        return runner.forward.captured.graph_bs
+        return runner.forward.captured.batch_sizes
 
     assert run_ranks(2, 1, work) == [(1, 2)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 4

@@ -47,7 +47,7 @@ def test_each_captured_graph_is_progress_that_is_told(make_oracle: Callable[[str
         ("capturing graphs", done, 3) for done in (1, 2, 3)
     ]
     report = runner.forward.report
-    assert report is not None and report.elapsed_s > 0 and report.graph_bs == GRAPH_BS
+    assert report is not None and report.elapsed_s > 0 and report.batch_sizes == GRAPH_BS
 
 
 @pytest.mark.feature("P05")
@@ -58,7 +58,7 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
     needed = bytes_per_token(make_runner(oracle).model_config, "float32")
     monkeypatch.setattr(free_memory, "free_memory_bytes", lambda device: MARGIN_BYTES + 2 * needed)
     runner = make_runner(oracle)
-    assert runner.forward.captured.graph_bs == (1, 2)
+    assert runner.forward.captured.batch_sizes == (1, 2)
     agreed = Lockstep.alone(runner.forward.captured).agree(vote(num_seqs=3))
     assert (agreed.mode, agreed.graph_bs) == (0, 3)
 

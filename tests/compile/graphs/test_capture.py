@@ -89,7 +89,7 @@ class Recorder:
         self.pools = GraphPools(lambda: CpuGraphPool(segment_bytes=1 << 12), policy=self.policy)
         self.inputs = torch.ones(16, 1024)
         pieces = [
-            CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools, is_first=i == 0) for i in (0, 1)
+            CUDAGraphWrapper(torch.tanh, PIECEWISE, self.pools, trims_pool=i == 0) for i in (0, 1)
         ]
         self.forward = CUDAGraphWrapper(lambda x: [p(x) for p in pieces][-1], FULL, self.pools)
 
@@ -154,7 +154,7 @@ def test_captures_descend_whatever_order_cases_come_in_and_reports_ascend() -> N
         report = recorder.capture(list(cases))
         assert recorder.captured() == [(mode.name, key.num_tokens) for mode, key in IN_ORDER]
         assert report.captured == (*reversed(IN_ORDER[:3]), *reversed(IN_ORDER[3:]))
-        assert (report.num_tokens, report.graph_bs) == ((1, 8, 16), (1, 2, 4))
+        assert (report.token_counts, report.batch_sizes) == ((1, 8, 16), (1, 2, 4))
 
 
 @pytest.mark.feature("C02")
@@ -211,7 +211,7 @@ def test_graphs_share_a_pool_or_have_one_per_token_count(policy: str) -> None:
     buckets = [key.num_tokens if policy == "per_bucket" else 0 for _, key in IN_ORDER]
     for (a, first), (b, second) in itertools.combinations(zip(buckets, pools, strict=True), 2):
         assert (first is second) == (a == b)
-    # A graph of pieces holds one output while it writes the next.
+    # A piecewise graph holds one output while it writes the next.
     rows = 16 if policy == "shared" else 16 + 8 + 4 + 2 + 1
     assert report.num_bytes == recorder.pools.num_bytes == rows * 4096 * 2
 
@@ -303,20 +303,20 @@ def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> N
     recorder = Recorder()
     asked: list[int] = []
 
-    def has_room(num_tokens: int) -> bool:
+    def fits_on_all_ranks(num_tokens: int) -> bool:
         asked.append(num_tokens)
         return num_tokens not in (16, 2)
 
     report = recorder.capture(
         warmups={FULL: 0, PIECEWISE: 0},
-        has_room=has_room,
+        fits_on_all_ranks=fits_on_all_ranks,
     )
     assert asked == [key.num_tokens for _, key in IN_ORDER]
     assert recorder.captured() == [
         ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)
     ]  # fmt: skip
     assert report.skipped == (IN_ORDER[0], IN_ORDER[4])
-    assert (report.num_tokens, report.graph_bs) == ((1, 8), (1, 4))
+    assert (report.token_counts, report.batch_sizes) == ((1, 8), (1, 4))
 
 
 # --- the window and the seal --------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_garbage_is_collected_before_the_first_piece_alone(monkeypatch: pytest.M
     collections: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda *_: collections.append(1))
     pools = shared_pools()
-    pieces = [CUDAGraphWrapper(torch.sin, PIECEWISE, pools, is_first=i == 0) for i in range(3)]
+    pieces = [CUDAGraphWrapper(torch.sin, PIECEWISE, pools, trims_pool=i == 0) for i in range(3)]
     counts = []
     with capture_window(), step(PIECEWISE, BatchDescriptor(2)):
         for piece in pieces:
@@ -424,7 +424,7 @@ class Chain:
         pools = shared_pools()
         self.first = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, pools)
         self.between = between
-        self.second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, is_first=False)
+        self.second = CUDAGraphWrapper(lambda y, x: y - x, PIECEWISE, pools, trims_pool=False)
         # So that new tensors lie at new addresses.
         self.kept: list[torch.Tensor] = []
 

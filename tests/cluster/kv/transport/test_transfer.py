@@ -216,7 +216,7 @@ def test_a_thread_that_dies_is_heard_of_by_the_step(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair("shm")
-    reads = pair.puller._reads
+    reads = pair.puller._pulls
 
     def broken() -> None:
         raise ZeroDivisionError("planted")
@@ -279,7 +279,7 @@ sys.stdin.read()
 def test_the_memory_of_a_dead_holder_is_let_go_of(make_pair: Callable[..., Pair]) -> None:
     """Mapped, all of its pool would stay in memory, and of every one that comes after it."""
     pair = make_pair("shm")
-    transport = pair.puller._reads._transport
+    transport = pair.puller._pulls._transport
     living = pair.handoff([4]).sources[0]
     size = str((NUM_BLOCKS + 1) * SPEC.block_bytes)
     with subprocess.Popen(
@@ -410,7 +410,7 @@ def test_a_holder_that_is_gone_keeps_no_reader_from_its_work(
 ) -> None:
     """Renewals to it pile up; those to others must leave all the same."""
     gone, pair = make_pair("tcp"), make_pair("tcp")
-    transport = pair.puller._reads._transport
+    transport = pair.puller._pulls._transport
     stale = gone.handoff([4])
     gone.server.close()
     pair.puller.expect("gone", stale)
