@@ -131,7 +131,7 @@ class DeployArgs(_Strict, frozen=True):
     torch_compile_config: dict[str, Any] | UnsetType | None = UNSET
     """Compilation fields as TensorRT-LLM spells them; null: compilation is off."""
     cuda_graph_config: dict[str, Any] | UnsetType | None = UNSET
-    """Graph fields as TensorRT-LLM spells them; null: decode steps replay no whole graphs."""
+    """Graph fields as TensorRT-LLM spells them; null: decode steps replay no full graphs."""
     speculative_config: dict[str, Any] | None = None
     """Refused by name: speculation is not built yet."""
     max_queued_requests: int = 256

@@ -119,7 +119,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     hello = PeerHello(PROTOCOL_VERSION, "bench", 0, told.nonce, rank, size, 0)
     endpoints.peers.open(told.earlier, hello, lambda name: None)
 
-    captured = CapturedGraphs(CUDAGraphMode.FULL, graph_bs=(64,))
+    captured = CapturedGraphs(CUDAGraphMode.FULL, batch_sizes=(64,))
     machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, captured=captured)
     lockstep = Lockstep.joined(machine, endpoints.peers)
     listen_fd = endpoints.listener.detach() if endpoints.listener is not None else None
