@@ -211,12 +211,12 @@ class RankGroup:
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
-        # A process whose memory was swapped out answers late, and is not dead.
         watchdogs = [
             Watchdog(
                 [_name(place) for place in places],
                 watchdog_s=self._watchdog_s,
                 now=since,
+                # Long: a process whose memory was swapped out answers late, and is not dead.
                 silent_s=silent_s,
                 leaders=[i - place.tp_rank for i, place in enumerate(places)],
             )

@@ -8,8 +8,8 @@
    `cluster/kv/reads.py`).
 4. The reader copies, then releases the ticket. The answer tells whether the lease was alive
    throughout; only then are the bytes trusted.
-5. Released, dropped and expired tickets come out of `TicketHolder.take_ended`, and the prefill
-   scheduler frees their blocks.
+5. Released, dropped and expired tickets come out of `TicketHolder.take_ended`, with several ranks
+   once they have ended on each (`GroupHolder`), and the prefill scheduler frees their blocks.
 
 If the decode side dies midway, renewals stop: `KVHolder.tick` ends the lease by the prefill side's
 clock, and the blocks are freed. `serve/router.py` sees the stage lost, drops the request on both

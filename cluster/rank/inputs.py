@@ -65,8 +65,6 @@ class StepInputs:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._block_size = block_size
-        # A view of a graph's static block table must not depend on the longest sequence, but the
-        # copy into it may: only columns in use are copied.
         self._row_blocks = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
         self._row_temperature = np.zeros(rows, dtype=np.float32)
         self._row_top_k = np.zeros(rows, dtype=np.int64)
@@ -177,6 +175,7 @@ class StepInputs:
         np.cumsum(num_new, out=cu[1 : num_seqs + 1])
         seq_lens = computed + num_new
         self._seq_lens.host[:num_seqs] = seq_lens
+        # The view that graphs read keeps its full width; only the columns in use are copied.
         columns = -(-int(seq_lens.max()) // size)
         self._block_table.host[:num_seqs, :columns] = self._row_blocks[rows, :columns]
 
