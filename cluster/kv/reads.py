@@ -164,9 +164,9 @@ class KVPulls:
     def on_tick(self) -> None:
         """Renew the leases that are due and give up on holders that are silent.
 
-        Reads that start together queue behind one another and are answered in order. So a call whose
-        later neighbour was answered is lost if it has none `ANSWER_TIMEOUT_S` after it was sent;
-        any other waits as long as its holder is heard from.
+        Reads that start together queue behind one another and are answered in order. So a call is
+        lost if it has no answer `ANSWER_TIMEOUT_S` after it was sent and a later one has been
+        answered; without a later answer it waits while its holder is heard from.
         """
         now = self._clock()
         for pull in list(self._pulls.values()):
