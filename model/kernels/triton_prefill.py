@@ -125,8 +125,8 @@ def _prefill_kernel(
         k_at = block * stride_k_block + offset * stride_k_token + kv_head * stride_k_head
         v_at = block * stride_v_block + offset * stride_v_token + kv_head * stride_v_head
         k_tile = tl.load(
-            k_cache + k_at[None, :] + dims[:, None],
-            mask=is_kv[None, :] & is_dim[:, None],
+            k_cache + k_at[:, None] + dims[None, :],
+            mask=is_kv[:, None] & is_dim[None, :],
             other=0.0,
         )
         v_tile = tl.load(
