@@ -76,11 +76,12 @@ def softmax_step(
 ) -> tl.tensor:
     """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D]; seen: [R, C].
 
-    A score that is not seen is -inf, whatever the dot product was. A row that has seen nothing yet
-    keeps the maximum -inf, which must not be subtracted from itself.
+    None as `seen` is all. A score that is not seen is -inf, whatever the dot product was. A row
+    that has seen nothing yet keeps the maximum -inf, which must not be subtracted from itself.
     """
     scores = tl.dot(q, k.trans(), input_precision="ieee") * scale_log2
-    scores = tl.where(seen, scores, float("-inf"))
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
