@@ -44,6 +44,76 @@ def _sequence_of_tile(
     return low
 
 
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    block_table: tl.tensor,
+    positions: tl.tensor,
+    lowest: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    scale_log2: tl.tensor,
+    window: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    stride_k_block: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_v_block: tl.tensor,
+    stride_v_token: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """Take a sequence's tokens from `begin`, a multiple of BLOCK_N, to `end` into running sums.
+
+    Before `lowest` lies what the window has left. Without a mask `end` is a multiple too, and
+    every row sees all of these tokens.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    kv = begin + tl.arange(0, BLOCK_N)
+    block = tl.load(block_table + kv // BLOCK_SIZE, mask=kv < end, other=0)
+    for at in range(begin, end, BLOCK_N):
+        kv = at + tl.arange(0, BLOCK_N)
+        offset = kv % BLOCK_SIZE
+        k_at = block.to(tl.int64) * stride_k_block + offset * stride_k_token
+        v_at = block.to(tl.int64) * stride_v_block + offset * stride_v_token
+        k_at, v_at = (
+            k_cache + k_at[:, None] + dims[None, :],
+            v_cache + v_at[:, None] + dims[None, :],
+        )
+        is_loaded = None
+        if IS_MASKED:
+            # Outside may lie another sequence's block: nothing is loaded from there.
+            is_loaded = ((kv >= lowest) & (kv < end))[:, None]
+            if HEAD_DIM != BLOCK_D:
+                is_loaded = is_loaded & (dims < HEAD_DIM)[None, :]
+        elif HEAD_DIM != BLOCK_D:
+            is_loaded = (dims < HEAD_DIM)[None, :]
+        if is_loaded is None:
+            k_tile, v_tile = tl.load(k_at), tl.load(v_at)
+        else:
+            k_tile = tl.load(k_at, mask=is_loaded, other=0.0)
+            v_tile = tl.load(v_at, mask=is_loaded, other=0.0)
+        seen = None
+        if IS_MASKED:
+            seen = (kv < end)[None, :] & (kv[None, :] <= positions[:, None])
+            if HAS_WINDOW:
+                seen = seen & (kv[None, :] > positions[:, None] - window)
+        acc, row_max, row_sum = softmax_step(
+            q, k_tile, v_tile, seen, scale_log2, acc, row_max, row_sum
+        )
+        # One tile ahead, as in decoding.
+        kv += BLOCK_N
+        block = tl.load(block_table + kv // BLOCK_SIZE, mask=kv < end, other=0)
+    return acc, row_max, row_sum
+
+
 # A mixed step's tables begin behind those of its decodes: their alignment is any, and a kernel of
 # each would be compiled while requests wait.
 @triton.jit(
@@ -107,39 +177,97 @@ def _prefill_kernel(
     context = seq_len - num_queries
     positions = context + queries
     end = tl.minimum(context + first + BLOCK_Q, seq_len)
-    begin = 0
+    lowest, begin, inner = 0, 0, 0
     if HAS_WINDOW:
-        begin = tl.maximum(context + first - window + 1, 0)
+        lowest = tl.maximum(context + first - window + 1, 0)
+        begin = lowest // BLOCK_N * BLOCK_N
+        last = tl.minimum(first + BLOCK_Q, num_queries) - 1
+        inner = tl.maximum(tl.cdiv(context + last - window + 1, BLOCK_N) * BLOCK_N, begin)
+    # Every row sees the whole of the tiles between `inner`, the end of what the last row's window
+    # has left, and `edge`, behind which the first row's own token lies. These are most tiles.
+    edge = tl.maximum((context + first + 1) // BLOCK_N * BLOCK_N, inner)
+    k_cache += kv_head * stride_k_head
+    v_cache += kv_head * stride_v_head
+    block_table += seq.to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    columns = tl.arange(0, BLOCK_N)
-    for at in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
-        kv = at + columns
-        # Outside of these bounds may lie another sequence's block: nothing is loaded from there.
-        is_kv = (kv >= begin) & (kv < end)
-        block = tl.load(
-            block_table + seq.to(tl.int64) * stride_table + kv // BLOCK_SIZE, mask=is_kv, other=0
-        ).to(tl.int64)
-        offset = kv % BLOCK_SIZE
-        k_at = block * stride_k_block + offset * stride_k_token + kv_head * stride_k_head
-        v_at = block * stride_v_block + offset * stride_v_token + kv_head * stride_v_head
-        k_tile = tl.load(
-            k_cache + k_at[None, :] + dims[:, None],
-            mask=is_kv[None, :] & is_dim[:, None],
-            other=0.0,
+    if HAS_WINDOW:
+        acc, row_max, row_sum = _attend(
+            q_tile,
+            k_cache,
+            v_cache,
+            block_table,
+            positions,
+            lowest,
+            begin,
+            tl.minimum(inner, end),
+            scale_log2,
+            window,
+            acc,
+            row_max,
+            row_sum,
+            stride_k_block,
+            stride_k_token,
+            stride_v_block,
+            stride_v_token,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            BLOCK_D,
+            True,
+            HAS_WINDOW,
         )
-        v_tile = tl.load(
-            v_cache + v_at[:, None] + dims[None, :],
-            mask=is_kv[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        seen = is_kv[None, :] & (kv[None, :] <= positions[:, None])
-        if HAS_WINDOW:
-            seen = seen & (kv[None, :] > positions[:, None] - window)
-        acc, row_max, row_sum = softmax_step(
-            q_tile, k_tile, v_tile, seen, scale_log2, acc, row_max, row_sum
-        )
+    acc, row_max, row_sum = _attend(
+        q_tile,
+        k_cache,
+        v_cache,
+        block_table,
+        positions,
+        lowest,
+        inner,
+        edge,
+        scale_log2,
+        window,
+        acc,
+        row_max,
+        row_sum,
+        stride_k_block,
+        stride_k_token,
+        stride_v_block,
+        stride_v_token,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        BLOCK_D,
+        False,
+        HAS_WINDOW,
+    )
+    acc, row_max, row_sum = _attend(
+        q_tile,
+        k_cache,
+        v_cache,
+        block_table,
+        positions,
+        lowest,
+        edge,
+        end,
+        scale_log2,
+        window,
+        acc,
+        row_max,
+        row_sum,
+        stride_k_block,
+        stride_k_token,
+        stride_v_block,
+        stride_v_token,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        BLOCK_D,
+        True,
+        HAS_WINDOW,
+    )
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head

@@ -30,11 +30,15 @@ class AttentionTiles:
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Return tiles for one query token. A third stage loads the block table ahead."""
+    """Return tiles for one query token.
+
+    Keys and values of a tile are 16 KiB together, up to a head dim of 512 bytes. Two are on their
+    way beside each other, and what they take lets four programs run on a multiprocessor of sm_80.
+    """
     dims = max(triton.next_power_of_2(head_dim), MIN_DOT)
     return AttentionTiles(
         rows=max(triton.next_power_of_2(group), MIN_DOT),
-        columns=64 if dims * dtype.itemsize <= 256 else 32,
+        columns=min(max(8192 // (dims * dtype.itemsize), MIN_DOT), 64),
         dims=dims,
         num_warps=4,
         num_stages=3,
@@ -70,13 +74,14 @@ def softmax_step(
     row_max: tl.tensor,
     row_sum: tl.tensor,
 ) -> tl.tensor:
-    """Take KV tokens into the running sums. q: [R, D]; k: [D, C]; v: [C, D]; seen: [R, C].
+    """Take KV tokens into the running sums. q: [R, D]; k, v: [C, D]; seen: [R, C].
 
-    A score that is not seen is -inf, whatever the dot product was. A row that has seen nothing yet
-    keeps the maximum -inf, which must not be subtracted from itself.
+    None as `seen` is all. A score that is not seen is -inf, whatever the dot product was. A row
+    that has seen nothing yet keeps the maximum -inf, which must not be subtracted from itself.
     """
-    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-    scores = tl.where(seen, scores, float("-inf"))
+    scores = tl.dot(q, k.trans(), input_precision="ieee") * scale_log2
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])

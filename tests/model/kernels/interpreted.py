@@ -9,6 +9,7 @@ NaN: unused slots, blocks that entries behind a sequence name, blocks that a win
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import sys
@@ -107,8 +108,9 @@ def check_decode(rng: random.Random) -> None:
     # Sequences of test size are split like long ones, into splits of one tile or of several.
     triton_decode.MIN_SPLIT_TOKENS = rng.choice([16, 64, 256])
     triton_decode.MAX_SPLITS = rng.choice([2, 64])
-    triton_decode.num_sms = lambda _: 100
-    lengths = [rng.choice([0, n]) for n in lengths_of(rng, 1, 260)]
+    num_sms = rng.choice([1, 2, 100])
+    triton_decode.num_sms = lambda _: num_sms
+    lengths = [rng.choice([0, 1, n]) for n in lengths_of(rng, 1, 260)]
     table = shape.block_table(lengths, [1] * len(lengths))
     (q,) = shape.strided(len(lengths), shape.num_heads)
     args = (q, shape.k_cache, shape.v_cache, table, torch.tensor(lengths).int(), shape.scale)
@@ -119,6 +121,58 @@ def check_decode(rng: random.Random) -> None:
     compare(found, wanted)
     assert found.isfinite().all()
     assert not found[torch.tensor(lengths) == 0].any()
+
+
+class Scratch(TorchDispatchMode):
+    """Fills what a launch function allocates with NaN and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_empty.default and result.is_floating_point():
+            self.tensors.append(result.fill_(torch.nan))
+        return result
+
+
+def check_decode_splits(rng: random.Random) -> None:
+    """How many parts each sequence is cut into follows from all lengths; the grid does not."""
+    triton_decode.MIN_SPLIT_TOKENS = 16
+    triton_decode.num_sms = lambda _: 4
+    tiles = triton_decode.decode_tiles
+    triton_decode.decode_tiles = lambda *shape: dataclasses.replace(tiles(*shape), columns=16)
+    full, long = [64] * 16, rng.randint(497, 512)
+    for lengths, most in (
+        # Sixteen programs on a device for sixteen: each takes a sequence whole.
+        (full, 0),
+        # As many splits as the grid has beside others, as many as there is room for alone.
+        (rng.sample([long] + [1] * 15, 16), 8),
+        ([long], 16),
+        # Neither padding nor what is too short for two is split.
+        ([0, 16, 1], 0),
+        ([long, 0, long // 2, 17, 16, 1], 8),
+    ):
+        shape = Shape(rng, dtypes=[torch.float32])
+        shape.window, shape.num_kv_heads, shape.num_heads = None, 1, shape.group
+        shape.k_cache, shape.v_cache = shape.k_cache[:, :, :1], shape.v_cache[:, :, :1]
+        table = shape.block_table(lengths, [1] * len(lengths))
+        # Tables as wide as they come: short sequences could be split as well as long ones.
+        table = torch.nn.functional.pad(table, (0, 1024 // shape.block_size))
+        (q,) = shape.strided(len(lengths), shape.num_heads)
+        args = (q, shape.k_cache, shape.v_cache, table, torch.tensor(lengths).int(), shape.scale)
+        found, wanted = torch.full_like(q, torch.nan), torch.empty_like(q)
+        with Scratch() as scratch:
+            triton_decode.paged_decode(*args, found)
+        shape.clear_behind(table, lengths)
+        paged_attention.paged_decode(*args, wanted, None)
+        compare(found, wanted)
+        # The interpreter's own copies come behind it.
+        log_sums = next(tensor for tensor in scratch.tensors if tensor.dim() == 3)
+        num_splits = log_sums.isfinite().sum(-1)
+        assert int(num_splits.max()) == most, (lengths, num_splits)
+        assert not num_splits[torch.tensor(lengths) <= 16].any(), (lengths, num_splits)
 
 
 def check_prefill(rng: random.Random) -> None:
@@ -315,6 +369,7 @@ class NoWaiting(TorchDispatchMode):
 
 GROUPS: dict[str, Callable[[random.Random], None]] = {
     "decode": check_decode,
+    "decode_splits": check_decode_splits,
     "prefill": check_prefill,
     "prefill_padding": check_prefill_padding,
     "rope": check_rope,

@@ -103,7 +103,7 @@ def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(
         attend(3, 5, 40, is_turned=is_turned)
     block_q = 128 // (H // HKV)
     splits = triton_decode.num_splits(3 * HKV, 1024 * BLOCK, 100)
-    assert splits == 16
+    assert splits == 4096 // 256
     assert launches == [
         ("rope", (40, HKV)),
         ("split", (3, HKV, splits)),
@@ -112,15 +112,23 @@ def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(
     ]
 
 
-def test_a_full_batch_of_decodes_is_not_split(launches: list[Any]) -> None:
+def test_the_grid_of_a_full_batch_has_room_for_one_long_sequence(launches: list[Any]) -> None:
     with FakeTensorMode():
-        attend(150, 150, 150, is_turned=True)
-    assert launches == [("rope", (150, HKV)), ("split", (150, HKV, 1))]
+        attend(250, 250, 250, is_turned=True)
+    assert launches == [("rope", (250, HKV)), ("split", (250, HKV, 8)), ("join", (250, H))]
 
 
 @pytest.mark.parametrize(
     ("rows", "max_tokens", "wanted"),
-    [(1, 131072, 64), (8, 131072, 32), (8, 1024, 4), (8, 100, 1), (2048, 131072, 1)],
+    [
+        (1, 131072, 64),
+        (8, 131072, 64),
+        (12, 131072, 44),  # 4 * 132 programs, rounded to no power of two
+        (12, 1300, 5),
+        (8, 100, 1),
+        (2048, 131072, 8),
+        (2048, 1024, 4),
+    ],
 )
 def test_splits_fill_the_device_and_no_more(rows: int, max_tokens: int, wanted: int) -> None:
     assert triton_decode.num_splits(rows, max_tokens, 132) == wanted

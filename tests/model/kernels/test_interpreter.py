@@ -36,6 +36,7 @@ def run(group: str, num_shapes: int, **env: str) -> None:
     ("group", "num_shapes"),
     [
         ("decode", 35),
+        ("decode_splits", 2),
         ("prefill", 35),
         ("prefill_padding", 10),
         ("rope", 20),
