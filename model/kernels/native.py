@@ -34,7 +34,7 @@ SOURCES = Path(__file__).parent / "cpp"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
 BUILD_TIMEOUT_S = 120.0
-"""A build takes 2 s alone; on a machine that starts many ranks at once much longer."""
+"""A build takes 8 s alone; on a machine that starts many ranks at once much longer."""
 DIGEST_BYTES = 32
 
 logger = logging.getLogger(__name__)
@@ -144,9 +144,13 @@ def _declare(library: ctypes.CDLL) -> None:
         decode = getattr(library, f"paged_decode_{dtype}")
         decode.argtypes, decode.restype = [*[pointer] * 7, ctypes.c_float], None
         linear = getattr(library, f"packed_linear_{dtype}")
-        linear.argtypes, linear.restype = [*[pointer] * 5, ctypes.c_int64], None
+        linear.argtypes, linear.restype = [*[pointer] * 5, *[ctypes.c_int64] * 3], None
+        pack = getattr(library, f"pack_linear_{dtype}")
+        pack.argtypes, pack.restype = [*[pointer] * 3, *[ctypes.c_int64] * 2], None
         norm = getattr(library, f"add_rms_norm_{dtype}")
         norm.argtypes, norm.restype = [*[pointer] * 6, ctypes.c_float], None
+    library.packed_linear_tile.argtypes = []
+    library.packed_linear_tile.restype = ctypes.c_int64
     library.write_kv.argtypes, library.write_kv.restype = [pointer] * 6, None
 
 

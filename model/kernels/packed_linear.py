@@ -4,9 +4,17 @@ An op's argument is a *handle*, a tensor that holds an index into this process's
 weights. Layers of equal shape so become equal pieces of a graph: what differs between them is an
 input.
 
-oneDNN packs, and multiplies many rows. One row, a decode step of one sequence, is bound by memory,
-and a C++ kernel reads the same packed bytes faster. It may, because packing proves where each
-element went (`_tiles_of`); where they cannot be found, oneDNN does all.
+Who packs and multiplies is decided by the processor, the dtype and whether the C++ kernels were
+built, never by a measurement, so a restart on the same machine rounds as the last run did:
+
+1. With AVX2 and no AVX512, this module packs and the C++ kernel multiplies. A row's result does
+   not depend on the rows beside it, to the bit. Against oneDNN on Zen 3, one thread, float32: 1.1
+   to 1.8 times as fast from 1 to 64 rows, as fast from 128 on. oneDNN refuses bfloat16 there.
+2. Elsewhere oneDNN packs, and multiplies more than one row. One row, a decode step of one
+   sequence, is bound by memory, and the kernel reads the same packed bytes faster. It may, because
+   packing proves where each element went (`_tiles_of`); where they cannot be found, oneDNN does
+   all. One row and many round differently.
+3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
 
 Shapes: T tokens, I inputs, O outputs; a weight is [O, I]. Tiles are [O / N, I / P, N, P] with N
 outputs side by side and P elements in four bytes, both dimensions padded with zeros. A weight that
@@ -20,15 +28,18 @@ import functools
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from compile.custom_op import direct_register_custom_op
-from model.kernels.native import int64_array, native_function
+from model.kernels.native import int64_array, native_function, native_library
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-"""Where packing pays: at one row bfloat16 gains 40 % and float32 nothing, at eight 50 and 120 %."""
+"""Where packing pays, by oneDNN with AVX512: at one row bfloat16 gains 40 % and float32 nothing, at
+eight 50 and 120 %. Without AVX512, torch multiplies plain bfloat16 a hundred times slower than
+float32, and packed bfloat16 is as fast as float32."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +50,11 @@ ROWS_COMPARED = 64
 
 @dataclass(frozen=True)
 class _Entry:
-    """A packed weight. Invariant: `tiles`, if any, is a view of the memory of `packed`."""
+    """A packed weight. Invariant: `tiles`, if any, is a view of the memory of `packed`, if any."""
 
-    packed: torch.Tensor
+    shape: tuple[int, int]
+    packed: torch.Tensor | None
+    """oneDNN's; None where this module packed."""
     tiles: torch.Tensor | None
     sizes: ctypes.Array[ctypes.c_int64] | None
     """What the kernel is told of the tiles."""
@@ -58,10 +71,14 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         """Pack a weight [O, I]; the plain one is not kept."""
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        index = next(_indices)
-        tiles = _tiles_of(packed, weight)
-        _table[index] = _Entry(packed, tiles, None if tiles is None else _sizes(tiles, weight))
+        packed: torch.Tensor | None = None
+        if _is_ours(weight.dtype):
+            tiles: torch.Tensor | None = _pack(weight)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            tiles = _tiles_of(packed, weight)
+        index, sizes = next(_indices), None if tiles is None else _sizes(tiles, weight)
+        _table[index] = _Entry((weight.shape[0], weight.shape[1]), packed, tiles, sizes)
         self.handle = torch.tensor(index)
         _index_at[self.handle.data_ptr()] = index
         # It keeps the handle: as long as the address is in the table, it is the handle's.
@@ -74,8 +91,12 @@ class PackedWeight:
 
     def unpack(self) -> torch.Tensor:
         """Return a plain copy [O, I]."""
-        plain: torch.Tensor = _entry(self.handle).packed.to_dense()
-        return plain
+        entry = _entry(self.handle)
+        if entry.packed is not None:
+            plain: torch.Tensor = entry.packed.to_dense()
+            return plain
+        assert entry.tiles is not None
+        return _unpack(entry.tiles, entry.shape)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -85,15 +106,30 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Try it: builds without oneDNN lack the ops, and oneDNN refuses dtypes by processor."""
+    refusal = None if _is_ours(dtype) else _refusal(dtype)
+    if refusal is not None:
+        logger.warning("weights of %s stay plain: %s", dtype, refusal)
+    return refusal is None
+
+
+@functools.cache
+def _is_ours(dtype: torch.dtype) -> bool:
+    """Return whether this module packs, not oneDNN."""
+    if native_function("packed_linear", dtype) is None:
+        return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" or _refusal(dtype) is not None
+
+
+@functools.cache
+def _refusal(dtype: torch.dtype) -> str | None:
+    """Try oneDNN: builds may lack the ops, and it refuses dtypes by processor."""
     x = torch.ones(2, 16, dtype=dtype)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(x)
         torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     except (AttributeError, RuntimeError) as error:
-        logger.warning("weights of %s stay plain: %s", dtype, str(error).splitlines()[0])
-        return False
-    return True
+        return str(error).splitlines()[0]
+    return None
 
 
 def _forget(index: int, handle: torch.Tensor) -> None:
@@ -149,6 +185,26 @@ def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
     return all(torch.equal(columns.T, rows) for columns, rows in pairs)
 
 
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [O, I] as tiles."""
+    library, kernel = native_library(), native_function("pack_linear", weight.dtype)
+    assert library is not None and kernel is not None
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    outputs, per_word = library.packed_linear_tile(), 4 // weight.itemsize
+    blocks, words = -(-weight.shape[0] // outputs), -(-weight.shape[1] // per_word)
+    tiles = weight.new_empty(blocks, words, outputs, per_word)
+    pointers = (weight.data_ptr(), tiles.data_ptr())
+    kernel(*pointers, _sizes(tiles, weight), weight.stride(0), torch.get_num_threads())
+    return tiles
+
+
+def _unpack(tiles: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    plain = tiles.new_empty(shape)
+    for tile, rows in zip(tiles, plain.split(tiles.shape[2]), strict=True):
+        rows.copy_(tile.transpose(0, 1).flatten(1)[: rows.shape[0], : shape[1]])
+    return plain
+
+
 def _sizes(tiles: torch.Tensor, weight: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
     num_outputs, num_inputs = weight.shape
     _, words, tile_outputs, per_word = tiles.shape
@@ -173,18 +229,26 @@ def packed_product(
     For the inside of opaque ops: the index is a value.
     """
     entry = _table[index]
-    if x.shape[0] == 1 and entry.tiles is not None and x.stride(-1) == 1:
+    if entry.tiles is not None and (entry.packed is None or x.shape[0] == 1):
         kernel = native_function("packed_linear", x.dtype)
         if kernel is not None:
-            out = x.new_empty(1, out_features)
-            bias_pointer = None if bias is None else bias.data_ptr()
-            pointers = (x.data_ptr(), entry.tiles.data_ptr(), bias_pointer, out.data_ptr())
-            kernel(*pointers, entry.sizes, torch.get_num_threads())
-            return out
+            return _tiled_product(kernel, x, entry, bias)
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
         x, entry.packed, bias, "none", [], ""
     )
     return product
+
+
+def _tiled_product(
+    kernel: Callable[..., None], x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None
+) -> torch.Tensor:
+    assert entry.tiles is not None
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = x.new_empty(x.shape[0], entry.shape[0])
+    bias_pointer = None if bias is None else bias.data_ptr()
+    pointers = (x.data_ptr(), entry.tiles.data_ptr(), bias_pointer, out.data_ptr())
+    kernel(*pointers, entry.sizes, x.shape[0], x.stride(0), torch.get_num_threads())
+    return out
 
 
 def _packed_linear_fake(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model.kernels import cpu_attention, native
+from model.kernels import cpu_attention, native, packed_linear
 from model.kernels import paged_attention as twin
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -89,6 +92,49 @@ def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("group", range(1, 9))
 def test_decode_equals_its_twin_for_every_group(group: int, dtype: torch.dtype) -> None:
     Case([1, 15, 16, 17, 40], group=group, dtype=dtype).check()
+
+
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [160, 256])
+def test_wide_heads_sum_in_several_rounds(dim: int, dtype: torch.dtype) -> None:
+    Case([7, 33], dim=dim, dtype=dtype).check()
+
+
+@pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
+def fewer_lanes(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Builds the kernels for a processor whose registers are narrower than this one's may be."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the flags are x86's")
+    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
+    cached = (native.native_library, native.native_function, cpu_attention._decode_sizes)
+    for each in cached:
+        each.cache_clear()
+    assert native.native_library() is not None
+    yield
+    monkeypatch.undo()
+    for each in cached:
+        each.cache_clear()
+
+
+@pytest.mark.usefixtures("fewer_lanes", "no_twin")
+def test_kernels_are_right_for_narrower_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim in (12, 16, 32, 64, 80, 128, 256):
+            for window in (None, 6):
+                Case([0, 1, 3, 5, 16, 40], group=3, dim=dim, dtype=dtype).check(window)
+        monkeypatch.setattr(packed_linear, "_is_ours", lambda _: True)
+        for shape in ((100, 37), (70, 515)):
+            weight, x = torch.randn(shape).to(dtype), torch.randn(45, shape[1]).to(dtype)
+            packed = packed_linear.PackedWeight(weight)
+            for rows in range(1, 46):
+                found = packed_linear.packed_product(x[:rows], int(packed.handle), None, shape[0])
+                wanted = (x[:rows].double() @ weight.double().T).to(dtype)
+                tolerance = 1e-4 if dtype == torch.float32 else 2**-7
+                torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.usefixtures("no_twin")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,42 @@ from model.weights import load_model
 
 CPU = torch.device("cpu")
 needs_bfloat16 = pytest.mark.skipif(
-    not can_pack(torch.bfloat16, CPU), reason="oneDNN packs no bfloat16 on this processor"
+    not can_pack(torch.bfloat16, CPU), reason="neither oneDNN nor the kernels pack bfloat16 here"
 )
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
 SHAPES = [(64, 64), (96, 48), (509, 48), (100, 37), (1, 8), (1152, 896), (256, 768)]
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(params=["ours", "oneDNN"])
+def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who packs, whatever this processor's rule is."""
+    dtype = request.node.callspec.params.get("dtype", torch.float32)
+    choose(request.param, dtype, monkeypatch)
+    return str(request.param)
+
+
+def choose(packer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_ours = packer == "ours"
+    if is_ours and native.native_function("packed_linear", dtype) is None:
+        pytest.skip("needs a C++ compiler")
+    if not is_ours and (refusal := module._refusal(dtype)) is not None:
+        pytest.skip(refusal)
+    monkeypatch.setattr(module, "_is_ours", lambda _: is_ours)
+
+
+@pytest.fixture
+def rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Asks anew, before and after, who packs."""
+    cached = (module._packs, module._is_ours, module._refusal)
+    for each in cached:
+        each.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for each in cached:
+        each.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +74,7 @@ def assert_equal_to_rounding(found: torch.Tensor, x: torch.Tensor, *weights: Any
     assert error < (1e-6 if found.dtype == torch.float32 else 2**-8), error
 
 
+@pytest.mark.usefixtures("packer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,24 +90,72 @@ def test_product_equals_the_plain_one(
         assert_equal_to_rounding(found, x, weight, b)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Fewer columns than threads; blocks of inputs and a rest; groups of columns and a rest.
+@pytest.mark.parametrize("shape", [(5, 1), (100, 37), (33, 515), (16, 768), (509, 300)])
+def test_every_number_of_rows_multiplies_as_each_row_alone(
+    shape: tuple[int, int], dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose("ours", dtype, monkeypatch)
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    # Read past its inputs, a row yields NaN.
+    wide = torch.full((600, shape[1] + 3), torch.nan).to(dtype)
+    every = wide[:, : shape[1]].copy_(torch.randn(600, shape[1]))
+    packed = PackedWeight(weight)
+    torch.set_num_threads(threads)
+    try:
+        for b in (None, bias):
+            alone = [packed_linear(row, packed.handle, b, shape[0]) for row in every.split(1)]
+            wanted = torch.cat(alone)
+            assert_equal_to_rounding(wanted, every, weight, b)
+            for rows in [*range(71), 95, 96, 97, 98, 193, 600]:
+                found = packed_linear(every[:rows], packed.handle, b, shape[0])
+                assert torch.equal(found, wanted[:rows]), rows
+        columns = every[:9].T.contiguous().T
+        assert columns.stride(1) != 1 or shape[1] == 1
+        assert torch.equal(packed_linear(columns, packed.handle, b, shape[0]), wanted[:9])
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_which_every_other_row_is_skipped_is_packed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose("ours", dtype, monkeypatch)
+    wide = torch.randn(74, 61).to(dtype)
+    for weight in (wide[::2, :37], wide[:37].T):
+        packed = PackedWeight(weight)
+        assert torch.equal(packed.unpack(), weight)
+        x = torch.randn(3, weight.shape[1]).to(dtype)
+        found = packed_linear(x, packed.handle, None, weight.shape[0])
+        assert_equal_to_rounding(found, x, weight, None)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_is_the_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_is_the_kernels(
+    dtype: torch.dtype, packer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.native_function("packed_linear", dtype) is None:
+        pytest.skip("needs a C++ compiler")
     names: list[str] = []
 
     def counted(name: str, dtype: torch.dtype) -> Any:
         names.append(name)
         return native.native_function(name, dtype)
 
-    monkeypatch.setattr(module, "native_function", counted)
     packed = PackedWeight(torch.randn(96, 64).to(dtype))
+    monkeypatch.setattr(module, "native_function", counted)
     packed_linear(torch.randn(1, 64).to(dtype), packed.handle, None, 96)
     assert names == ["packed_linear"]
     packed_linear(torch.randn(2, 64).to(dtype), packed.handle, None, 96)
-    assert names == ["packed_linear"]
+    assert len(names) == (2 if packer == "ours" else 1)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [*SHAPES, (2063, 130)])
 def test_a_transposed_weight_multiplies_like_a_plain_one(
@@ -89,7 +171,8 @@ def test_a_transposed_weight_multiplies_like_a_plain_one(
     for b in (None, bias):
         bias_pointer = None if b is None else b.data_ptr()
         sizes = module._sizes(tiles, weight)
-        kernel(x.data_ptr(), tiles.data_ptr(), bias_pointer, out.data_ptr(), sizes, threads)
+        pointers = (x.data_ptr(), tiles.data_ptr(), bias_pointer, out.data_ptr())
+        kernel(*pointers, sizes, 1, shape[1], threads)
         assert_equal_to_rounding(out, x, weight, b)
     assert not module._is_transposed(packed, weight + 1)
 
@@ -108,6 +191,7 @@ def test_one_row_rounds_ties_to_even() -> None:
 def test_one_row_is_right_without_the_kernel(
     without: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    choose("oneDNN", dtype, monkeypatch)
     if without == "kernel":
         monkeypatch.setattr(module, "native_function", lambda *_: None)
     else:
@@ -118,6 +202,7 @@ def test_one_row_is_right_without_the_kernel(
     assert_equal_to_rounding(packed_linear(x, packed.handle, None, 96), x, weight, None)
 
 
+@pytest.mark.usefixtures("packer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
 def test_rows_and_the_whole_come_back_bit_by_bit(
@@ -139,6 +224,7 @@ def test_tiles_are_believed_only_where_every_element_is_in_its_place() -> None:
     assert module._tiles_of(packed, weight) is None
 
 
+@pytest.mark.usefixtures("packer")
 def test_torch_finds_nothing_wrong_with_the_ops() -> None:
     packed = PackedWeight(torch.randn(96, 64))
     for rows in (1, 5):
@@ -227,24 +313,41 @@ def test_other_dtypes_stay_plain(dtype: torch.dtype) -> None:
     assert torch.equal(made(x), F.linear(x, made.weight, made.bias))
 
 
-def test_what_onednn_refuses_stays_plain(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("mkldnn: not on this machine\nmore")
+def refuse(*_: Any) -> None:
+    raise RuntimeError("mkldnn: not on this machine\nmore")
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
-    module._packs.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            made = layer(1)
-    finally:
-        module._packs.cache_clear()
+
+def test_what_nobody_packs_stays_plain(
+    rule: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    rule.setattr(module, "native_function", lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        made = layer(1)
     [record] = caplog.records
     assert record.getMessage() == "weights of torch.float32 stay plain: mkldnn: not on this machine"
     assert made.handle is None
     x = torch.randn(2, 48)
     assert torch.equal(made(x), F.linear(x, made.weight, made.bias))
+
+
+@needs_compiler
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512", "DEFAULT"])
+@pytest.mark.parametrize("refuses", [True, False])
+def test_the_processor_and_what_onednn_refuses_decide_who_packs(
+    refuses: bool, capability: str, rule: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if refuses:
+        rule.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    with caplog.at_level(logging.WARNING):
+        made = layer(1)
+    assert not caplog.records
+    assert made.handle is not None
+    is_onednn = module._entry(made.handle).packed is not None
+    assert is_onednn == (not refuses and capability != "AVX2")
+    x = torch.randn(2, 48)
+    torch.testing.assert_close(made(x), F.linear(x, made.plain_weight(), made.bias))
 
 
 # --- whole models -----------------------------------------------------------------------------
@@ -268,6 +371,7 @@ def test_every_product_of_a_model_is_packed(
 def test_a_tied_head_whose_rows_cannot_be_read_stays_plain(
     make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    choose("oneDNN", torch.float32, monkeypatch)
     monkeypatch.setattr(module, "TILE_OUTPUTS", ())
     model, _ = load_model(
         make_checkpoint(tie_word_embeddings=True)[0], dtype=torch.float32, device="cpu"
@@ -277,7 +381,7 @@ def test_a_tied_head_whose_rows_cannot_be_read_stays_plain(
     assert model.model.layers[0].mlp.down_proj.handle is not None
 
 
-@pytest.mark.parametrize("off", ["packing", "kernels"])
+@pytest.mark.parametrize("off", ["packing", "kernels", "our packing"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_gives_the_same_logits_without(
     off: str, tied: bool, make_checkpoint: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
@@ -294,8 +398,9 @@ def test_a_model_gives_the_same_logits_without(
     wanted = logits()
     if off == "packing":
         monkeypatch.setattr("model.layers.linear.can_pack", lambda *_: False)
-        monkeypatch.setattr("model.layers.linear.can_pack", lambda *_: False)
     else:
+        choose("oneDNN", torch.float32, monkeypatch)
+    if off == "kernels":
         monkeypatch.setattr(module, "native_function", lambda *_: None)
         monkeypatch.setattr("model.kernels.cpu_attention.native_function", lambda *_: None)
         monkeypatch.setattr("model.kernels.cpu_attention.native_library", lambda: None)

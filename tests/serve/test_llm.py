@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
 
 from cluster.rank import forward
 from cluster.rank.inputs import StepBatch
 from model.sampler import SamplerOutput, SamplingTensors, sample
 from serve.llm import LLM, SamplingParams
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +112,26 @@ def test_decodes_and_prompts_of_every_size_run_on_padding_and_leave_nothing(
     assert {n for n, m in sizes if m == 1} >= {most, *(n for n in powers if n < most)}
     assert llm.runner.forward.num_replays == replays
     assert llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids == before
+
+
+def test_bfloat16_follows_transformers() -> None:
+    """Every product of a prompt and of decodes, on whatever packs bfloat16 here."""
+    llm = LLM(max_num_seqs=4, dtype="bfloat16", kv_memory="64MiB")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Count from 3 to 9."}])
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=5
+    )
+    [output] = llm.generate([prompt], params)
+    tokens = output.outputs[0].token_ids
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].float()
+    wanted = logits.log_softmax(-1)
+    found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    assert len(found) == len(prompt) - 1 + len(tokens)
+    for place, row in zip(found, wanted, strict=False):
+        assert place is not None
+        theirs = row[torch.tensor(place.top_token_ids)]
+        # Where both see a likely token, they agree to what bfloat16 leaves of a logit.
+        error = (torch.tensor(place.top_logprobs).exp() - theirs.exp()).abs().max()
+        assert error < 0.05

@@ -1,12 +1,18 @@
-// The product of one row with a packed weight, at the rate at which memory delivers the weight.
+// Products with a packed weight: of one row at the rate at which memory delivers the weight, of many
+// near the rate at which the processor multiplies.
 //
 // A weight [O, I] lies in tiles as oneDNN packs it: [O / N][I / P][N][P], where P values fill four
 // bytes (one float32 or two bfloat16) and N outputs stand side by side; both dimensions are padded
 // with zeros. A column block of N outputs is read front to back.
 //
 // Where a CPU cannot multiply bfloat16, oneDNN keeps such weights transposed: one tile of O outputs
-// whose words hold one element. They are read row by row, in stretches of STRETCH outputs.
+// whose words hold one element. They are read row by row, in stretches of STRETCH outputs. Where it
+// refuses to pack them, they are packed as above without it, in tiles that suit the products below.
+//
+// An output is the sum of its products in the order of the inputs, however many rows there are and
+// whichever thread adds them up: a row's result does not depend on the rows beside it.
 
+#include <algorithm>
 #include <vector>
 
 #include "simd.h"
@@ -38,26 +44,29 @@ bool prefers_wide() {
 #endif
 }
 
-// One vector of packed words times the inputs that they meet.
-inline f32x16 products(const float* w, const float* x) { return load(w) * x[0]; }
+// Words of one column of vectors, as what they hold: P vectors, in the order of the inputs.
+inline void expand(const float* w, f32v (&out)[1]) { out[0] = load(w); }
 
-inline f32x16 products(const bf16* w, const float* x) {
-  u32x16 pairs;
+inline void expand(const bf16* w, f32v (&out)[2]) {
+  u32v pairs;
   memcpy(&pairs, w, sizeof pairs);
-  return (f32x16)(pairs << 16) * x[0] + (f32x16)(pairs & 0xffff0000u) * x[1];
+  out[0] = (f32v)(pairs << 16);
+  out[1] = (f32v)(pairs & 0xffff0000u);
 }
 
-// COUNT column blocks of `size` elements each. x: [I], padded; sums: [COUNT * VECTORS * 16].
+// COUNT column blocks of `size` elements each. x: [I], padded; sums: [COUNT * VECTORS * LANES].
 template <class T, int VECTORS, int64_t AHEAD, int COUNT>
 void blocks(const T* w, int64_t size, const float* x, int64_t words, float* sums) {
   constexpr int P = 4 / sizeof(T);
-  f32x16 acc[COUNT][VECTORS] = {};
+  f32v acc[COUNT][VECTORS] = {};
   for (int64_t word = 0; word < words; word++, x += P, w += VECTORS * LANES * P)
     for (int b = 0; b < COUNT; b++)
       for (int v = 0; v < VECTORS; v++) {
         const T* at = w + b * size + v * LANES * P;
         if (AHEAD) __builtin_prefetch((const char*)at + AHEAD);
-        acc[b][v] += products(at, x);
+        f32v parts[P];
+        expand(at, parts);
+        for (int p = 0; p < P; p++) acc[b][v] += parts[p] * x[p];
       }
   memcpy(sums, acc, sizeof acc);
 }
@@ -77,7 +86,8 @@ void linear(const T* x, const T* w, const T* bias, T* out, const int64_t* sizes,
             int64_t threads) {
   const int64_t inputs = sizes[0], outputs = sizes[1], padded = sizes[3];
   const int64_t words = padded * (int64_t)sizeof(T) / 4;
-  constexpr int64_t N = VECTORS * LANES, STREAMS = Reading::STREAMS;
+  constexpr int64_t N = VECTORS * LANES, ROOM = std::max(REGISTERS / 2 / VECTORS, 1);
+  constexpr int64_t STREAMS = std::min<int64_t>(Reading::STREAMS, ROOM);
   std::vector<float> wide(padded);
   for (int64_t i = 0; i < inputs; i++) wide[i] = to_float(x[i]);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
@@ -99,6 +109,177 @@ void linear_as_read_best(const T* x, const T* w, const T* bias, T* out, const in
   linear<T, VECTORS, Ahead>(x, w, bias, out, sizes, threads);
 }
 
+// --- many rows ----------------------------------------------------------------------------------
+//
+// Rows are taken in chunks, a chunk's inputs in blocks: of a column of WIDTH outputs, one block's
+// words stay in the first cache while every panel of rows meets them, and the panels of a block stay
+// in the second while a group of columns does (Goto and van de Geijn, 2008). Up to CHUNK rows, the
+// weight comes from memory once.
+
+constexpr int SIDE = 2;
+constexpr int64_t WIDTH = SIDE * LANES;
+// With SIDE vectors each, the sums of a panel's rows leave registers for two words and an input.
+constexpr int PANEL = REGISTERS == 32 ? 12 : 6;
+constexpr int64_t CHUNK = 96, BLOCK = 256, GROUP = 6;
+constexpr int MOST_COLUMNS = 3;
+
+// Rows [ROWS, stride] as a panel [padded, ROWS] of float32, zeros behind the inputs.
+template <class T, int ROWS>
+void fill_panel(const T* x, int64_t stride, int64_t inputs, int64_t padded, float* panel) {
+  for (int64_t i = 0; i < inputs; i++)
+    for (int r = 0; r < ROWS; r++) panel[i * ROWS + r] = to_float(x[r * stride + i]);
+  std::fill(panel + inputs * ROWS, panel + padded * ROWS, 0.0f);
+}
+
+// Adds the products of a panel [words * P, ROWS] with COLUMNS columns to sums [COLUMNS][ROWS, WIDTH].
+// step: elements from one word of a column to its next. Lines at `ahead` in a column are asked for.
+template <class T, int ROWS, int COLUMNS>
+void multiply(const float* panel, const T* const* columns, int64_t step, int64_t words,
+              int64_t ahead, float* const* sums) {
+  constexpr int P = 4 / sizeof(T);
+  f32v acc[COLUMNS][ROWS][SIDE];
+  for (int c = 0; c < COLUMNS; c++) memcpy(acc[c], sums[c], sizeof acc[c]);
+  for (int64_t word = 0; word < words; word++, panel += P * ROWS)
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; c++) {
+      const T* at = columns[c] + word * step;
+      __builtin_prefetch(at + ahead);
+      f32v parts[SIDE][P];
+      for (int v = 0; v < SIDE; v++) expand(at + v * LANES * P, parts[v]);
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+          for (int v = 0; v < SIDE; v++) acc[c][r][v] += parts[v][p] * panel[p * ROWS + r];
+    }
+  for (int c = 0; c < COLUMNS; c++) memcpy(sums[c], acc[c], sizeof acc[c]);
+}
+
+// Few rows leave registers for several columns, whose sums then need not wait for one another.
+template <int ROWS, class T>
+void multiply_all(const float* panel, const T* const* columns, int64_t count, int64_t step,
+                  int64_t words, int64_t ahead, float* const* sums) {
+  constexpr int COLUMNS = std::min(PANEL / ROWS, MOST_COLUMNS);
+  int64_t c = 0;
+  for (; c + COLUMNS <= count; c += COLUMNS)
+    multiply<T, ROWS, COLUMNS>(panel, columns + c, step, words, ahead, sums + c);
+  for (; c < count; c++) multiply<T, ROWS, 1>(panel, columns + c, step, words, ahead, sums + c);
+}
+
+// The words of a column as float32, [words * P, WIDTH]; lines at `ahead` are asked for.
+template <class T>
+void widen_column(const T* at, int64_t step, int64_t words, int64_t ahead, float* wide) {
+  constexpr int P = 4 / sizeof(T);
+  for (int64_t word = 0; word < words; word++, at += step, wide += P * WIDTH) {
+    __builtin_prefetch(at + ahead);
+    for (int v = 0; v < SIDE; v++) {
+      f32v parts[P];
+      expand(at + v * LANES * P, parts);
+      for (int p = 0; p < P; p++) store(wide + p * WIDTH + v * LANES, parts[p]);
+    }
+  }
+}
+
+// Calls f with `rows` as a constant.
+template <int ROWS = PANEL, class F>
+inline void with_rows(int64_t rows, F f) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) return f(std::integral_constant<int, ROWS>());
+    with_rows<ROWS - 1>(rows, f);
+  }
+}
+
+// As few panels as can be, of nearly equal size: PANEL rows or less.
+struct Panels {
+  int64_t rows, count = (rows + PANEL - 1) / PANEL;
+
+  int64_t start(int64_t i) const { return rows / count * i + std::min(i, rows % count); }
+};
+
+template <class T>
+struct Many {
+  static constexpr int P = 4 / sizeof(T);
+  const T *w, *bias;
+  T* out;
+  int64_t outputs, tile, padded, columns_per_tile;
+
+  const T* column(int64_t i) const {
+    return w + i / columns_per_tile * tile * padded + i % columns_per_tile * WIDTH * P;
+  }
+
+  // Columns [first, first + count) of a chunk's outputs. panels: [padded, ROWS] one after another.
+  void group(const float* panels, Panels split, int64_t first, int64_t count, T* to) const {
+    alignas(64) float sums[GROUP][CHUNK * WIDTH], wide[BLOCK * WIDTH];
+    for (int64_t c = 0; c < count; c++) std::fill(sums[c], sums[c] + split.rows * WIDTH, 0.0f);
+    const int64_t step = tile * P;
+    for (int64_t start = 0; start < padded; start += BLOCK) {
+      const int64_t words = std::min(BLOCK, padded - start) / P;
+      const T* columns[GROUP];
+      for (int64_t c = 0; c < count; c++) columns[c] = column(first + c) + start / P * step;
+      auto multiply_panels = [&](auto* const* from, int64_t c, int64_t n, int64_t step,
+                                 int64_t words, int64_t ahead) {
+        for (int64_t i = 0; i < split.count; i++) {
+          const int64_t row = split.start(i);
+          float* part[GROUP];
+          for (int64_t s = 0; s < n; s++) part[s] = sums[c + s] + row * WIDTH;
+          with_rows(split.start(i + 1) - row, [&](auto rows) {
+            multiply_all<rows()>(panels + row * padded + start * rows(), from, n, step, words,
+                                 ahead, part);
+          });
+        }
+      };
+      // One column at a time meets all panels; of a single panel, as many as have room.
+      const int64_t at_once = split.count > 1 ? 1 : count;
+      for (int64_t c = 0; c < count; c += at_once) {
+        if (P == 1 || split.count < 4) {
+          multiply_panels(columns + c, c, at_once, step, words, words * step);
+        } else {
+          const float* from = wide;
+          widen_column(columns[c], step, words, words * step, wide);
+          multiply_panels(&from, c, 1, WIDTH, words * P, 0);
+        }
+      }
+    }
+    for (int64_t c = 0; c < count; c++) {
+      const int64_t o = (first + c) * WIDTH, n = std::min(WIDTH, outputs - o);
+      for (int64_t r = 0; r < split.rows; r++)
+        for (int64_t i = 0; i < n; i++)
+          from_float(sums[c][r * WIDTH + i] + (bias ? to_float(bias[o + i]) : 0.0f),
+                     to + r * outputs + o + i);
+    }
+  }
+};
+
+template <class T>
+void many(const T* x, int64_t rows, int64_t stride, const T* w, const T* bias, T* out,
+          const int64_t* sizes, int64_t threads) {
+  const int64_t inputs = sizes[0], outputs = sizes[1], tile = sizes[2], padded = sizes[3];
+  const Many<T> product{w, bias, out, outputs, tile, padded, tile / WIDTH};
+  const int64_t columns = (outputs + WIDTH - 1) / WIDTH;
+  const int64_t size = std::min(GROUP, std::max<int64_t>(columns / (4 * threads), 1));
+  static thread_local std::vector<float> scratch;
+  scratch.resize(std::max<size_t>(scratch.size(), std::min(CHUNK, rows) * padded));
+  float* panels = scratch.data();
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    const Panels split{std::min(CHUNK, rows - first)};
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < split.count; i++) {
+      const int64_t row = split.start(i);
+      with_rows(split.start(i + 1) - row, [&](auto count) {
+        fill_panel<T, count()>(x + (first + row) * stride, stride, inputs, padded,
+                               panels + row * padded);
+      });
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t c = 0; c < columns; c += size)
+      product.group(panels, split, c, std::min(size, columns - c), out + first * outputs);
+  }
+}
+
+// --- transposed weights -------------------------------------------------------------------------
+
 // Outputs in one stretch at most: their sums stay in the first cache, and stretches that are half
 // as long, on pages of their own, were read at four fifths of the rate (Intel Cascade Lake).
 constexpr int64_t STRETCH = 8192;
@@ -108,7 +289,7 @@ template <class T, int COUNT>
 void add_rows(const T* w, int64_t stride, const float* x, int64_t n, float* sums) {
   int64_t o = 0;
   for (; o + LANES <= n; o += LANES) {
-    f32x16 acc = load(sums + o);
+    f32v acc = load(sums + o);
     for (int r = 0; r < COUNT; r++) acc += load(w + r * stride + o) * x[r];
     store(sums + o, acc);
   }
@@ -138,32 +319,70 @@ void transposed(const T* x, const T* w, const T* bias, T* out, const int64_t* si
   }
 }
 
+// --- packing ------------------------------------------------------------------------------------
+
+// Tiles are written front to back, from N rows at once.
+template <class T>
+void pack(const T* w, int64_t stride, T* tiles, const int64_t* sizes, int64_t threads) {
+  constexpr int64_t P = 4 / sizeof(T);
+  const int64_t inputs = sizes[0], outputs = sizes[1], N = sizes[2], padded = sizes[3];
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t first = 0; first < outputs; first += N) {
+    T* tile = tiles + first * padded;
+    const int64_t n = std::min(N, outputs - first), whole = inputs / P * P;
+    if (n < N || whole < padded) memset((void*)tile, 0, N * padded * sizeof(T));
+    for (int64_t i = 0; i < whole; i += P)
+      for (int64_t o = 0; o < n; o++)
+        memcpy(tile + i * N + o * P, w + (first + o) * stride + i, P * sizeof(T));
+    for (int64_t i = whole; i < inputs; i++)
+      for (int64_t o = 0; o < n; o++)
+        tile[whole * N + o * P + i - whole] = w[(first + o) * stride + i];
+  }
+}
+
 template <class T>
 void dispatch(const void* x, const void* w, const void* bias, void* out, const int64_t* sizes,
-              int64_t threads) {
+              int64_t rows, int64_t stride, int64_t threads) {
+  if (rows != 1)
+    return many<T>((const T*)x, rows, stride, (const T*)w, (const T*)bias, (T*)out, sizes, threads);
   auto call = [&](auto* f) { f((const T*)x, (const T*)w, (const T*)bias, (T*)out, sizes, threads); };
   if (sizes[4] * (int64_t)sizeof(T) < 4) return call(transposed<T>);
-  switch (sizes[2] / LANES) {
-    case 1: return call(linear_as_read_best<T, 1>);
-    case 2: return call(linear_as_read_best<T, 2>);
-    case 3: return call(linear_as_read_best<T, 3>);
-    case 4: return call(linear_as_read_best<T, 4>);
+  switch (sizes[2]) {
+    case 16: return call(linear_as_read_best<T, 16 / LANES>);
+    case 32: return call(linear_as_read_best<T, 32 / LANES>);
+    case 48: return call(linear_as_read_best<T, 48 / LANES>);
+    case 64: return call(linear_as_read_best<T, 64 / LANES>);
   }
 }
 
 }  // namespace
 
-// x: [I]; bias: [O] or null; out: [O].
-// sizes: I, O, N (16, 32, 48 or 64), padded I, P; P is 1 for bfloat16 that is transposed, N then O.
 extern "C" {
 
+// x: [T, I]; bias: [O] or null; out: [T, O], contiguous.
+// sizes: I, O, N (16, 32, 48 or 64), padded I, P; P is 1 for bfloat16 that is transposed, N
+// then O. rows: T; more than one where N is a multiple of WIDTH alone. stride: from row to row of x.
 void packed_linear_float32(const void* x, const void* w, const void* bias, void* out,
-                           const int64_t* sizes, int64_t threads) {
-  dispatch<float>(x, w, bias, out, sizes, threads);
+                           const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
+  dispatch<float>(x, w, bias, out, sizes, rows, stride, threads);
 }
 
 void packed_linear_bfloat16(const void* x, const void* w, const void* bias, void* out,
-                            const int64_t* sizes, int64_t threads) {
-  dispatch<bf16>(x, w, bias, out, sizes, threads);
+                            const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
+  dispatch<bf16>(x, w, bias, out, sizes, rows, stride, threads);
 }
+
+// w: [O, I], rows `stride` apart; tiles: [O / N][padded I / P][N][P]; sizes: as above.
+void pack_linear_float32(const void* w, void* tiles, const int64_t* sizes, int64_t stride,
+                         int64_t threads) {
+  pack<float>((const float*)w, stride, (float*)tiles, sizes, threads);
+}
+
+void pack_linear_bfloat16(const void* w, void* tiles, const int64_t* sizes, int64_t stride,
+                          int64_t threads) {
+  pack<bf16>((const bf16*)w, stride, (bf16*)tiles, sizes, threads);
+}
+
+// The outputs of a tile that suits products of many rows best.
+int64_t packed_linear_tile() { return std::max<int64_t>(WIDTH, 16); }
 }

@@ -1,7 +1,7 @@
 // Paged decode attention that reads each byte of keys and values once, and the write of new ones.
 //
 // One work item is a (sequence, KV head): all query heads of the group are attended together, in
-// tiles of 16 tokens with an online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or
+// tiles of LANES tokens with an online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or
 // behind a sequence's length, or before its sliding window, are never read.
 //
 // Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, B tokens per
@@ -9,6 +9,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -29,80 +30,86 @@ struct Paged {
 };
 
 // exp of x <= 0: 2^n * p(r) with |r| <= ln 2 / 2 (Cephes). Underflows to 0, keeps a NaN.
-inline f32x16 exp_of_negative(f32x16 x) {
-  const f32x16 lowest = f32x16{} - 87.0f;
-  const i32x16 is_tiny = x < lowest;
-  const f32x16 clamped = is_tiny ? lowest : x;
-  const i32x16 n = __builtin_convertvector(clamped * 1.44269504f - 0.5f, i32x16);
-  const f32x16 whole = __builtin_convertvector(n, f32x16);
-  const f32x16 r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+inline f32v exp_of_negative(f32v x) {
+  const f32v lowest = f32v{} - 87.0f;
+  const i32v is_tiny = x < lowest;
+  const f32v clamped = is_tiny ? lowest : x;
+  const i32v n = __builtin_convertvector(clamped * 1.44269504f - 0.5f, i32v);
+  const f32v whole = __builtin_convertvector(n, f32v);
+  const f32v r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  f32v p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const f32x16 power = (f32x16)((n + 127) << 23);
-  const f32x16 value = is_tiny ? f32x16{} : p * power;
+  const f32v power = (f32v)((n + 127) << 23);
+  const f32v value = is_tiny ? f32v{} : p * power;
   return x != x ? x : value;
 }
 
-// Sums of the 16 lanes of each of 16 vectors: a tree that folds pairs of vectors into one.
+// A vector of f(0), f(1) and so on. Written out, for a shuffle by it to be one instruction: a loop
+// that fills the vector is not seen through.
+template <class F, size_t... J>
+inline i32v by_lane(F f, std::index_sequence<J...>) {
+  return i32v{f((int)J)...};
+}
+
+template <class F>
+inline i32v by_lane(F f) {
+  return by_lane(f, std::make_index_sequence<LANES>());
+}
+
+// Sums of the lanes of each of LANES vectors: a tree that folds pairs of vectors into one.
 template <int N>
-inline f32x16 sums(const f32x16* rows) {
-  f32x16 folded[N / 2];
-  const int HALF = N / 2;
+inline f32v sums(const f32v* rows) {
+  constexpr int HALF = N / 2;
+  constexpr auto first = [](int j) {
+    return j / N * N + j % HALF + (j % N < HALF ? 0 : LANES);
+  };
+  constexpr auto second = [=](int j) { return first(j) + HALF; };
+  f32v folded[HALF];
   for (int i = 0; i < HALF; i++) {
-    const f32x16 a = rows[i], b = rows[i + HALF];
-    i32x16 low, high;
-    for (int j = 0; j < LANES; j++) {
-      const int group = j / N * N, within = j % N;
-      const int lane = group + within % HALF;
-      low[j] = lane + (within < HALF ? 0 : LANES);
-      high[j] = lane + HALF + (within < HALF ? 0 : LANES);
-    }
-    folded[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    const f32v a = rows[i], b = rows[i + HALF];
+    folded[i] = __builtin_shuffle(a, b, by_lane(first)) + __builtin_shuffle(a, b, by_lane(second));
   }
   return sums<HALF>(folded);
 }
 
 template <>
-inline f32x16 sums<1>(const f32x16* rows) {
+inline f32v sums<1>(const f32v* rows) {
   return rows[0];
 }
 
-inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
-inline f32x16 plus(f32x16 a, f32x16 b) { return a + b; }
+inline f32v larger(f32v a, f32v b) { return a > b ? a : b; }
+inline f32v plus(f32v a, f32v b) { return a + b; }
 
-// Folds the lanes of a vector into one value, halving it four times.
-template <f32x16 (*COMBINE)(f32x16, f32x16)>
-inline float fold(f32x16 v) {
+// Folds the lanes of a vector into one value by halves.
+template <f32v (*COMBINE)(f32v, f32v)>
+inline float fold(f32v v) {
   for (int half = LANES / 2; half; half /= 2) {
-    i32x16 lanes;
-    for (int i = 0; i < LANES; i++) lanes[i] = i ^ half;
-    v = COMBINE(v, __builtin_shuffle(v, lanes));
+    v = COMBINE(v, __builtin_shuffle(v, by_lane([=](int i) { return i ^ half; })));
   }
   return v[0];
 }
 
 // Copies a row of D values into vectors, zeros behind it.
 template <class T, int VECTORS>
-inline void widen(const T* row, int64_t dim, f32x16* out) {
-  for (int i = 0; i < VECTORS; i++, dim -= LANES, row += LANES) {
-    out[i] = f32x16{};
-    if (dim >= LANES) {
-      out[i] = load(row);
-    } else {
-      for (int d = 0; d < dim; d++) out[i][d] = to_float(row[d]);
-    }
+inline void widen(const T* row, int64_t dim, f32v* out) {
+  if (dim == VECTORS * LANES) {
+    for (int i = 0; i < VECTORS; i++) out[i] = load(row + i * LANES);
+    return;
   }
+  float values[VECTORS * LANES] = {};
+  for (int64_t d = 0; d < dim; d++) values[d] = to_float(row[d]);
+  memcpy(out, values, sizeof values);
 }
 
 // The running softmax of one query head. Vectors hold a row of D values, zeros behind it.
 template <int VECTORS>
 struct Head {
-  f32x16 q[VECTORS], attended[VECTORS];
-  f32x16 scores;
+  f32v q[VECTORS], attended[VECTORS];
+  f32v scores;
   float p[TILE];
   float top, weight, shrink;
 };
@@ -112,15 +119,13 @@ struct Head {
 
 // Scores the first n tokens of a tile.
 template <int VECTORS>
-inline void score(const f32x16 (*keys)[VECTORS], int64_t n, Head<VECTORS>& head) {
-  f32x16 rows[TILE];
-  for (int t = 0; t < TILE; t++) {
-    rows[t] = head.q[0] * keys[t][0];
-    for (int i = 1; i < VECTORS; i++) rows[t] += head.q[i] * keys[t][i];
-  }
-  i32x16 token;
-  for (int t = 0; t < TILE; t++) token[t] = t;
-  head.scores = token < (int32_t)n ? sums<TILE>(rows) : f32x16{} - INFINITY;
+inline void score(const f32v (*keys)[VECTORS], int64_t n, Head<VECTORS>& head) {
+  f32v rows[TILE];
+  for (int t = 0; t < TILE; t++) rows[t] = head.q[0] * keys[t][0];
+  for (int i = 1; i < VECTORS; i++)
+    for (int t = 0; t < TILE; t++) rows[t] += head.q[i] * keys[t][i];
+  const i32v token = by_lane([](int t) { return t; });
+  head.scores = token < (int32_t)n ? sums<TILE>(rows) : f32v{} - INFINITY;
 }
 
 // Makes weights of scores, relative to the highest score so far.
@@ -128,21 +133,25 @@ template <int VECTORS>
 inline void weigh(Head<VECTORS>& head) {
   const float highest = fold<larger>(head.scores);
   const float top = highest > head.top ? highest : head.top;
-  head.shrink = exp_of_negative(f32x16{} + (head.top - top))[0];
-  const f32x16 p = exp_of_negative(head.scores - top);
+  head.shrink = exp_of_negative(f32v{} + (head.top - top))[0];
+  const f32v p = exp_of_negative(head.scores - top);
   store(head.p, p);
   head.top = top;
   head.weight = head.weight * head.shrink + fold<plus>(p);
 }
 
-// Adds a tile's values by their weights. Rows behind its tokens hold zeros.
+// Adds a tile's values by their weights. Rows behind its tokens hold zeros. As many sums are taken
+// at once as leave registers for what is added.
 template <int VECTORS>
-inline void add(const f32x16 (*values)[VECTORS], Head<VECTORS>& head) {
-  f32x16 sum[VECTORS];
-  for (int i = 0; i < VECTORS; i++) sum[i] = head.attended[i] * head.shrink;
-  for (int t = 0; t < TILE; t++)
-    for (int i = 0; i < VECTORS; i++) sum[i] += values[t][i] * head.p[t];
-  for (int i = 0; i < VECTORS; i++) head.attended[i] = sum[i];
+inline void add(const f32v (*values)[VECTORS], Head<VECTORS>& head) {
+  constexpr int SUMS = VECTORS % 8 == 0 ? 8 : VECTORS % 6 == 0 ? 6 : VECTORS;
+  for (int first = 0; first < VECTORS; first += SUMS) {
+    f32v sum[SUMS];
+    for (int i = 0; i < SUMS; i++) sum[i] = head.attended[first + i] * head.shrink;
+    for (int t = 0; t < TILE; t++)
+      for (int i = 0; i < SUMS; i++) sum[i] += values[t][first + i] * head.p[t];
+    for (int i = 0; i < SUMS; i++) head.attended[first + i] = sum[i];
+  }
 }
 
 // All query heads of one KV head of one sequence, which see its tokens from `start` on. q, out: the
@@ -155,12 +164,12 @@ void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t sta
     widen<T, VECTORS>(q + g * q_stride, dim, heads[g].q);
     for (int i = 0; i < VECTORS; i++) {
       heads[g].q[i] *= scale;
-      heads[g].attended[i] = f32x16{};
+      heads[g].attended[i] = f32v{};
     }
     heads[g].top = -FLT_MAX;
     heads[g].weight = 0;
   }
-  f32x16 keys[TILE][VECTORS], values[TILE][VECTORS];
+  f32v keys[TILE][VECTORS], values[TILE][VECTORS];
   for (int64_t first = start; first < length; first += TILE) {
     const int64_t n = length - first < TILE ? length - first : TILE;
     for (int64_t t = 0; t < n; t++) {
@@ -211,12 +220,12 @@ void dispatch(const void* q, const void* k, const void* v, const int32_t* table,
               const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
   const int64_t dim = sizes[3];
   auto call = [&](auto* f) { f(q, k, v, table, lengths, out, sizes, scale); };
-  if (dim <= 16) return call(decode<T, 1>);
-  if (dim <= 32) return call(decode<T, 2>);
-  if (dim <= 64) return call(decode<T, 4>);
-  if (dim <= 96) return call(decode<T, 6>);
-  if (dim <= 128) return call(decode<T, 8>);
-  return call(decode<T, 16>);
+  if (dim <= 16) return call(decode<T, 16 / LANES>);
+  if (dim <= 32) return call(decode<T, 32 / LANES>);
+  if (dim <= 64) return call(decode<T, 64 / LANES>);
+  if (dim <= 96) return call(decode<T, 96 / LANES>);
+  if (dim <= 128) return call(decode<T, 128 / LANES>);
+  return call(decode<T, 256 / LANES>);
 }
 
 }  // namespace

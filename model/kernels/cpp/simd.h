@@ -1,37 +1,47 @@
-// Vectors of 16 floats through GCC's and Clang's vector extension.
+// Vectors of floats through GCC's and Clang's vector extension, as wide as one register.
 //
-// The compiler lowers them to what -march allows, from one AVX512 register to four SSE ones, so
-// there is one source and no intrinsics. Loads and stores go through memcpy: nothing is aligned.
+// LANES follows what -march allows. A vector wider than the registers would live in memory: GCC
+// splits each operation on one, but keeps no accumulator of that type in registers. Loads and
+// stores go through memcpy: nothing is aligned.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-constexpr int LANES = 16;
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+typedef float f32v __attribute__((vector_size(LANES * 4)));
+typedef int32_t i32v __attribute__((vector_size(LANES * 4)));
+typedef uint32_t u32v __attribute__((vector_size(LANES * 4)));
+typedef uint16_t u16v __attribute__((vector_size(LANES * 2)));
 
 // A bfloat16 is the upper half of a float32.
 struct bf16 {
   uint16_t bits;
 };
 
-static inline f32x16 load(const float* p) {
-  f32x16 v;
+static inline f32v load(const float* p) {
+  f32v v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 
-static inline f32x16 load(const bf16* p) {
-  u16x16 v;
+static inline f32v load(const bf16* p) {
+  u16v v;
   memcpy(&v, p, sizeof v);
-  return (f32x16)(__builtin_convertvector(v, u32x16) << 16);
+  return (f32v)(__builtin_convertvector(v, u32v) << 16);
 }
 
-static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
+static inline void store(float* p, f32v v) { memcpy(p, &v, sizeof v); }
 
 static inline float to_float(float x) { return x; }
 
