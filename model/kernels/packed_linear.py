@@ -8,8 +8,8 @@ Who packs and multiplies is decided by the processor, the dtype and whether the 
 built, never by a measurement, so a restart on the same machine rounds as the last run did:
 
 1. With AVX2 and no AVX512, this module packs and the C++ kernel multiplies. A row's result does
-   not depend on the rows beside it, to the bit. Against oneDNN on Zen 3, one thread, float32: 1.1
-   to 1.8 times as fast from 1 to 64 rows, as fast from 128 on. oneDNN refuses bfloat16 there.
+   not depend on the rows beside it, to the bit. oneDNN refuses bfloat16 there, and is slower in
+   float32 with few rows and no faster with many.
 2. Elsewhere oneDNN packs, and multiplies more than one row. One row, a decode step of one
    sequence, is bound by memory, and the kernel reads the same packed bytes faster. It may, because
    packing proves where each element went (`_tiles_of`); where they cannot be found, oneDNN does
