@@ -1,10 +1,14 @@
-"""Registers, shared memory and spills of every Triton kernel, compiled ahead of time.
+"""Registers, shared memory, spills and pipelines of every Triton kernel, compiled ahead of time.
 
     python examples/bench/kernel_report.py [--arch 80 90] [--json]
 
 No GPU is needed. Each kernel's own launch function is called with tensors that have shapes but no
 memory; what it would have launched is compiled for each architecture with the same types,
 constants and alignments, so the report cannot drift from what runs. cuobjdump reads the binaries.
+
+    per SM   programs that fit on one multiprocessor at once
+    buffers  tiles of each pipelined load that shared memory holds; 1 copies no tile ahead
+    waits    copies that each wait leaves in flight; 0 waits for all of them
 """
 
 from __future__ import annotations
@@ -49,6 +53,11 @@ KERNEL_MODULES = (
     triton_rope,
 )
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
+REGISTERS, WARP_REGISTERS, MAX_WARPS = 65_536, 256, 64
+"""Of a multiprocessor; what a warp's are rounded up to."""
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
+RESERVED_BYTES = 1 << 10
+"""Shared memory of a multiprocessor, and what the driver takes of it for each program."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -76,6 +85,18 @@ class Usage:
     stack_bytes: int
     """Per thread: spilled registers and local arrays."""
     local_bytes: int
+    buffers: list[int]
+    """Of each load that goes through shared memory, in the order of the program."""
+    waits: list[int]
+    """Of each wait for asynchronous copies, likewise."""
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Programs that registers, shared memory and warps leave room for on one multiprocessor."""
+        of_warp = -(-self.registers * 32 // WARP_REGISTERS) * WARP_REGISTERS
+        by_registers = REGISTERS // (of_warp * self.num_warps)
+        by_memory = SHARED_BYTES[self.arch] // (self.shared_bytes + RESERVED_BYTES)
+        return min(by_registers, by_memory, MAX_WARPS // self.num_warps)
 
 
 # --- what to compile ------------------------------------------------------------------------
@@ -213,6 +234,7 @@ def compile_launch(launch: Launch, case: str, arch: int) -> Usage:
         ast_source(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options)
     )
     usage = resource_usage(compiled.asm["cubin"])
+    buffers, waits = pipeline_of(compiled.asm["ttgir"])
     return Usage(
         kernel=f"{Path(sys.modules[launch.kernel.__module__].__file__ or '').stem}"
         f".{launch.kernel.__name__}",
@@ -223,7 +245,17 @@ def compile_launch(launch: Launch, case: str, arch: int) -> Usage:
         shared_bytes=max(compiled.metadata.shared, usage["SHARED"]),
         stack_bytes=usage["STACK"],
         local_bytes=usage["LOCAL"],
+        buffers=buffers,
+        waits=waits,
     )
+
+
+def pipeline_of(ttgir: str) -> tuple[list[int], list[int]]:
+    """Return the buffers of each load and the copies that each wait leaves in flight."""
+    shapes = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<([\dx]+)x\w+,", ttgir)
+    buffers = [int(shape.split("x")[0]) for shape in shapes if shape.count("x") == 2]
+    waits = re.findall(r"async_wait .*\{num = (\d+) : i32\}", ttgir)
+    return buffers, [int(num) for num in waits]
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
@@ -258,14 +290,19 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET"):
         raise SystemExit("TRITON_INTERPRET: wanted unset, to compile; found it set")
     if not options.json:
-        print(f"{'kernel':32}{'case':20}{'sm':>4}{'warps':>7}{'regs':>6}{'shared':>9}{'stack':>7}")
+        print(
+            f"{'kernel':32}{'case':20}{'sm':>4}{'warps':>7}{'regs':>6}{'shared':>9}{'stack':>7}"
+            f"{'per SM':>8}  buffers, waits"
+        )
     for usage in report(options.arch):
         if options.json:
-            print(json.dumps(asdict(usage)), flush=True)
+            per_multiprocessor = {"per_multiprocessor": usage.per_multiprocessor}
+            print(json.dumps(asdict(usage) | per_multiprocessor), flush=True)
         else:
             print(
                 f"{usage.kernel:32}{usage.case:20}{usage.arch:>4}{usage.num_warps:>7}"
-                f"{usage.registers:>6}{usage.shared_bytes:>9}{usage.stack_bytes:>7}",
+                f"{usage.registers:>6}{usage.shared_bytes:>9}{usage.stack_bytes:>7}"
+                f"{usage.per_multiprocessor:>8}  {usage.buffers or '-'}, {usage.waits or '-'}",
                 flush=True,
             )
 

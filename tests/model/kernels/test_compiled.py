@@ -54,3 +54,18 @@ def test_no_kernel_spills_or_exceeds_a_multiprocessor(usages: list[dict[str, Any
     # A multiprocessor has 65,536 registers; a program that takes more cannot start.
     assert [u for u in usages if u["registers"] * u["num_warps"] * 32 > 65536] == []
     assert [u for u in usages if u["shared_bytes"] > SHARED_LIMIT[u["arch"]]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.feature("Y02")
+def test_attention_copies_tiles_ahead_and_decode_leaves_room_for_three_programs(
+    usages: list[dict[str, Any]],
+) -> None:
+    """A decode whose copies are waited for at once reads memory at a fraction of its rate."""
+    decodes = [u for u in usages if u["kernel"] == "triton_decode._split_kernel"]
+    assert {u["arch"] for u in decodes} == set(SHARED_LIMIT) and len(decodes) >= 20
+    assert [u for u in decodes if min(u["buffers"]) < 2 or max(u["waits"]) < 2] == []
+    assert [u for u in decodes if u["per_multiprocessor"] < 3] == []
+    prefills = [u for u in usages if u["kernel"] == "triton_prefill._prefill_kernel"]
+    assert {u["arch"] for u in prefills} == set(SHARED_LIMIT)
+    assert [u for u in prefills if min(u["buffers"]) < 2 or max(u["waits"]) < 2] == []
