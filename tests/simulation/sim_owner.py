@@ -21,6 +21,7 @@ from sim_schedule import Shape
 from cluster.actors.rank_group import RankGroup
 from cluster.credentials import Credentials
 from cluster.messages import Abort, EngineOutput, encode
+from serve.event_loop import SharedTick
 from serve.pools import Pool, hold_s
 from serve.routing import LeaderRouter, Routing
 from serve.tokens import TokenSocket
@@ -91,6 +92,8 @@ class _Method:
 
 
 CONFIG_HASH = "simulated"
+NUM_STREAMS = 16
+"""Among which a stream's tokens wait for ticks of some 45 ms."""
 
 
 class SimTokens(TokenSocket):
@@ -98,6 +101,9 @@ class SimTokens(TokenSocket):
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._tick = SharedTick()
+        # In half of the schedules tokens wait for ticks, as among many streams.
+        self._tick.num_streams = NUM_STREAMS * (world.schedule.seed % 2)
         self.address = "tcp://10.0.0.1:1"
         self._mailboxes = {}
         self._aborts = defaultdict(list)
