@@ -166,7 +166,8 @@ class DeployArgs(_Strict, frozen=True):
     """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
     debug: bool = False
     """Serve `GET /debug/ranks` (what each rank compiled, captured and replayed, and its last 1,000
-    agreements) and `GET /debug/ingress` (what it holds, and its event loop's longest pause)."""
+    agreements) and `GET /debug/ingress` (what it holds, how long tokens of streams wait for one
+    another, and its event loop's longest pause)."""
 
 
 @dataclass(frozen=True)

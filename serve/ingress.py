@@ -96,8 +96,7 @@ class Ingress:
         app_name = ray_serve.get_replica_context().app_name
         secret = await asyncio.to_thread(application_secret, app_name)
         credentials = Credentials(config.config_hash, secret)
-        tick = SharedTick()
-        self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials, tick)
+        self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials, SharedTick())
         self._router = Router(
             {name: _Pools(handle, config.config_hash) for name, handle in handles.items()},
             self._tokens,
@@ -123,6 +122,7 @@ class Ingress:
             retry_after_s=RETRY_AFTER_S,
             debug=config.debug,
         )
+        tick = self._tokens.tick
         self._serving = Serving(settings, self, lambda: self._tokenizer, self._admission, tick)
         self._loop_gap_s = 0.0
         self._status: dict[str, Any] = {"status": "loading", "pools": {}, "loading": []}
@@ -197,6 +197,7 @@ class Ingress:
         rss_pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "loop_gap_s": gap_s,
+            "tick_s": self._tokens.tick.period_s,
             "num_live": self._admission.num_live,
             "num_bytes": self._admission.num_bytes,
             "rss_bytes": rss_pages * mmap.PAGESIZE,

@@ -131,7 +131,8 @@ class TokenSocket:
     """
 
     def __init__(self, host: str, credentials: Credentials, tick: SharedTick) -> None:
-        self._tick = tick
+        self.tick = tick
+        """Which the outputs of its mailboxes wait for."""
         self._context = zmq.asyncio.Context()
         self._credentials = credentials
         self._handshake = CurveHandshake(credentials.secret)
@@ -151,7 +152,7 @@ class TokenSocket:
 
     def open(self, request_id: str) -> Mailbox:
         """Return a new mailbox for a request."""
-        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._tick)
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self.tick)
         return mailbox
 
     def close(self, mailbox: Mailbox) -> None:

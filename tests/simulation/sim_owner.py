@@ -101,9 +101,9 @@ class SimTokens(TokenSocket):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tick = SharedTick()
+        self.tick = SharedTick()
         # In half of the schedules tokens wait for ticks, as among many streams.
-        self._tick.num_streams = NUM_STREAMS * (world.schedule.seed % 2)
+        self.tick.num_streams = NUM_STREAMS * (world.schedule.seed % 2)
         self.address = "tcp://10.0.0.1:1"
         self._mailboxes = {}
         self._aborts = defaultdict(list)
