@@ -107,7 +107,9 @@ def test_an_overload_is_admitted_or_told_when_to_come_again(tmp_path: Path) -> N
     assert report["arguments"] == ["max_num_seqs=2", "max_queued_requests=4", "O=0"]
     assert report["unloaded"]["outcomes"] == {"200": 20}
     outcomes = report["overload"]["outcomes"]
-    assert set(outcomes) <= {"200", "429", "503"}
+    # On a machine with other work a client may need more than a second for its body, too.
+    late = {told for told in outcomes if told.startswith("408") and "sooner under load" in told}
+    assert set(outcomes) - late <= {"200", "429", "503"}
     assert outcomes["200"] > 0 and outcomes.get("429", 0) + outcomes.get("503", 0) > 0
     assert report["overload"]["no_retry_after"] == report["overload"]["wrong"] == 0
     assert sum(outcomes.values()) == round(5 * report["arrivals_per_second"])
