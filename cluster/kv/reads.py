@@ -14,6 +14,7 @@ A malformed ticket or answer ends its read without raising.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -182,9 +183,13 @@ class KVPulls:
                 self._send(pull, KVRenew(pull.handoff.ticket))
 
     def next_deadline(self) -> float | None:
-        """Return when `on_tick` has something to do, by the clock."""
-        times = [min(pull.renew_at, self._answer_by(pull)) for pull in self._pulls.values()]
-        return min(times, default=None)
+        """Return when `on_tick` has something to do, by the clock; None: not before the next event.
+
+        A read whose ticket another request owns waits to be started, and has nothing to renew.
+        """
+        times = (min(pull.renew_at, self._answer_by(pull)) for pull in self._pulls.values())
+        soonest = min(times, default=math.inf)
+        return None if math.isinf(soonest) else soonest
 
     def take_finished(self) -> list[KVReadResult]:
         """Return the started reads that ended since the last call."""

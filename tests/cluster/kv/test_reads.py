@@ -132,3 +132,16 @@ def test_the_longest_call_fits_into_one_part_of_a_message() -> None:
     most = max_chunk_blocks(block_bytes=1)
     call = encode(KVRead(2**53, [2**31 - 1] * most, [2**53] * most))
     assert most == 4096 and len(call) <= MAX_PART_BYTES
+
+
+def test_a_read_whose_ticket_is_anothers_has_no_deadline_by_itself() -> None:
+    """A waiting thread would have to make an integer of it."""
+    holder = SlowHolder()
+    for name in ("first", "second"):
+        handoff = KVHandoff(1, name, [SOURCE], [0], [0], 1, 1 << 20, "kv", 30.0)
+        holder.reads.expect(name, handoff)
+    assert holder.reads.next_deadline() == 10.0
+    holder.reads.cancel("first")
+    while holder.calls:
+        holder.answer()
+    assert holder.reads.next_deadline() is None
