@@ -34,7 +34,7 @@ SOURCES = Path(__file__).parent / "cpp"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = [*CODE, "-fPIC", "-fopenmp", "-Wno-psabi"]
 BUILD_TIMEOUT_S = 120.0
-"""A build takes 8 s alone; on a machine that starts many ranks at once much longer."""
+"""A build takes seconds alone; on a machine that starts many ranks at once much longer."""
 DIGEST_BYTES = 32
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,8 @@ def _declare(library: ctypes.CDLL) -> None:
         norm.argtypes, norm.restype = [*[pointer] * 6, ctypes.c_float], None
     library.packed_linear_tile.argtypes = []
     library.packed_linear_tile.restype = ctypes.c_int64
+    library.packed_linear_takes.argtypes = [ctypes.c_int64]
+    library.packed_linear_takes.restype = ctypes.c_bool
     library.write_kv.argtypes, library.write_kv.restype = [pointer] * 6, None
 
 

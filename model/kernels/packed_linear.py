@@ -7,14 +7,16 @@ input.
 Who packs and multiplies is decided by the processor, the dtype and whether the C++ kernels were
 built, never by a measurement, so a restart on the same machine rounds as the last run did:
 
-1. With AVX2 and no AVX512, this module packs and the C++ kernel multiplies. A row's result does
-   not depend on the rows beside it, to the bit. oneDNN refuses bfloat16 there, and is slower in
-   float32 with few rows and no faster with many.
-2. Elsewhere oneDNN packs, and multiplies more than one row. One row, a decode step of one
-   sequence, is bound by memory, and the kernel reads the same packed bytes faster. It may, because
-   packing proves where each element went (`_tiles_of`); where they cannot be found, oneDNN does
-   all. One row and many round differently.
+1. With AVX2 and no AVX512, this module packs and the C++ kernel multiplies. oneDNN refuses
+   bfloat16 there, and is slower in float32 with few rows and no faster with many.
+2. Elsewhere oneDNN packs, and multiplies more than KERNEL_ROWS rows. For fewer, decode steps, the
+   kernel is faster on the same packed bytes, because it reads them while it multiplies. It may
+   touch them, because packing proves where each element went (`_tiles_of`); where they cannot be
+   found, oneDNN does all. Where AMX multiplies, the kernel takes one row of bfloat16 only.
 3. What oneDNN refuses is packed as in 1. Without the kernels such weights stay plain.
+
+To the bit, what the kernel makes of a row does not depend on the rows beside it. The two round
+differently.
 
 Shapes: T tokens, I inputs, O outputs; a weight is [O, I]. Tiles are [O / N, I / P, N, P] with N
 outputs side by side and P elements in four bytes, both dimensions padded with zeros. A weight that
@@ -27,6 +29,7 @@ import ctypes
 import functools
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,9 +40,12 @@ from compile.custom_op import direct_register_custom_op
 from model.kernels.native import int64_array, native_function, native_library
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-"""Where packing pays, by oneDNN with AVX512: at one row bfloat16 gains 40 % and float32 nothing, at
-eight 50 and 120 %. Without AVX512, torch multiplies plain bfloat16 a hundred times slower than
-float32, and packed bfloat16 is as fast as float32."""
+"""What the packers know. Plain products read the weight at a fraction of the memory's rate, and
+without AVX512 torch multiplies bfloat16 one by one (`examples/bench/packed_linear.py`)."""
+
+KERNEL_ROWS = 64
+"""Rows up to which the kernel multiplies what oneDNN packed. From there on both multiply at the
+processor's rate, and oneDNN's blocks suit larger products (`examples/bench/packed_linear.py`)."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,8 @@ class _Entry:
     tiles: torch.Tensor | None
     sizes: ctypes.Array[ctypes.c_int64] | None
     """What the kernel is told of the tiles."""
+    kernel_rows: int
+    """Up to how many rows the kernel multiplies."""
 
 
 _table: dict[int, _Entry] = {}
@@ -78,7 +86,8 @@ class PackedWeight:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             tiles = _tiles_of(packed, weight)
         index, sizes = next(_indices), None if tiles is None else _sizes(tiles, weight)
-        _table[index] = _Entry((weight.shape[0], weight.shape[1]), packed, tiles, sizes)
+        rows = sys.maxsize if packed is None else _kernel_rows(tiles)
+        _table[index] = _Entry((weight.shape[0], weight.shape[1]), packed, tiles, sizes, rows)
         self.handle = torch.tensor(index)
         _index_at[self.handle.data_ptr()] = index
         # It keeps the handle: as long as the address is in the table, it is the handle's.
@@ -130,6 +139,18 @@ def _refusal(dtype: torch.dtype) -> str | None:
     except (AttributeError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return None
+
+
+def _kernel_rows(tiles: torch.Tensor | None) -> int:
+    """Return up to how many rows the kernel multiplies of a weight that oneDNN packed."""
+    library = native_library()
+    if tiles is None or library is None:
+        return 0
+    is_transposed = tiles.shape[3] * tiles.itemsize < 4
+    has_amx = tiles.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    if is_transposed or has_amx or not library.packed_linear_takes(tiles.shape[2]):
+        return 1
+    return KERNEL_ROWS
 
 
 def _forget(index: int, handle: torch.Tensor) -> None:
@@ -229,7 +250,7 @@ def packed_product(
     For the inside of opaque ops: the index is a value.
     """
     entry = _table[index]
-    if entry.tiles is not None and (entry.packed is None or x.shape[0] == 1):
+    if x.shape[0] <= entry.kernel_rows:
         kernel = native_function("packed_linear", x.dtype)
         if kernel is not None:
             return _tiled_product(kernel, x, entry, bias)

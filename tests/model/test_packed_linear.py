@@ -96,9 +96,8 @@ def test_product_equals_the_plain_one(
 # Fewer columns than threads; blocks of inputs and a rest; groups of columns and a rest.
 @pytest.mark.parametrize("shape", [(5, 1), (100, 37), (33, 515), (16, 768), (509, 300)])
 def test_every_number_of_rows_multiplies_as_each_row_alone(
-    shape: tuple[int, int], dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], dtype: torch.dtype, threads: int, packer: str
 ) -> None:
-    choose("ours", dtype, monkeypatch)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     # Read past its inputs, a row yields NaN.
     wide = torch.full((600, shape[1] + 3), torch.nan).to(dtype)
@@ -110,12 +109,15 @@ def test_every_number_of_rows_multiplies_as_each_row_alone(
             alone = [packed_linear(row, packed.handle, b, shape[0]) for row in every.split(1)]
             wanted = torch.cat(alone)
             assert_equal_to_rounding(wanted, every, weight, b)
-            for rows in [*range(71), 95, 96, 97, 98, 193, 600]:
+            most = module._entry(packed.handle).kernel_rows
+            assert packer == "oneDNN" or most >= 600
+            for rows in [n for n in (*range(71), 95, 96, 97, 98, 193, 600) if n <= most]:
                 found = packed_linear(every[:rows], packed.handle, b, shape[0])
                 assert torch.equal(found, wanted[:rows]), rows
         columns = every[:9].T.contiguous().T
         assert columns.stride(1) != 1 or shape[1] == 1
-        assert torch.equal(packed_linear(columns, packed.handle, b, shape[0]), wanted[:9])
+        if most >= 9:
+            assert torch.equal(packed_linear(columns, packed.handle, b, shape[0]), wanted[:9])
     finally:
         torch.set_num_threads(1)
 
@@ -136,7 +138,7 @@ def test_a_weight_of_which_every_other_row_is_skipped_is_packed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_is_the_kernels(
+def test_few_rows_are_the_kernels(
     dtype: torch.dtype, packer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if native.native_function("packed_linear", dtype) is None:
@@ -151,8 +153,30 @@ def test_one_row_is_the_kernels(
     monkeypatch.setattr(module, "native_function", counted)
     packed_linear(torch.randn(1, 64).to(dtype), packed.handle, None, 96)
     assert names == ["packed_linear"]
-    packed_linear(torch.randn(2, 64).to(dtype), packed.handle, None, 96)
+    packed_linear(torch.randn(module.KERNEL_ROWS + 1, 64).to(dtype), packed.handle, None, 96)
     assert len(names) == (2 if packer == "ours" else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_onednn_packed_in_tiles_of_our_width_is_the_kernels_up_to_many_rows(
+    dtype: torch.dtype, rule: pytest.MonkeyPatch
+) -> None:
+    library = native.native_library()
+    if library is None:
+        pytest.skip("needs a C++ compiler")
+    word = 4 // dtype.itemsize
+    wide, narrow = (torch.zeros(4, 8, n, word, dtype=dtype) for n in (64, 48))
+    transposed = torch.zeros(1, 8, 64, 1, dtype=torch.bfloat16)
+    for has_amx in (False, True):
+        rule.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        is_left_to_amx = has_amx and dtype == torch.bfloat16
+        takes = library.packed_linear_takes(64) and not is_left_to_amx
+        assert module._kernel_rows(wide) == (module.KERNEL_ROWS if takes else 1)
+        # 48 outputs are no multiple of 32, the width with AVX512.
+        is_multiple = library.packed_linear_takes(48) and not is_left_to_amx
+        assert module._kernel_rows(narrow) == (module.KERNEL_ROWS if is_multiple else 1)
+        assert module._kernel_rows(transposed) == 1
+        assert module._kernel_rows(None) == 0
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-// Products with a packed weight: of one row at the rate at which memory delivers the weight, of many
+// Products with a packed weight: of few rows at the rate at which memory delivers the weight, of many
 // near the rate at which the processor multiplies.
 //
 // A weight [O, I] lies in tiles as oneDNN packs it: [O / N][I / P][N][P], where P values fill four
@@ -13,6 +13,7 @@
 // whichever thread adds them up: a row's result does not depend on the rows beside it.
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "simd.h"
@@ -44,36 +45,80 @@ bool prefers_wide() {
 #endif
 }
 
-// Words of one column of vectors, as what they hold: P vectors, in the order of the inputs.
-inline void expand(const float* w, f32v (&out)[1]) { out[0] = load(w); }
+// A vector of words is multiplied in STEPS, in the order of the inputs: each multiplies a Part of it
+// with one Input of a row. A processor that multiplies pairs of bfloat16 takes a word in one step.
+template <class T>
+struct Words {
+  static constexpr int STEPS = 4 / sizeof(T);
+  typedef float Input;
+  typedef f32v Part;
+};
 
-inline void expand(const bf16* w, f32v (&out)[2]) {
-  u32v pairs;
-  memcpy(&pairs, w, sizeof pairs);
-  out[0] = (f32v)(pairs << 16);
-  out[1] = (f32v)(pairs & 0xffff0000u);
+inline void split(const float* w, f32v (&parts)[1]) { parts[0] = load(w); }
+
+inline f32v add_product(f32v sums, f32v part, float x) { return sums + part * x; }
+
+#if defined(__AVX512BF16__)
+
+template <>
+struct Words<bf16> {
+  static constexpr int STEPS = 1;
+  typedef uint32_t Input;
+  typedef u32v Part;
+};
+
+inline void split(const bf16* w, u32v (&parts)[1]) { memcpy(parts, w, sizeof parts); }
+
+inline f32v add_product(f32v sums, u32v part, uint32_t x) {
+  return (f32v)_mm512_dpbf16_ps((__m512)sums, (__m512bh)part, (__m512bh)_mm512_set1_epi32(x));
 }
 
-// COUNT column blocks of `size` elements each. x: [I], padded; sums: [COUNT * VECTORS * LANES].
+// What a row [inputs] has for step i, zeros behind the inputs.
+inline uint32_t input_at(const bf16* x, int64_t i, int64_t inputs) {
+  const uint32_t high = 2 * i + 1 < inputs ? x[2 * i + 1].bits : 0;
+  return 2 * i < inputs ? high << 16 | x[2 * i].bits : 0;
+}
+
+#else
+
+inline void split(const bf16* w, f32v (&parts)[2]) {
+  u32v pairs;
+  memcpy(&pairs, w, sizeof pairs);
+  parts[0] = (f32v)(pairs << 16);
+  parts[1] = (f32v)(pairs & 0xffff0000u);
+}
+
+inline float input_at(const bf16* x, int64_t i, int64_t inputs) {
+  return i < inputs ? to_float(x[i]) : 0.0f;
+}
+
+#endif
+
+inline float input_at(const float* x, int64_t i, int64_t inputs) { return i < inputs ? x[i] : 0.0f; }
+
+template <class T>
+using Input = typename Words<T>::Input;
+
+// COUNT column blocks of `size` elements each. x: [words * STEPS]; sums: [COUNT * VECTORS * LANES].
 template <class T, int VECTORS, int64_t AHEAD, int COUNT>
-void blocks(const T* w, int64_t size, const float* x, int64_t words, float* sums) {
-  constexpr int P = 4 / sizeof(T);
+void blocks(const T* w, int64_t size, const Input<T>* x, int64_t words, float* sums) {
+  constexpr int P = 4 / sizeof(T), STEPS = Words<T>::STEPS;
   f32v acc[COUNT][VECTORS] = {};
-  for (int64_t word = 0; word < words; word++, x += P, w += VECTORS * LANES * P)
+  for (int64_t word = 0; word < words; word++, x += STEPS, w += VECTORS * LANES * P)
     for (int b = 0; b < COUNT; b++)
       for (int v = 0; v < VECTORS; v++) {
         const T* at = w + b * size + v * LANES * P;
         if (AHEAD) __builtin_prefetch((const char*)at + AHEAD);
-        f32v parts[P];
-        expand(at, parts);
-        for (int p = 0; p < P; p++) acc[b][v] += parts[p] * x[p];
+        typename Words<T>::Part parts[STEPS];
+        split(at, parts);
+        for (int s = 0; s < STEPS; s++) acc[b][v] = add_product(acc[b][v], parts[s], x[s]);
       }
   memcpy(sums, acc, sizeof acc);
 }
 
 // `count` column blocks, in halves of COUNT and less until none is left.
 template <class T, int VECTORS, int64_t AHEAD, int COUNT>
-void all_blocks(const T* w, int64_t size, const float* x, int64_t words, int64_t count,
+void all_blocks(const T* w, int64_t size, const Input<T>* x, int64_t words, int64_t count,
                 float* sums) {
   for (; count >= COUNT; count -= COUNT, w += COUNT * size, sums += COUNT * VECTORS * LANES)
     blocks<T, VECTORS, AHEAD, COUNT>(w, size, x, words, sums);
@@ -85,16 +130,16 @@ template <class T, int VECTORS, class Reading>
 void linear(const T* x, const T* w, const T* bias, T* out, const int64_t* sizes,
             int64_t threads) {
   const int64_t inputs = sizes[0], outputs = sizes[1], padded = sizes[3];
-  const int64_t words = padded * (int64_t)sizeof(T) / 4;
+  const int64_t words = padded * (int64_t)sizeof(T) / 4, steps = words * Words<T>::STEPS;
   constexpr int64_t N = VECTORS * LANES, ROOM = std::max(REGISTERS / 2 / VECTORS, 1);
   constexpr int64_t STREAMS = std::min<int64_t>(Reading::STREAMS, ROOM);
-  std::vector<float> wide(padded);
-  for (int64_t i = 0; i < inputs; i++) wide[i] = to_float(x[i]);
+  std::vector<Input<T>> row(steps);
+  for (int64_t i = 0; i < steps; i++) row[i] = input_at(x, i, inputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t first = 0; first < outputs; first += STREAMS * N) {
     float sums[STREAMS * N];
     const int64_t left = outputs - first, n = left < STREAMS * N ? left : STREAMS * N;
-    all_blocks<T, VECTORS, Reading::BYTES, STREAMS>(w + first * padded, N * padded, wide.data(),
+    all_blocks<T, VECTORS, Reading::BYTES, STREAMS>(w + first * padded, N * padded, row.data(),
                                                     words, (n + N - 1) / N, sums);
     for (int64_t i = 0; i < n; i++)
       from_float(sums[i] + (bias ? to_float(bias[first + i]) : 0.0f), out + first + i);
@@ -115,59 +160,75 @@ void linear_as_read_best(const T* x, const T* w, const T* bias, T* out, const in
 // words stay in the first cache while every panel of rows meets them, and the panels of a block stay
 // in the second while a group of columns does (Goto and van de Geijn, 2008). Up to CHUNK rows, the
 // weight comes from memory once.
+//
+// While a block is multiplied, the next one is asked for, by each panel an equal part: memory and
+// multiplication take as long as the slower of the two, not as both. That is why a thread claims its
+// next group of columns before it begins one.
 
 constexpr int SIDE = 2;
 constexpr int64_t WIDTH = SIDE * LANES;
 // With SIDE vectors each, the sums of a panel's rows leave registers for two words and an input.
 constexpr int PANEL = REGISTERS == 32 ? 12 : 6;
-constexpr int64_t CHUNK = 96, BLOCK = 256, GROUP = 6;
-constexpr int MOST_COLUMNS = 3;
+constexpr int64_t CHUNK = 96, BLOCK = 256, GROUP = REGISTERS == 32 ? 2 : 6;
+constexpr int MOST_COLUMNS = REGISTERS == 32 ? 2 : 3;
+constexpr int64_t LINE = 64;
 
-// Rows [ROWS, stride] as a panel [padded, ROWS] of float32, zeros behind the inputs.
+// Rows [ROWS, stride] as a panel [steps, ROWS].
 template <class T, int ROWS>
-void fill_panel(const T* x, int64_t stride, int64_t inputs, int64_t padded, float* panel) {
-  for (int64_t i = 0; i < inputs; i++)
-    for (int r = 0; r < ROWS; r++) panel[i * ROWS + r] = to_float(x[r * stride + i]);
-  std::fill(panel + inputs * ROWS, panel + padded * ROWS, 0.0f);
+void fill_panel(const T* x, int64_t stride, int64_t inputs, int64_t steps, Input<T>* panel) {
+  for (int64_t i = 0; i < steps; i++)
+    for (int r = 0; r < ROWS; r++) panel[i * ROWS + r] = input_at(x + r * stride, i, inputs);
 }
 
-// Adds the products of a panel [words * P, ROWS] with COLUMNS columns to sums [COLUMNS][ROWS, WIDTH].
-// step: elements from one word of a column to its next. Lines at `ahead` in a column are asked for.
+// Which words of the next block are asked for: `first` and every `every`th from there, each `ahead`
+// elements behind the one of this block.
+struct Request {
+  int64_t ahead, first, every;
+};
+
+// Adds the products of a panel [words * STEPS, ROWS] with COLUMNS columns to sums
+// [COLUMNS][ROWS, WIDTH]. step: elements from one word of a column to its next.
 template <class T, int ROWS, int COLUMNS>
-void multiply(const float* panel, const T* const* columns, int64_t step, int64_t words,
-              int64_t ahead, float* const* sums) {
-  constexpr int P = 4 / sizeof(T);
+void multiply(const Input<T>* panel, const T* const* columns, int64_t step, int64_t words,
+              Request request, float* const* sums) {
+  constexpr int P = 4 / sizeof(T), STEPS = Words<T>::STEPS;
   f32v acc[COLUMNS][ROWS][SIDE];
   for (int c = 0; c < COLUMNS; c++) memcpy(acc[c], sums[c], sizeof acc[c]);
-  for (int64_t word = 0; word < words; word++, panel += P * ROWS)
+  for (int64_t word = 0; word < words; word++, panel += STEPS * ROWS) {
+    const bool asks = word == request.first;
+    if (asks) request.first += request.every;
 #pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; c++) {
       const T* at = columns[c] + word * step;
-      __builtin_prefetch(at + ahead);
-      f32v parts[SIDE][P];
-      for (int v = 0; v < SIDE; v++) expand(at + v * LANES * P, parts[v]);
+      if (asks)
+        for (int64_t i = 0; i < WIDTH * P; i += LINE / (int64_t)sizeof(T))
+          __builtin_prefetch(at + request.ahead + i, 0, 2);
+      typename Words<T>::Part parts[SIDE][STEPS];
+      for (int v = 0; v < SIDE; v++) split(at + v * LANES * P, parts[v]);
 #pragma GCC unroll 2
-      for (int p = 0; p < P; p++)
+      for (int s = 0; s < STEPS; s++)
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-          for (int v = 0; v < SIDE; v++) acc[c][r][v] += parts[v][p] * panel[p * ROWS + r];
+          for (int v = 0; v < SIDE; v++)
+            acc[c][r][v] = add_product(acc[c][r][v], parts[v][s], panel[s * ROWS + r]);
     }
+  }
   for (int c = 0; c < COLUMNS; c++) memcpy(sums[c], acc[c], sizeof acc[c]);
 }
 
 // Few rows leave registers for several columns, whose sums then need not wait for one another.
 template <int ROWS, class T>
-void multiply_all(const float* panel, const T* const* columns, int64_t count, int64_t step,
-                  int64_t words, int64_t ahead, float* const* sums) {
+void multiply_all(const Input<T>* panel, const T* const* columns, int64_t count, int64_t step,
+                  int64_t words, Request request, float* const* sums) {
   constexpr int COLUMNS = std::min(PANEL / ROWS, MOST_COLUMNS);
   int64_t c = 0;
   for (; c + COLUMNS <= count; c += COLUMNS)
-    multiply<T, ROWS, COLUMNS>(panel, columns + c, step, words, ahead, sums + c);
-  for (; c < count; c++) multiply<T, ROWS, 1>(panel, columns + c, step, words, ahead, sums + c);
+    multiply<T, ROWS, COLUMNS>(panel, columns + c, step, words, request, sums + c);
+  for (; c < count; c++) multiply<T, ROWS, 1>(panel, columns + c, step, words, request, sums + c);
 }
 
-// The words of a column as float32, [words * P, WIDTH]; lines at `ahead` are asked for.
+// The words of a column as float32, [words * P, WIDTH]; the next block's are asked for.
 template <class T>
 void widen_column(const T* at, int64_t step, int64_t words, int64_t ahead, float* wide) {
   constexpr int P = 4 / sizeof(T);
@@ -175,7 +236,7 @@ void widen_column(const T* at, int64_t step, int64_t words, int64_t ahead, float
     __builtin_prefetch(at + ahead);
     for (int v = 0; v < SIDE; v++) {
       f32v parts[P];
-      expand(at + v * LANES * P, parts);
+      split(at + v * LANES * P, parts);
       for (int p = 0; p < P; p++) store(wide + p * WIDTH + v * LANES, parts[p]);
     }
   }
@@ -199,46 +260,52 @@ struct Panels {
 
 template <class T>
 struct Many {
-  static constexpr int P = 4 / sizeof(T);
+  static constexpr int P = 4 / sizeof(T), STEPS = Words<T>::STEPS;
   const T *w, *bias;
   T* out;
-  int64_t outputs, tile, padded, columns_per_tile;
+  int64_t outputs, tile, words, columns_per_tile;
 
   const T* column(int64_t i) const {
-    return w + i / columns_per_tile * tile * padded + i % columns_per_tile * WIDTH * P;
+    return w + (i / columns_per_tile * tile * words + i % columns_per_tile * WIDTH) * P;
   }
 
-  // Columns [first, first + count) of a chunk's outputs. panels: [padded, ROWS] one after another.
-  void group(const float* panels, Panels split, int64_t first, int64_t count, T* to) const {
+  // Columns [first, first + count) of a chunk's outputs; this thread's next group begins at `next`.
+  // panels: [steps, ROWS] one after another.
+  void group(const Input<T>* panels, Panels split, int64_t first, int64_t count, int64_t next,
+             T* to) const {
     alignas(64) float sums[GROUP][CHUNK * WIDTH], wide[BLOCK * WIDTH];
     for (int64_t c = 0; c < count; c++) std::fill(sums[c], sums[c] + split.rows * WIDTH, 0.0f);
-    const int64_t step = tile * P;
-    for (int64_t start = 0; start < padded; start += BLOCK) {
-      const int64_t words = std::min(BLOCK, padded - start) / P;
+    const int64_t step = tile * P, blocks = (words * P + BLOCK - 1) / BLOCK;
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t start = words * b / blocks, n = words * (b + 1) / blocks - start;
+      const int64_t ahead =
+          b + 1 < blocks ? n * step : column(next) - column(first) - start * step;
       const T* columns[GROUP];
-      for (int64_t c = 0; c < count; c++) columns[c] = column(first + c) + start / P * step;
-      auto multiply_panels = [&](auto* const* from, int64_t c, int64_t n, int64_t step,
-                                 int64_t words, int64_t ahead) {
+      for (int64_t c = 0; c < count; c++) columns[c] = column(first + c) + start * step;
+      auto multiply_panels = [&](auto* const* from, int64_t c, int64_t count, int64_t step,
+                                 int64_t words, bool asks) {
         for (int64_t i = 0; i < split.count; i++) {
           const int64_t row = split.start(i);
           float* part[GROUP];
-          for (int64_t s = 0; s < n; s++) part[s] = sums[c + s] + row * WIDTH;
+          for (int64_t s = 0; s < count; s++) part[s] = sums[c + s] + row * WIDTH;
+          const Request request{ahead, asks ? i : words, split.count};
           with_rows(split.start(i + 1) - row, [&](auto rows) {
-            multiply_all<rows()>(panels + row * padded + start * rows(), from, n, step, words,
-                                 ahead, part);
+            const Input<T>* panel = panels + (row * this->words + start * rows()) * STEPS;
+            multiply_all<rows()>(panel, from, count, step, words, request, part);
           });
         }
       };
       // One column at a time meets all panels; of a single panel, as many as have room.
       const int64_t at_once = split.count > 1 ? 1 : count;
       for (int64_t c = 0; c < count; c += at_once) {
-        if (P == 1 || split.count < 4) {
-          multiply_panels(columns + c, c, at_once, step, words, words * step);
-        } else {
-          const float* from = wide;
-          widen_column(columns[c], step, words, words * step, wide);
-          multiply_panels(&from, c, 1, WIDTH, words * P, 0);
-        }
+        if constexpr (STEPS > 1)
+          if (split.count >= 4) {
+            const float* from = wide;
+            widen_column(columns[c], step, n, ahead, wide);
+            multiply_panels(&from, c, 1, WIDTH, n * P, false);
+            continue;
+          }
+        multiply_panels(columns + c, c, at_once, step, n, true);
       }
     }
     for (int64_t c = 0; c < count; c++) {
@@ -254,27 +321,41 @@ struct Many {
 template <class T>
 void many(const T* x, int64_t rows, int64_t stride, const T* w, const T* bias, T* out,
           const int64_t* sizes, int64_t threads) {
-  const int64_t inputs = sizes[0], outputs = sizes[1], tile = sizes[2], padded = sizes[3];
-  const Many<T> product{w, bias, out, outputs, tile, padded, tile / WIDTH};
+  const int64_t inputs = sizes[0], outputs = sizes[1], tile = sizes[2];
+  const int64_t words = sizes[3] / Many<T>::P, steps = words * Many<T>::STEPS;
+  const Many<T> product{w, bias, out, outputs, tile, words, tile / WIDTH};
   const int64_t columns = (outputs + WIDTH - 1) / WIDTH;
-  const int64_t size = std::min(GROUP, std::max<int64_t>(columns / (4 * threads), 1));
-  static thread_local std::vector<float> scratch;
-  scratch.resize(std::max<size_t>(scratch.size(), std::min(CHUNK, rows) * padded));
-  float* panels = scratch.data();
+  // Whole tiles, and several groups for each thread: one that has lost its core takes fewer.
+  const int64_t per_tile = product.columns_per_tile;
+  const int64_t share = std::min(GROUP, columns / (4 * threads));
+  const int64_t size = std::max<int64_t>(share / per_tile, 1) * per_tile;
+  const int64_t groups = (columns + size - 1) / size;
+  static thread_local std::vector<Input<T>> scratch;
+  scratch.resize(std::max<size_t>(scratch.size(), std::min(CHUNK, rows) * steps));
+  Input<T>* panels = scratch.data();
+  // The groups of all chunks, in their order. What a thread claims last belongs to the next chunk.
+  std::atomic<int64_t> unclaimed{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    const Panels split{std::min(CHUNK, rows - first)};
+  {
+    int64_t group = unclaimed++;
+    for (int64_t first = 0, end = groups; first < rows; first += CHUNK, end += groups) {
+      const Panels split{std::min(CHUNK, rows - first)};
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < split.count; i++) {
-      const int64_t row = split.start(i);
-      with_rows(split.start(i + 1) - row, [&](auto count) {
-        fill_panel<T, count()>(x + (first + row) * stride, stride, inputs, padded,
-                               panels + row * padded);
-      });
+      for (int64_t i = 0; i < split.count; i++) {
+        const int64_t row = split.start(i);
+        with_rows(split.start(i + 1) - row, [&](auto count) {
+          fill_panel<T, count()>(x + (first + row) * stride, stride, inputs, steps,
+                                 panels + row * steps);
+        });
+      }
+      while (group < end) {
+        const int64_t next = unclaimed++, c = group % groups * size;
+        product.group(panels, split, c, std::min(size, columns - c), next % groups * size,
+                      out + first * outputs);
+        group = next;
+      }
+#pragma omp barrier
     }
-#pragma omp for schedule(dynamic)
-    for (int64_t c = 0; c < columns; c += size)
-      product.group(panels, split, c, std::min(size, columns - c), out + first * outputs);
   }
 }
 
@@ -361,7 +442,7 @@ extern "C" {
 
 // x: [T, I]; bias: [O] or null; out: [T, O], contiguous.
 // sizes: I, O, N (16, 32, 48 or 64), padded I, P; P is 1 for bfloat16 that is transposed, N
-// then O. rows: T; more than one where N is a multiple of WIDTH alone. stride: from row to row of x.
+// then O. rows: T; more than one only if packed_linear_takes(N). stride: from row to row of x.
 void packed_linear_float32(const void* x, const void* w, const void* bias, void* out,
                            const int64_t* sizes, int64_t rows, int64_t stride, int64_t threads) {
   dispatch<float>(x, w, bias, out, sizes, rows, stride, threads);
@@ -384,5 +465,8 @@ void pack_linear_bfloat16(const void* w, void* tiles, const int64_t* sizes, int6
 }
 
 // The outputs of a tile that suits products of many rows best.
-int64_t packed_linear_tile() { return std::max<int64_t>(WIDTH, 16); }
+int64_t packed_linear_tile() { return std::max<int64_t>(REGISTERS == 32 ? 2 * WIDTH : WIDTH, 16); }
+
+// Whether products of many rows can be had of tiles with this many outputs.
+bool packed_linear_takes(int64_t tile) { return tile % WIDTH == 0 && tile / WIDTH <= GROUP; }
 }
