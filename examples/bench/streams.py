@@ -5,8 +5,8 @@
 
 Each server is any that has OpenAI's completions: it is started by its command, warmed up, asked,
 and ended before the next one starts, so that A B A B ... see the same machine. Prompts are random
-token ids, the same for all; decoding is greedy and ignores the end token, so that every server has
-the same to do. Of each server and number of streams, the medians of all repetitions:
+token ids, the same for all servers and new in every repetition, so that none finds them in its
+cache; decoding is greedy and ignores the end token, so that every server has the same to do. Of each server and number of streams, the medians of all repetitions:
 
     tokens/s  output tokens a second, from the first request to the last answer
     ttft      mean milliseconds to the first token
@@ -57,9 +57,9 @@ class Load(msgspec.Struct, frozen=True):
     output_len: int
     max_token_id: int
 
-    def prompts(self, stream: int) -> list[list[int]]:
-        """Return the prompts of one stream, the same in every run."""
-        rng = random.Random(f"{self.streams} {stream}")
+    def prompts(self, turn: str, stream: int) -> list[list[int]]:
+        """Return the prompts of one stream, which no other turn has: no server has them cached."""
+        rng = random.Random(f"{turn} {self.streams} {stream}")
         ids = range(10, self.max_token_id)
         return [rng.choices(ids, k=self.input_len) for _ in range(self.requests_per_stream)]
 
@@ -205,12 +205,12 @@ class Stream:
             raise SystemExit(f"{PATH}: wanted {output_len} tokens, found {self.num_tokens}")
 
 
-async def measure(server: Server, load: Load) -> Figures:
+async def measure(server: Server, load: Load, turn: str) -> Figures:
     """Ask all streams at once and return what was seen."""
     done: list[Stream] = []
 
     async def run(index: int) -> None:
-        for prompt in load.prompts(index):
+        for prompt in load.prompts(turn, index):
             done.append(Stream())
             await done[-1].run(server, prompt, load.output_len)
 
@@ -247,9 +247,9 @@ async def repeat(name: str, url: str, command: str, loads: list[Load], report: R
         report.ready_s.setdefault(name, []).append(server.ready_s)
         for load in loads:
             row = row_of(report, name, load.streams)
-            await measure(server, load)  # what is built for the first requests of a size
-            for _ in range(MAX_ATTEMPTS):
-                found = await measure(server, load)
+            await measure(server, load, "warm")  # what is built for the first requests of a size
+            for attempt in range(MAX_ATTEMPTS):
+                found = await measure(server, load, f"{len(report.ready_s[name])} {attempt}")
                 if found.others <= OTHERS_SHARE:
                     row.figures.append(found)
                     break

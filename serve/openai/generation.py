@@ -22,7 +22,7 @@ from serve.openai.streaming import Backlog
 from serve.text import TextDelta, TextStream
 
 _FINISH_REASONS = ("stop", "length", "abort")
-OUTPUT_BYTES = 400
+TOKEN_BYTES = 400
 """Bytes of a token that waits, with its text."""
 CANDIDATE_BYTES = 16
 """Bytes of each candidate among its log-probabilities."""
@@ -238,4 +238,4 @@ class Generation:
 
 def _num_bytes(output: EngineOutput) -> int:
     num_candidates = sum(1 + len(found.top_token_ids) for found in output.logprobs)
-    return OUTPUT_BYTES * max(1, len(output.token_ids)) + CANDIDATE_BYTES * num_candidates
+    return TOKEN_BYTES * max(1, len(output.token_ids)) + CANDIDATE_BYTES * num_candidates

@@ -23,7 +23,7 @@ def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
         engine = pool.engine
         assert (pool.replicas, pool.num_cpus) == (1, 0.01)
         assert engine.scheduler.max_num_seqs == 64
-        assert engine.scheduler.max_num_batched_tokens == 2048
+        assert engine.scheduler.max_num_batched_tokens == 512
         assert engine.cache.block_size == 16
         assert engine.cache.kv_memory_bytes == 1 << 30
         assert engine.cache.gpu_memory_utilization == 0.9
@@ -32,6 +32,15 @@ def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
     assert config.max_queued_requests == 256
     assert config.request_timeout_s == 600
     assert config.max_body_bytes == 8388608
+
+
+def test_a_step_has_more_tokens_on_a_gpu_and_never_fewer_than_sequences() -> None:
+    def tokens(**args: object) -> int:
+        return deploy_config(args).pools[0].engine.scheduler.max_num_batched_tokens
+
+    assert tokens(device="cpu", max_num_seqs=600) == 600
+    assert tokens(device="cpu", max_num_batched_tokens=2048) == 2048
+    assert tokens(device="cuda") == 2048
 
 
 @pytest.mark.feature("R01")
