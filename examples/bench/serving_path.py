@@ -170,7 +170,7 @@ class Row(msgspec.Struct):
 def repeat(target: Target, load: Load, row: Row) -> None:
     """Ask everything once and add what was seen."""
     before = target.cpu_by_role()
-    found = asyncio.run(measure(target, load))
+    found = asyncio.run(measure(target, load, "same"))
     time.sleep(SETTLE_S)  # what a request's end still costs
     num_tokens = load.streams * load.requests_per_stream * load.output_len
     row.tokens_per_s.append(found.tokens_per_s)
@@ -250,7 +250,7 @@ def main() -> None:
         ours = Target(OURS, app.address, model["id"], app.processes)
         for load in loads:
             for target in (ours, bare):
-                asyncio.run(measure(target, load))  # connections and code are warm afterwards
+                asyncio.run(measure(target, load, "warm"))  # connections and code are warm afterwards
         for _ in range(options.repeats):
             for row in rows:
                 target = ours if row.server == OURS else bare
