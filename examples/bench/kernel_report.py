@@ -41,6 +41,7 @@ from model.kernels import (
     triton_decode,
     triton_elementwise,
     triton_experts,
+    triton_filters,
     triton_prefill,
     triton_rope,
 )
@@ -49,6 +50,7 @@ KERNEL_MODULES = (
     triton_decode,
     triton_experts,
     triton_elementwise,
+    triton_filters,
     triton_prefill,
     triton_rope,
 )
@@ -117,6 +119,9 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
         yield expert_case(num_tokens, 128, 8, 2048, 768, dtype)
     yield expert_case(512, 8, 2, 1024, 512, torch.float32)
     yield "n14336", lambda: triton_elementwise.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
+    logits, limits = empty(32, 151_936, dtype=torch.float32), empty(32, dtype=torch.float32)
+    counts = empty(32, dtype=torch.int64)
+    yield "V151936", lambda: triton_filters.filter_top_k_top_p(logits, counts, limits)
 
 
 def expert_case(
@@ -220,7 +225,7 @@ def ast_source(launch: Launch) -> ASTSource:
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
         name = str(value.dtype).removeprefix("torch.")
         return "*" + names.get(name, name.replace("int", "i"))
     if isinstance(value, float):

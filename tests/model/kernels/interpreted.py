@@ -24,12 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile.context import ForwardContext, forward_context
 from model.kernels import (
     dispatch,
+    filters,
     packed_linear,
     paged_attention,
     sparse_mlp,
     triton_decode,
     triton_elementwise,
     triton_experts,
+    triton_filters,
     triton_prefill,
     triton_rope,
 )
@@ -304,6 +306,29 @@ def check_experts(rng: random.Random) -> None:
     assert found.isfinite().all()
 
 
+def check_filters(rng: random.Random) -> None:
+    """Rows of every kind beside one another; what stays is equal to the bit."""
+    triton_filters.BLOCK = rng.choice([16, 64, 1024])
+    triton_filters.NUM_VALUES = rng.choice([2, 8])
+    num_rows, size = rng.randint(1, 4), rng.choice([1, 2, 5, 64, 300, 1000])
+    logits = torch.randn(num_rows, size + 3)[:, :size]
+    for row in logits:
+        if rng.random() < 0.5:
+            row.copy_((row * rng.choice([0.0, 1.0, 3.0])).round())
+        row /= rng.choice([1e-30, 1e-3, 0.3, 1.0, 7.0, 1e4])
+        row -= rng.choice([row.amax(), torch.zeros(())])
+        is_masked = torch.rand(size) < rng.choice([0.0, 0.5, 1.0])
+        is_masked[rng.randrange(size)] = False
+        row.masked_fill_(is_masked, -torch.inf)
+    top_k = torch.tensor([rng.choice([0, rng.randint(1, size + 3)]) for _ in logits])
+    top_p = torch.tensor([rng.choice([1.0, 1e-45, 0.5, rng.random() or 0.1]) for _ in logits])
+    with NoWaiting():
+        found = triton_filters.filter_top_k_top_p(logits, top_k, top_p)
+    compare(found, filters.filter_top_k_top_p(logits, top_k, top_p), exactly=True)
+    for before, after, k, p in zip(logits, found, top_k, top_p, strict=True):
+        assert k or p < 1 or torch.equal(before, after)
+
+
 def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False) -> None:
     tolerance = 0 if exactly else TOLERANCE[wanted.dtype]
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
@@ -376,6 +401,7 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "norm": check_norm,
     "silu": check_silu,
     "experts": check_experts,
+    "filters": check_filters,
     "model": check_model,
 }
 

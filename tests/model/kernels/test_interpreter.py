@@ -43,6 +43,7 @@ def run(group: str, num_shapes: int, **env: str) -> None:
         ("norm", 30),
         ("silu", 30),
         ("experts", 25),
+        ("filters", 40),
     ],
 )
 def test_kernel_equals_its_torch_twin(group: str, num_shapes: int) -> None:
