@@ -267,7 +267,7 @@ def part_experts(at: Setting) -> Iterator[Row]:
     def experts(name: str, num_tokens: int, own: slice) -> Row:
         x = at.randn(num_tokens, hidden)
         logits = at.randn(num_tokens, num_experts, dtype=torch.float32)
-        chosen, weights = sparse_mlp.route(logits, top_k, True)
+        chosen, weights = dispatch.route(logits, top_k, True)
         routed = (x.float().cpu(), chosen.cpu(), weights.cpu())
         matrices = (gate_up[own].float().cpu(), down[own].float().cpu())
         wanted = sparse_mlp.expert_mlp(*routed, *matrices, own.start).to(at.device)

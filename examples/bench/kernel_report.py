@@ -44,6 +44,7 @@ from model.kernels import (
     triton_filters,
     triton_prefill,
     triton_rope,
+    triton_routing,
 )
 
 KERNEL_MODULES = (
@@ -53,6 +54,7 @@ KERNEL_MODULES = (
     triton_filters,
     triton_prefill,
     triton_rope,
+    triton_routing,
 )
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
 REGISTERS, WARP_REGISTERS, MAX_WARPS = 65_536, 256, 64
@@ -128,13 +130,16 @@ def expert_case(
     num_tokens: int, num_experts: int, top_k: int, hidden: int, size: int, dtype: torch.dtype
 ) -> tuple[str, Callable[[], object]]:
     """Return a sparse layer's call."""
-    x = empty(num_tokens, hidden, dtype=dtype)
-    experts = empty(num_tokens, top_k, dtype=torch.int64)
-    weights = empty(num_tokens, top_k, dtype=torch.float32)
+    x, logits = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, num_experts, dtype=dtype)
     gate_up = empty(num_experts, 2 * size, hidden, dtype=dtype)
     down = empty(num_experts, hidden, size, dtype=dtype)
     name = f"T{num_tokens} X{num_experts} E{hidden}"
-    return name, lambda: triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
+
+    def call() -> None:
+        experts, weights = triton_routing.route(logits, top_k, True)
+        triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
+
+    return name, call
 
 
 def attention_cases(

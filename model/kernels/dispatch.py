@@ -119,6 +119,17 @@ def paged_prefill(
 # --- experts --------------------------------------------------------------------------------
 
 
+def route(
+    router_logits: torch.Tensor, top_k: int, norm_topk_prob: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts; see `sparse_mlp.route`."""
+    if uses_triton(router_logits):
+        from model.kernels import triton_routing
+
+        return triton_routing.route(router_logits, top_k, norm_topk_prob)
+    return sparse_mlp.route(router_logits, top_k, norm_topk_prob)
+
+
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
