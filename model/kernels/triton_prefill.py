@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton_tiles import LOG2_E, prefill_tiles, softmax_step
+from model.kernels.triton_tiles import LOG2_E, AttentionTiles, prefill_tiles, softmax_step
 
 
 @triton.jit
@@ -233,6 +233,7 @@ def paged_prefill(
     scale: float,
     out: torch.Tensor,
     sliding_window: int | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> None:
     """Attend from chunks of prompts, each to its sequence's tokens up to itself.
 
@@ -247,11 +248,12 @@ def paged_prefill(
         cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
         seq_lens: int32 [S]
         sliding_window: how many tokens a query sees, itself included; None: all before it
+        tiles: others than `prefill_tiles`, to be compared with them
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv_heads
-    tiles = prefill_tiles(group, head_dim, q.dtype)
+    tiles = tiles or prefill_tiles(group, head_dim, q.dtype)
     block_q = tiles.rows // group
     # Each sequence, and the padding behind the last one, may leave one tile unfilled.
     grid = (num_tokens // block_q + num_seqs + 1, num_kv_heads)
