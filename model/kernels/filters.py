@@ -3,7 +3,7 @@
 Neither sorts a vocabulary. Rows are filtered one by one: a row's result cannot depend on another
 one, and a row that asks for nothing costs nothing.
 
-Shapes: B rows, V vocabulary, C candidates of a row.
+Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 NUM_BINS = 256
+"""Of a row's likelier tokens; more of them leave less to sort and more to count."""
 
 
 def filter_top_k_top_p(

@@ -21,6 +21,7 @@ def check(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_part_runs_on_a_cpu_and_is_right(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = check("--out", str(out))
