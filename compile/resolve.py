@@ -189,11 +189,16 @@ def _mode(config: CompilationConfig, around: _Surroundings) -> CompilationConfig
 
 
 def _passes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    """Inductor fuses a norm into its neighbours; without it the fused op is the faster one."""
+    """Fuse norms unless the compiler does: Inductor, if they are torch functions, as on a CPU.
+
+    On a GPU a norm is an op that Inductor cannot look into: fused, it is one launch with the
+    residual's addition instead of two.
+    """
     if config.passes is not None:
         return config
-    is_eager = not config.use_inductor or config.compiler == "eager"
-    return replace(config, passes=("fuse_add_rms_norm",) if is_eager else ())
+    has_inductor = config.use_inductor and config.compiler != "eager"
+    is_fused_by_it = has_inductor and around.is_cpu
+    return replace(config, passes=() if is_fused_by_it else ("fuse_add_rms_norm",))
 
 
 def _wanted_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUDAGraphMode:

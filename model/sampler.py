@@ -1,4 +1,4 @@
-"""Draw tokens from logits, a whole batch at once and without waiting for the device.
+"""Draw tokens from logits, a whole batch at once and without waiting for a GPU.
 
 A row's token depends on its own logits, parameters and uniform number alone. Filters that other
 rows ask for leave a row untouched bit by bit, so a seeded request gives the same tokens alone and
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from model.kernels import dispatch
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Ten
     if tensors.any_min_p:
         scaled = filter_min_p(scaled, tensors.min_p)
     if tensors.any_top_k or tensors.any_top_p:
-        scaled = filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
+        scaled = dispatch.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
     return scaled.softmax(dim=-1)
 
 
@@ -210,34 +212,6 @@ def filter_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
         min_p: [B], 0 keeps all
     """
     return logits.masked_fill(logits < min_p.log().unsqueeze(-1), -torch.inf)
-
-
-def filter_top_k_top_p(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """Set tokens outside of top-k, then those outside of top-p, to -inf.
-
-    Top-k keeps ties with the k-th token. Top-p (nucleus sampling; Holtzman et al., 2020) keeps the
-    smallest set of likeliest tokens whose mass reaches `top_p`, the lowest ids among equals, and
-    always one.
-
-    Args:
-        logits: [B, V]
-        top_k: int64 [B], 0 keeps all
-        top_p: [B], 1 keeps all
-    """
-    vocab_size = logits.shape[-1]
-    ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
-    last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size) - 1
-    ordered = ordered.masked_fill(ordered < ordered.gather(1, last.unsqueeze(1)), -torch.inf)
-    probs = ordered.softmax(dim=-1, dtype=torch.float64)
-    mass_before = probs.cumsum(dim=-1) - probs
-    threshold = top_p.unsqueeze(-1)
-    # A row without top-p is exempt by name: rounding may bring the mass before a token to 1.
-    is_cut = (mass_before >= threshold) & (threshold < 1)
-    is_cut[:, 0] = False
-    kept = ordered.masked_fill(is_cut, -torch.inf)
-    return torch.empty_like(logits).scatter_(1, token_ids, kept)
 
 
 def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +38,14 @@ READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALVES = ("F16", "BF16")
 log = logging.getLogger("lockstep.model")
 ALONE = Shard()
+
+
+class Extremes(NamedTuple):
+    """The least and the greatest number of what was read of a tensor, on its device."""
+
+    name: str
+    low: torch.Tensor
+    high: torch.Tensor
 
 
 class Loadable(Protocol):
@@ -74,12 +82,16 @@ def load_weights(
     report(0, len(wanted))
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in by_file}
-        for done, (piece, path) in enumerate(_largest_first(by_file), 1):
-            _read(piece, opened[path], path)
+        ordered = _largest_first(by_file)
+        unchecked = []
+        for done, (piece, path) in enumerate(ordered, 1):
+            unchecked += _read(piece, opened[path], path)
             missing[piece.home] -= 1
             if not missing[piece.home]:
                 piece.layer.loaded(piece.parameter)
             report(done, len(wanted))
+        for piece, path in _not_finite(unchecked, ordered):
+            _check_values(piece, _values(piece, opened[path], path), path)
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
@@ -207,18 +219,48 @@ def _check(piece: WeightSlice, file: Any, present: set[str], path: Path) -> None
         raise ModelError.of(field, f"one of {', '.join(READABLE_DTYPES)}", dtype, path)
 
 
-def _read(piece: WeightSlice, file: Any, path: Path) -> None:
+def _read(piece: WeightSlice, file: Any, path: Path) -> list[Extremes]:
+    """Fill a slice; return what is to be checked on its device, where there is something."""
     target = piece.target()
     if piece.start == piece.stop:
-        return
+        return []
+    values = _values(piece, file, path)
+    if not _is_checked_there(target, values):
+        _check_values(piece, values, path)
+        target.copy_(values)
+        return []
+    target.copy_(values)
+    return [Extremes(piece.name, *target.aminmax())]
+
+
+def _values(piece: WeightSlice, file: Any, path: Path) -> torch.Tensor:
     part = slice(piece.start, piece.stop)
     try:
         tensor = file.get_slice(piece.name)
-        values = tensor[part] if piece.dim == 0 else tensor[:, part]
+        values: torch.Tensor = tensor[part] if piece.dim == 0 else tensor[:, part]
     except (OSError, SafetensorError) as error:
         raise _broken(path, error) from error
-    _check_values(piece, values, path)
-    target.copy_(values)
+    return values
+
+
+def _is_checked_there(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a GPU, which reads many times as fast, finds in its copy what is not finite.
+
+    Converted numbers are no longer those of the file.
+    """
+    return target.is_cuda and target.dtype == values.dtype
+
+
+def _not_finite(
+    unchecked: list[Extremes], ordered: list[tuple[WeightSlice, Path]]
+) -> list[tuple[WeightSlice, Path]]:
+    """Return the slices that have a number that is not finite; waits once for the device."""
+    if not unchecked:
+        return []
+    extremes = torch.stack([value for found in unchecked for value in found[1:]])
+    is_finite = extremes.isfinite().view(-1, 2).all(1).tolist()
+    names = {found.name for found, is_good in zip(unchecked, is_finite, strict=True) if not is_good}
+    return [entry for entry in ordered if entry[0].name in names]
 
 
 def _check_values(piece: WeightSlice, values: torch.Tensor, path: Path) -> None:

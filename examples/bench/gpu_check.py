@@ -1,13 +1,14 @@
 """Check that this machine's accelerator computes the right thing, and how far from its floor.
 
     python examples/bench/gpu_check.py [--device cuda] [--out FILE] [--quick] [--only PART ...]
-        [--deadline SECONDS]
+        [--slice NUMBER] [--deadline SECONDS]
 
 One command for a bare machine: torch, triton, transformers, msgspec and pyzmq are enough, Ray is
 not needed. Each part runs in its own process with its own time limit; what fails or hangs is
 recorded, with its stacks, and the next part runs. FILE is written anew after every part. Where a
-command may not take as long as all parts together (69 minutes at worst), a deadline ends it in
-time, and `--only` runs a slice: of parts, or of all whose names begin so (`graphs`).
+command may not take as long as all parts together (100 minutes at worst), `--slice 1`, `--slice 2`
+and so on run what nine minutes hold, `--only` runs parts, or all whose names begin so (`graphs`),
+and a deadline ends what is left.
 
 Every kernel is compared with its torch twin in float32 and timed against the larger of two floors:
 the bytes it must move over the copy bandwidth measured in the same run, and the operations it must
@@ -48,22 +49,32 @@ GRAPHS = (
     "3-FULL_DECODE_ONLY-shared",
     "3-FULL_AND_PIECEWISE-shared",
     "3-FULL_AND_PIECEWISE-per_bucket",
+    "3-FULL_AND_PIECEWISE-shared-bfloat16",
+    "3-FULL_AND_PIECEWISE-shared-sizes",
 )
-"""Level, mode and pool policy of each graph part; one that fails leaves the others alone."""
+"""Level, mode, pool policy and what is particular of each graph part; one that fails leaves the
+others alone."""
 PARTS: dict[str, tuple[str, float]] = {
-    "machine": ("gpu_check_kernels", 120.0),
+    "machine": ("gpu_check_kernels", 60.0),
     "decode": ("gpu_check_kernels", 240.0),
     "prefill": ("gpu_check_kernels", 240.0),
+    "pool": ("gpu_check_kernels", 240.0),
+    "ragged": ("gpu_check_kernels", 240.0),
+    "tiles": ("gpu_check_kernels", 120.0),
     "rope": ("gpu_check_kernels", 120.0),
     "elementwise": ("gpu_check_kernels", 120.0),
     "experts": ("gpu_check_kernels", 240.0),
+    "filters": ("gpu_check_kernels", 120.0),
     "transfer": ("gpu_check_kernels", 120.0),
     "model": ("gpu_check_models", 240.0),
     "runner": ("gpu_check_models", 240.0),
     "step": ("gpu_check_models", 300.0),
+    "sizing": ("gpu_check_graphs", 240.0),
     **{f"graphs-{variant}": ("gpu_check_graphs", 240.0) for variant in GRAPHS},
 }
 """Each part's module and the seconds it may take; a GPU's first calls compile kernels."""
+SLICE_S = 540.0
+"""What a slice takes at most, the machine's part included."""
 STACKS_S = 3.0
 """How long before its limit a part prints its stacks."""
 
@@ -168,6 +179,17 @@ def chosen(names: list[str]) -> list[str]:
     return [name for name in PARTS if name in kinds or name.partition("-")[0] in kinds]
 
 
+def slices(names: list[str]) -> list[list[str]]:
+    """Cut parts, the machine's first, into lists that each end in time, each with the machine's."""
+    machine, *others = names
+    found = [[machine]]
+    for name in others:
+        if sum(PARTS[part][1] for part in (*found[-1], name)) > SLICE_S:
+            found.append([machine])
+        found[-1].append(name)
+    return found
+
+
 def main() -> None:
     """Run the parts one after the other and report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -177,6 +199,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
     parser.add_argument("--quick", action="store_true", help="smallest shapes, fewest repetitions")
     parser.add_argument("--only", nargs="+", choices=names, default=kinds)
+    parser.add_argument("--slice", type=int, help="of the parts: number 1 and up, 9 minutes each")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for any part")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds for all parts")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
@@ -185,10 +208,17 @@ def main() -> None:
     if options.part:
         print_rows(options.part, options)
         return
+    names = chosen(options.only)
+    if options.slice is not None:
+        cut = slices(names)
+        if not 1 <= options.slice <= len(cut):
+            parser.error(f"--slice: wanted 1 to {len(cut)}, found {options.slice}")
+        names = cut[options.slice - 1]
+        print(f"slice {options.slice} of {len(cut)}: {' '.join(names)}")
     end = time.monotonic() + options.deadline
     parts: list[dict[str, Any]] = []
     print_header()
-    for name in chosen(options.only):
+    for name in names:
         parts.append(run_part(name, options, end - time.monotonic()))
         add_floors(parts)
         print_part(parts[-1])

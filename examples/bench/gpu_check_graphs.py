@@ -1,7 +1,11 @@
-"""The graph parts of gpu_check.py: a level and mode against eager, at every captured size."""
+"""The graph parts of gpu_check.py: a level and mode against eager, at every captured size.
+
+And the part that leaves the size of the KV cache to the runner.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 from collections.abc import Iterator
@@ -24,15 +28,62 @@ PROMPT = 37
 COLUMNS = -(-(PROMPT + 8) // BLOCK_SIZE)
 
 
-def part_graphs(at: Setting, number: str, mode: str, policy: str) -> Iterator[Row]:
-    """Hidden states of a prefill and of padded decode steps against eager, then a step's time."""
+def part_graphs(
+    at: Setting, number: str, mode: str, policy: str, kind: str = "float32"
+) -> Iterator[Row]:
+    """Hidden states of a prefill and of padded decode steps against eager, then a step's time.
+
+    kind: "bfloat16", or "sizes" for pieces that are tuned for a few sizes, in float32.
+    """
     level, title = int(number), f"level {number} {mode} {policy}"
+    title += "" if kind == "float32" else f" {kind}"
+    dtype = "bfloat16" if kind == "bfloat16" else "float32"
+    sizes = SIZES[1:3] if kind == "sizes" else None
     with tempfile.TemporaryDirectory() as name:
         save_random_checkpoint(at, Path(name))
-        wanted = run_sizes(make_runner(at, name, 0, "NONE", "shared"))
-        runner = make_runner(at, name, level, mode, policy)
-        yield compared(runner, wanted, mode, title)
+        wanted = run_sizes(make_runner(at, name, CompilationConfig(level=0), dtype))
+        runner = make_runner(at, name, compilation(level, mode, policy, sizes), dtype)
+        # A compiled piece does not round between its operations, as eager does.
+        yield compared(runner, wanted, mode, title, 3e-2 if dtype == "bfloat16" else 1e-3)
         yield timed(at, runner, title)
+
+
+def part_sizing(at: Setting) -> Iterator[Row]:
+    """The share of memory that is taken after start and the largest step, by default settings."""
+    most, limit = at.pick(8192, 256), at.pick(4096, 512)
+    cache = (
+        CacheConfig(BLOCK_SIZE)
+        if at.device.type == "cuda"
+        else CacheConfig(BLOCK_SIZE, kv_memory_bytes=1 << 24)
+    )
+    with tempfile.TemporaryDirectory() as name:
+        save_random_checkpoint(at, Path(name))
+        gc.collect()
+        if at.device.type == "cuda":
+            torch.cuda.empty_cache()
+        runner = ModelRunner(
+            EngineConfig(
+                model_path=name,
+                max_model_len=limit,
+                device=at.device.type,
+                dtype="bfloat16",
+                cache=cache,
+                scheduler=SchedulerConfig(at.pick(1024, 64), most),
+            )
+        )
+    columns = limit // BLOCK_SIZE
+    plan = make_plan(most // limit or 1, 0, min(limit, most), columns)
+    runner.execute(plan, Lockstep.alone(runner.forward.captured).agree(plan.vote()))
+    note = f"{runner.num_blocks} blocks of {runner.kv_spec.block_bytes} bytes"
+    if at.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(at.device)
+        wanted, taken = cache.gpu_memory_utilization, 1 - free / total
+        yield Row("share of memory", error=abs(taken - wanted), limit=0.05, note=note)
+    else:
+        taken = (runner.num_blocks + 1) * runner.kv_spec.block_bytes
+        error = abs(taken / cache.kv_memory_bytes - 1)
+        limit_ = runner.kv_spec.block_bytes / cache.kv_memory_bytes
+        yield Row("share of KV memory", error=error, limit=limit_, note=note)
 
 
 def run_sizes(runner: ModelRunner) -> list[torch.Tensor]:
@@ -40,7 +91,9 @@ def run_sizes(runner: ModelRunner) -> list[torch.Tensor]:
     return [hidden for size in range(1, SIZES[-1] + 1) for hidden in run(runner, size)]
 
 
-def compared(runner: ModelRunner, wanted: list[torch.Tensor], mode: str, title: str) -> Row:
+def compared(
+    runner: ModelRunner, wanted: list[torch.Tensor], mode: str, title: str, limit: float
+) -> Row:
     """Return a row with the largest error of all sizes; one that replays nothing is wrong."""
     replayed = counter.num_cudagraph_replayed
     errors = [error_of(*pair) for pair in zip(run_sizes(runner), wanted, strict=True)]
@@ -52,29 +105,42 @@ def compared(runner: ModelRunner, wanted: list[torch.Tensor], mode: str, title: 
         note += f", {len(report.skipped)} without room" if report.skipped else ""
     is_replayed = mode == "NONE" or (replayed and report is not None and not report.skipped)
     error = max(errors) if is_replayed else math.inf
-    return Row(f"hidden states, {title}", error=error, limit=1e-3, note=note)
+    return Row(f"hidden states, {title}", error=error, limit=limit, note=note)
 
 
-def make_runner(at: Setting, path: str, level: int, mode: str, policy: str) -> ModelRunner:
-    """Return a runner in float32 that captures `SIZES`."""
-    most = SIZES[-1]
-    tokens = {"capture_num_tokens": (8, 64, most * PROMPT)} if "PIECEWISE" in mode else {}
+def compilation(
+    level: int, mode: str, policy: str, compile_sizes: tuple[int, ...] | None
+) -> CompilationConfig:
+    """Return a configuration that captures `SIZES`."""
+    tokens = {"capture_num_tokens": (8, 64, SIZES[-1] * PROMPT)} if "PIECEWISE" in mode else {}
     sizes = {} if mode == "NONE" else {"cudagraph_capture_sizes": SIZES}
+    return CompilationConfig(
+        level=level,
+        cudagraph_mode=mode,
+        graph_pool=policy,
+        compile_sizes=compile_sizes,
+        **sizes,
+        **tokens,
+    )
+
+
+def make_runner(at: Setting, path: str, compilation: CompilationConfig, dtype: str) -> ModelRunner:
+    """Return a runner for as many sequences as the largest of `SIZES`."""
+    most = SIZES[-1]
     return ModelRunner(
         EngineConfig(
             model_path=path,
             max_model_len=COLUMNS * BLOCK_SIZE,
             device=at.device.type,
+            dtype=dtype,
             cache=CacheConfig(BLOCK_SIZE, num_kv_blocks=most * COLUMNS),
             scheduler=SchedulerConfig(most, most * PROMPT),
-            compilation=CompilationConfig(
-                level=level, cudagraph_mode=mode, graph_pool=policy, **sizes, **tokens
-            ),
+            compilation=compilation,
         )
     )
 
 
-def make_plan(size: int, computed: int, new: int) -> StepPlan:
+def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> StepPlan:
     """Return a step of `size` sequences, each `new` tokens further than `computed`."""
     rows = list(range(size))
     first = computed == 0
@@ -83,7 +149,7 @@ def make_plan(size: int, computed: int, new: int) -> StepPlan:
         step=computed,
         admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if first],
         new_blocks=[
-            NewBlocks(row, 0, list(range(1 + row * COLUMNS, 1 + (row + 1) * COLUMNS)))
+            NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))
             for row in rows
             if first
         ],

@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class Cached:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    num_layers: int = 1
+    """Of the pool; the caches are the last one's."""
     k_cache: torch.Tensor = field(init=False)
     v_cache: torch.Tensor = field(init=False)
     table: torch.Tensor = field(init=False)
@@ -64,10 +66,12 @@ class Cached:
     def __post_init__(self) -> None:
         columns = -(-max(self.lengths) // BLOCK_SIZE)
         num_blocks = columns * len(self.lengths)
-        spec = KVCacheSpec(1, self.num_kv_heads, self.head_dim, BLOCK_SIZE, torch.bfloat16)
+        spec = KVCacheSpec(
+            self.num_layers, self.num_kv_heads, self.head_dim, BLOCK_SIZE, torch.bfloat16
+        )
         pool = self.at.randn(num_blocks + 1, *spec.block_shape)
         pool[0] = 0
-        self.k_cache, self.v_cache = pool[:, 0, 0], pool[:, 0, 1]
+        self.k_cache, self.v_cache = pool[:, -1, 0], pool[:, -1, 1]
         order = torch.randperm(num_blocks, device=self.at.device) + 1
         self.table = order.view(len(self.lengths), columns).int()
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.at.device)
@@ -89,19 +93,30 @@ class Cached:
         return self.k_cache.float(), self.v_cache.float()
 
 
+DecodeCase = tuple[str, list[int], int | None, int]
+"""A name, the sequences' lengths, a sliding window, and the layers of the pool."""
+PrefillCase = tuple[str, list[int], list[int], int | None, int]
+"""The same, and each sequence's number of queries behind the lengths."""
+
+
 def part_decode(at: Setting) -> Iterator[Row]:
     """Decode attention: one long sequence, many, and a sliding window."""
     long, many = at.pick(32768, 600), at.pick(64, 4)
     half = at.pick(4096, 300)
-    cases: list[tuple[str, list[int], int | None]] = [
-        ("one long", [long], None),
-        ("batch", [half - 7 * i for i in range(many)], None),
-        ("batch, padded", [half, 0, 1, 17] * (many // 4), None),
-        ("window", [half] * many, half // 4),
+    cases: list[DecodeCase] = [
+        ("one long", [long], None, 1),
+        ("batch", [half - 7 * i for i in range(many)], None, 1),
+        ("batch, padded", [half, 0, 1, 17] * (many // 4), None, 1),
+        ("window", [half] * many, half // 4, 1),
     ]
+    yield from decodes(at, cases)
 
-    def decode(name: str, lengths: list[int], window: int | None) -> Row:
-        cache = Cached(at, lengths)
+
+def decodes(at: Setting, cases: list[DecodeCase]) -> Iterator[Row]:
+    """Yield a row for each case."""
+
+    def decode(name: str, lengths: list[int], window: int | None, num_layers: int) -> Row:
+        cache = Cached(at, lengths, num_layers=num_layers)
         q = at.randn(len(lengths), cache.num_heads, cache.head_dim)
         found, wanted = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
         where = (cache.table, cache.seq_lens, cache.scale)
@@ -122,21 +137,62 @@ def part_decode(at: Setting) -> Iterator[Row]:
             num_flops=4 * tokens * cache.num_heads * cache.head_dim,
         )
 
-    yield from attempts(decode, cases)
+    return attempts(decode, cases)
 
 
 def part_prefill(at: Setting) -> Iterator[Row]:
     """Prefill attention: whole prompts, later chunks, a sliding window."""
     n = at.pick(4096, 96)
-    cases: list[tuple[str, list[int], list[int], int | None]] = [
-        ("one prompt", [2 * n], [2 * n], None),
-        ("prompts", [n, n // 2, 17, n // 3], [n, n // 2, 17, n // 3], None),
-        ("chunks", [4 * n, n], [n // 2, n // 8], None),
-        ("window", [2 * n], [2 * n], n // 4),
+    cases: list[PrefillCase] = [
+        ("one prompt", [2 * n], [2 * n], None, 1),
+        ("prompts", [n, n // 2, 17, n // 3], [n, n // 2, 17, n // 3], None, 1),
+        ("chunks", [4 * n, n], [n // 2, n // 8], None, 1),
+        ("window", [2 * n], [2 * n], n // 4, 1),
     ]
+    yield from prefills(at, cases)
 
-    def prefill(name: str, lengths: list[int], queries: list[int], window: int | None) -> Row:
-        cache = Cached(at, lengths)
+
+def part_pool(at: Setting) -> Iterator[Row]:
+    """Attention on a layer of a deep pool: from block to block is far, and blocks lie anywhere."""
+    num_layers, n, many = at.pick(32, 5), at.pick(2048, 90), at.pick(32, 4)
+    name = f"{num_layers} layers"
+    yield from decodes(at, [(name, [n - 7 * i for i in range(many)], None, num_layers)])
+    yield from prefills(at, [(name, [n, n // 3], [n, n // 5], None, num_layers)])
+
+
+def part_ragged(at: Setting) -> Iterator[Row]:
+    """Attention over one batch of sequences from one token to thousands, padding among them."""
+    most = at.pick(8192, 400)
+    lengths = [1, most, 2, 0, 33, most // 3, 1, 15, 16, 17, most // 50, 1, most // 9, 3]
+    queries = [1, most // 4, 2, 0, 33, most // 3, 1, 1, 16, 5, most // 50, 1, 7, 3]
+    yield from decodes(at, [("ragged", lengths, None, 2), ("ragged, window", lengths, 20, 2)])
+    yield from prefills(
+        at,
+        [("ragged", lengths, queries, None, 2), ("ragged, window", lengths, queries, 20, 2)],
+    )
+
+
+def part_tiles(at: Setting) -> Iterator[Row]:
+    """Prefill attention in its tiles and in smaller ones, more of which fit on a multiprocessor."""
+    if at.device.type != "cuda":
+        yield Row("tiles", note="of a GPU's kernel alone")
+        return
+    n = at.pick(8192, 96)
+    cases: list[PrefillCase] = [("one prompt", [n], [n], None, 1), ("chunk", [n], [512], None, 1)]
+    yield from prefills(at, cases)
+    smaller = {"rows": 64, "columns": 32, "num_warps": 4}
+    yield from prefills(at, [(f"{case[0]}, 64 x 32", *case[1:]) for case in cases], smaller)
+
+
+def prefills(
+    at: Setting, cases: list[PrefillCase], other_tiles: dict[str, int] | None = None
+) -> Iterator[Row]:
+    """Yield a row for each case, on a GPU with tiles that differ from the kernel's own if asked."""
+
+    def prefill(
+        name: str, lengths: list[int], queries: list[int], window: int | None, num_layers: int
+    ) -> Row:
+        cache = Cached(at, lengths, num_layers=num_layers)
         num_tokens = sum(queries)
         bounds = torch.tensor([0, *queries], device=at.device).cumsum(0).int()
         kv = [own_tokens(cache, i, m) for i, m in enumerate(queries)]
@@ -146,10 +202,17 @@ def part_prefill(at: Setting) -> Iterator[Row]:
         where = (cache.table, bounds, cache.seq_lens, cache.scale)
         wide = (q.float(), k.float(), v.float(), *cache.wide())
         paged_attention.paged_prefill(*wide, *where, wanted, window)
-        args = (q, k, v, cache.k_cache, cache.v_cache, *where, found, window)
+        args = (cache.k_cache, cache.v_cache, *where, found, window)
 
         def call() -> None:
-            dispatch.paged_prefill(*args)
+            if other_tiles is None:
+                dispatch.paged_prefill(q, k, v, *args)
+                return
+            from model.kernels import triton_prefill
+
+            group = cache.num_heads // cache.num_kv_heads
+            own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype)
+            triton_prefill.paged_prefill(q, *args, replace(own, **other_tiles))
 
         call()
         pairs = sum(
@@ -166,7 +229,7 @@ def part_prefill(at: Setting) -> Iterator[Row]:
             num_flops=4 * pairs * cache.num_heads * cache.head_dim,
         )
 
-    yield from attempts(prefill, cases)
+    return attempts(prefill, cases)
 
 
 def own_tokens(cache: Cached, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +330,7 @@ def part_experts(at: Setting) -> Iterator[Row]:
     def experts(name: str, num_tokens: int, own: slice) -> Row:
         x = at.randn(num_tokens, hidden)
         logits = at.randn(num_tokens, num_experts, dtype=torch.float32)
-        chosen, weights = sparse_mlp.route(logits, top_k, True)
+        chosen, weights = dispatch.route(logits, top_k, True)
         routed = (x.float().cpu(), chosen.cpu(), weights.cpu())
         matrices = (gate_up[own].float().cpu(), down[own].float().cpu())
         wanted = sparse_mlp.expert_mlp(*routed, *matrices, own.start).to(at.device)
@@ -290,6 +353,40 @@ def part_experts(at: Setting) -> Iterator[Row]:
         )
 
     yield from attempts(experts, cases)
+
+
+def part_filters(at: Setting) -> Iterator[Row]:
+    """Top-k and top-p: every token that stays, and no other, as on a CPU."""
+    vocab_size = at.pick(151_936, 2000)
+    cases = [
+        (f"{kind}: {num_rows} x {vocab_size}", num_rows, top_k, top_p)
+        for num_rows in (1, at.pick(8, 2), at.pick(64, 3))
+        for kind, top_k, top_p in (("top-p", 0, 0.9), ("top-k", 50, 1.0), ("both", 1000, 0.8))
+    ]
+
+    def filters(name: str, num_rows: int, top_k: int, top_p: float) -> Row:
+        logits = at.randn(num_rows, vocab_size, dtype=torch.float32) * 3
+        logits[:, ::7] = logits[:, ::7].round()  # equals, some of them at the edge
+        logits[::2] /= 5
+        # A row that asks for nothing beside those that do.
+        counts = torch.full((num_rows,), top_k, device=at.device)
+        masses = torch.full((num_rows,), top_p, device=at.device)
+        counts[1::3], masses[1::3] = 0, 1.0
+        args = (logits, counts, masses)
+
+        def call() -> torch.Tensor:
+            return dispatch.filter_top_k_top_p(*args)
+
+        wanted = dispatch.filter_top_k_top_p(*(arg.cpu() for arg in args))
+        return Row(
+            name,
+            error=float((call().cpu() != wanted).sum()),
+            limit=0.0,
+            seconds=at.time(call),
+            num_bytes=8 * logits.numel(),
+        )
+
+    yield from attempts(filters, cases)
 
 
 def part_transfer(at: Setting) -> Iterator[Row]:

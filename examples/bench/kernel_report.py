@@ -41,16 +41,20 @@ from model.kernels import (
     triton_decode,
     triton_elementwise,
     triton_experts,
+    triton_filters,
     triton_prefill,
     triton_rope,
+    triton_routing,
 )
 
 KERNEL_MODULES = (
     triton_decode,
     triton_experts,
     triton_elementwise,
+    triton_filters,
     triton_prefill,
     triton_rope,
+    triton_routing,
 )
 BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS = 16, 2048, 4096
 REGISTERS, WARP_REGISTERS, MAX_WARPS = 65_536, 256, 64
@@ -117,19 +121,25 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[
         yield expert_case(num_tokens, 128, 8, 2048, 768, dtype)
     yield expert_case(512, 8, 2, 1024, 512, torch.float32)
     yield "n14336", lambda: triton_elementwise.silu_and_mul(empty(64, 2 * 14336, dtype=dtype))
+    logits, limits = empty(32, 151_936, dtype=torch.float32), empty(32, dtype=torch.float32)
+    counts = empty(32, dtype=torch.int64)
+    yield "V151936", lambda: triton_filters.filter_top_k_top_p(logits, counts, limits)
 
 
 def expert_case(
     num_tokens: int, num_experts: int, top_k: int, hidden: int, size: int, dtype: torch.dtype
 ) -> tuple[str, Callable[[], object]]:
     """Return a sparse layer's call."""
-    x = empty(num_tokens, hidden, dtype=dtype)
-    experts = empty(num_tokens, top_k, dtype=torch.int64)
-    weights = empty(num_tokens, top_k, dtype=torch.float32)
+    x, logits = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens, num_experts, dtype=dtype)
     gate_up = empty(num_experts, 2 * size, hidden, dtype=dtype)
     down = empty(num_experts, hidden, size, dtype=dtype)
     name = f"T{num_tokens} X{num_experts} E{hidden}"
-    return name, lambda: triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
+
+    def call() -> None:
+        experts, weights = triton_routing.route(logits, top_k, True)
+        triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
+
+    return name, call
 
 
 def attention_cases(
@@ -220,7 +230,7 @@ def ast_source(launch: Launch) -> ASTSource:
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
         name = str(value.dtype).removeprefix("torch.")
         return "*" + names.get(name, name.replace("int", "i"))
     if isinstance(value, float):

@@ -4,9 +4,9 @@ On a GPU nothing here waits for the device. Grids follow from tensor shapes and 
 never from what a tensor holds. Triton is imported by the first tensor that needs it; a machine
 without a GPU may be without it.
 
-Functions of attention and of experts run inside an op and are plain. Those of other layers are
-traced, so on a GPU they are opaque ops; elsewhere torch functions are traced, and the ops equal
-them.
+Functions of attention and of experts run inside an op and are plain; so are those of sampling,
+which comes behind the graph. Those of other layers are traced, so on a GPU they are opaque ops;
+elsewhere torch functions are traced, and the ops equal them.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, N blocks in the pool,
 B tokens per block, M columns of the block table.
@@ -18,7 +18,7 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from compile.passes.fuse_add_rms_norm import OP_NAME as FUSED_ADD_RMS_NORM
-from model.kernels import cpu_attention, elementwise, paged_attention, sparse_mlp
+from model.kernels import cpu_attention, elementwise, filters, paged_attention, sparse_mlp
 
 
 def uses_triton(x: torch.Tensor) -> bool:
@@ -119,6 +119,17 @@ def paged_prefill(
 # --- experts --------------------------------------------------------------------------------
 
 
+def route(
+    router_logits: torch.Tensor, top_k: int, norm_topk_prob: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts; see `sparse_mlp.route`."""
+    if uses_triton(router_logits):
+        from model.kernels import triton_routing
+
+        return triton_routing.route(router_logits, top_k, norm_topk_prob)
+    return sparse_mlp.route(router_logits, top_k, norm_topk_prob)
+
+
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -140,6 +151,20 @@ def expert_mlp(
 
         return triton_experts.expert_mlp(x, experts, weights, gate_up, down, first_expert)
     return sparse_mlp.expert_mlp(x, experts, weights, gate_up, down, first_expert)
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+
+def filter_top_k_top_p(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Set tokens outside of top-k and top-p to -inf; see `filters.filter_top_k_top_p`."""
+    if uses_triton(logits):
+        from model.kernels import triton_filters
+
+        return triton_filters.filter_top_k_top_p(logits, top_k, top_p)
+    return filters.filter_top_k_top_p(logits, top_k, top_p)
 
 
 # --- ops of other layers --------------------------------------------------------------------

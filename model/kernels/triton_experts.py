@@ -1,10 +1,11 @@
 """Routed experts on a GPU; the twin of `sparse_mlp.expert_mlp`.
 
-1. Pairs (token, one of its experts) are sorted by expert. Those of other ranks' experts come last.
+1. Pairs (token, one of its experts) of this rank's experts are sorted by expert.
 2. A grouped product gathers each pair's token, multiplies it with its expert's two matrices up,
    and gates one with the other.
 3. A second one multiplies down, scales by the pair's weight, and writes where the pair stood before
    sorting, so that the sum over a token's experts reads neighbours and needs no atomics.
+4. That sum takes the pairs of this rank's experts; what other pairs have is unset.
 
 Grids follow from shapes alone. Each expert's pairs are cut into tiles, the tiles are numbered over
 all experts, and a program finds its expert by bisecting that numbering on the device. An expert
@@ -19,12 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from compile.pieces.shapes import next_pow2
+from model.kernels.triton_routing import sort_pairs
 from model.kernels.triton_tiles import MIN_DOT
+
+SUM_COLUMNS = 1024
+"""Of one token's sum, at most, in one program."""
 
 
 @dataclass(frozen=True)
@@ -57,36 +61,6 @@ def product_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Produ
         num_warps=8 if rows == 128 else 4,
         num_stages=3,
     )
-
-
-@dataclass(frozen=True)
-class SortedPairs:
-    """Pairs by expert, all on the device.
-
-    Invariant: expert e has the pairs order[bounds[e]:bounds[e + 1]], in the tiles from
-    first_tile[e] on; what lies behind bounds[X] belongs to other ranks.
-    """
-
-    order: torch.Tensor
-    """int64 [P]"""
-    bounds: torch.Tensor
-    """int32 [X + 1]"""
-    first_tile: torch.Tensor
-    """int32 [X + 1]"""
-
-
-def sort_pairs(
-    experts: torch.Tensor, num_experts: int, first_expert: int, tile_rows: int
-) -> SortedPairs:
-    """Sort pairs by expert. experts: int64 [T, K]."""
-    local = experts.flatten() - first_expert
-    numbers = torch.where((local >= 0) & (local < num_experts), local, num_experts)
-    numbers, order = numbers.sort(stable=True)
-    edges = torch.arange(num_experts + 1, device=experts.device)
-    bounds = torch.searchsorted(numbers, edges, out_int32=True)
-    num_tiles = (bounds.diff() + (tile_rows - 1)) // tile_rows
-    first_tile = F.pad(num_tiles.cumsum(0, dtype=torch.int32), (1, 0))
-    return SortedPairs(order, bounds, first_tile)
 
 
 @triton.jit
@@ -241,6 +215,29 @@ def _down_kernel(
     tl.store(out_at, acc, mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit(do_not_specialize=["num_experts", "first_expert"])
+def _sum_kernel(
+    found: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    num_experts: tl.tensor,
+    first_expert: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = token * TOP_K + i
+        number = tl.load(experts + pair) - first_expert
+        num_read = tl.where((number >= 0) & (number < num_experts), OUTPUTS, 0)
+        total += tl.load(found + pair * OUTPUTS + columns, mask=columns < num_read, other=0.0)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + token * OUTPUTS + columns, rounded, mask=columns < OUTPUTS)
+
+
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -255,7 +252,7 @@ def expert_mlp(
 
     Args:
         x: [T, E], the last dimension contiguous
-        experts, weights: int64 and float32 [T, K]
+        experts, weights: int64 and float32 [T, K], contiguous
         gate_up: [X, 2 * I, E], gate first
         down: [X, E, I]
     """
@@ -285,13 +282,12 @@ def expert_mlp(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    # Zero where a pair's expert is another rank's.
-    found = torch.zeros(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
+    found = x.new_empty(num_pairs, hidden_size, dtype=torch.float32)
     _down_kernel[num_tiles, triton.cdiv(hidden_size, tiles.columns)](
         gated,
         down,
         found,
-        weights.contiguous(),
+        weights,
         *where,
         *down.stride()[:2],
         INPUTS=size,
@@ -302,4 +298,16 @@ def expert_mlp(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return found.view(num_tokens, top_k, hidden_size).sum(1).to(x.dtype)
+    out = x.new_empty(x.shape)
+    _sum_kernel[num_tokens, triton.cdiv(hidden_size, SUM_COLUMNS)](
+        found,
+        experts,
+        out,
+        num_experts,
+        first_expert,
+        OUTPUTS=hidden_size,
+        TOP_K=top_k,
+        BLOCK=SUM_COLUMNS,
+        num_warps=4,
+    )
+    return out

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton_tiles import LOG2_E, prefill_tiles, softmax_step
+from model.kernels.triton_tiles import LOG2_E, AttentionTiles, prefill_tiles, softmax_step
 
 
 @triton.jit
@@ -81,12 +81,10 @@ def _attend(
     for at in range(begin, end, BLOCK_N):
         kv = at + tl.arange(0, BLOCK_N)
         offset = kv % BLOCK_SIZE
-        k_at = block.to(tl.int64) * stride_k_block + offset * stride_k_token
-        v_at = block.to(tl.int64) * stride_v_block + offset * stride_v_token
-        k_at, v_at = (
-            k_cache + k_at[:, None] + dims[None, :],
-            v_cache + v_at[:, None] + dims[None, :],
-        )
+        k_token = block.to(tl.int64) * stride_k_block + offset * stride_k_token
+        v_token = block.to(tl.int64) * stride_v_block + offset * stride_v_token
+        k_at = k_cache + k_token[:, None] + dims[None, :]
+        v_at = v_cache + v_token[:, None] + dims[None, :]
         is_loaded = None
         if IS_MASKED:
             # Outside may lie another sequence's block: nothing is loaded from there.
@@ -192,7 +190,8 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_WINDOW:
+    begins, ends = (begin, inner, edge), (tl.minimum(inner, end), edge, end)
+    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
         acc, row_max, row_sum = _attend(
             q_tile,
             k_cache,
@@ -200,8 +199,8 @@ def _prefill_kernel(
             block_table,
             positions,
             lowest,
-            begin,
-            tl.minimum(inner, end),
+            begins[part],
+            ends[part],
             scale_log2,
             window,
             acc,
@@ -215,59 +214,9 @@ def _prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             BLOCK_D,
-            True,
+            part != 1,
             HAS_WINDOW,
         )
-    acc, row_max, row_sum = _attend(
-        q_tile,
-        k_cache,
-        v_cache,
-        block_table,
-        positions,
-        lowest,
-        inner,
-        edge,
-        scale_log2,
-        window,
-        acc,
-        row_max,
-        row_sum,
-        stride_k_block,
-        stride_k_token,
-        stride_v_block,
-        stride_v_token,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        BLOCK_D,
-        False,
-        HAS_WINDOW,
-    )
-    acc, row_max, row_sum = _attend(
-        q_tile,
-        k_cache,
-        v_cache,
-        block_table,
-        positions,
-        lowest,
-        edge,
-        end,
-        scale_log2,
-        window,
-        acc,
-        row_max,
-        row_sum,
-        stride_k_block,
-        stride_k_token,
-        stride_v_block,
-        stride_v_token,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        BLOCK_D,
-        True,
-        HAS_WINDOW,
-    )
 
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_at = out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
@@ -284,6 +233,7 @@ def paged_prefill(
     scale: float,
     out: torch.Tensor,
     sliding_window: int | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> None:
     """Attend from chunks of prompts, each to its sequence's tokens up to itself.
 
@@ -298,11 +248,12 @@ def paged_prefill(
         cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
         seq_lens: int32 [S]
         sliding_window: how many tokens a query sees, itself included; None: all before it
+        tiles: others than `prefill_tiles`, to be compared with them
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv_heads
-    tiles = prefill_tiles(group, head_dim, q.dtype)
+    tiles = tiles or prefill_tiles(group, head_dim, q.dtype)
     block_q = tiles.rows // group
     # Each sequence, and the padding behind the last one, may leave one tile unfilled.
     grid = (num_tokens // block_q + num_seqs + 1, num_kv_heads)

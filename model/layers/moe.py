@@ -23,7 +23,7 @@ from torch import nn
 from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.config import Experts
-from model.kernels import dispatch, sparse_mlp
+from model.kernels import dispatch
 from model.kernels.packed_linear import PackedWeight, can_pack
 from model.layers.linear import ReplicatedLinear
 from model.layers.slices import WeightedLayer, WeightSlice
@@ -197,7 +197,7 @@ def _routed_experts(
     first = shard.rank * gate_up.shape[0]
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        experts, weights = sparse_mlp.route(router_logits, top_k, norm_topk_prob)
+        experts, weights = dispatch.route(router_logits, top_k, norm_topk_prob)
         return dispatch.expert_mlp(x, experts, weights, gate_up, down, intermediate_size, first)
 
     if shard.data.size == 1:

@@ -21,22 +21,23 @@ def check(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_part_runs_on_a_cpu_and_is_right(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = check("--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
-    assert [part["failure"] for part in found["parts"]] == [""] * 19
+    assert [part["failure"] for part in found["parts"]] == [""] * 26
     rows = [row for part in found["parts"] for row in part["rows"]]
-    assert len(rows) >= 40
+    assert len(rows) >= 60
     notes = {row["name"]: row["note"] for row in rows if row["name"].startswith("hidden states")}
-    assert len(notes) == 9
+    assert len(notes) == 11
     for name, note in notes.items():
         assert note.startswith("0 replays") == (" NONE " in name), (name, note)
     assert all(row["name"] in done.stdout for row in rows)
     timed = [row for row in rows if row["seconds"] is not None]
     assert all(row["floor_s"] > 0 and row["times_floor"] > 0 for row in timed)
-    assert sum(row["limit"] is not None for row in rows) >= 24
+    assert sum(row["limit"] is not None for row in rows) >= 42
 
 
 def test_a_part_that_cannot_run_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -70,7 +71,31 @@ def test_parts_are_chosen_by_how_their_names_begin() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent)
     names = done.stdout.split()
     assert names[:3] == ["machine", "rope", "step"], done.stderr
-    assert len(names) == 3 + 9 and all(name.startswith("graphs-") for name in names[3:])
+    assert len(names) == 3 + 11 and all(name.startswith("graphs-") for name in names[3:])
+
+
+def test_slices_hold_every_part_once_and_end_in_nine_minutes() -> None:
+    code = (
+        "import gpu_check as g; cut = g.slices(list(g.PARTS));"
+        "print(sorted(n for names in cut for n in names[1:]) == sorted(list(g.PARTS)[1:]),"
+        " {names[0] for names in cut}, max(sum(g.PARTS[n][1] for n in names) for names in cut))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent)
+    whole, machine, longest = done.stdout.split()
+    assert (whole, machine) == ("True", "{'machine'}"), done.stderr
+    assert 0 < float(longest) <= 540
+
+
+def test_a_slice_runs_its_parts_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    parts = ("rope", "elementwise", "decode", "pool")
+    done = check("--only", *parts, "--slice", "2", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("slice 2 of 2: machine rope elementwise\n")
+    names = [part["part"] for part in json.loads(out.read_text())["parts"]]
+    assert names == ["machine", "rope", "elementwise"]
+    assert "--slice: wanted 1 to 2, found 3" in check("--only", *parts, "--slice", "3").stderr
 
 
 def run_altered(alteration: str, *arguments: str) -> subprocess.CompletedProcess[str]:

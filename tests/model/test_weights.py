@@ -302,7 +302,15 @@ def test_file_that_the_index_names_must_exist(sharded: Path, load: Any) -> None:
     assert refusal(load, sharded).startswith(f"{gone.name}: wanted a readable file, found No such")
 
 
+@pytest.fixture(params=["as read", "on the device"])
+def where_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are checked before they are copied, or behind, as on a GPU."""
+    if request.param == "on the device":
+        monkeypatch.setattr(weights, "_is_checked_there", lambda to, of: to.dtype == of.dtype)
+
+
 @pytest.mark.feature("S07")
+@pytest.mark.usefixtures("where_checked")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_is_named(value: float, checkpoint: Path, load: Any) -> None:
     def plant(tensors: dict[str, torch.Tensor]) -> None:
@@ -314,6 +322,18 @@ def test_a_number_that_is_not_finite_is_named(value: float, checkpoint: Path, lo
     assert message == f"{wanted}{value} in {checkpoint / 'model.safetensors'}"
 
 
+@pytest.mark.usefixtures("where_checked")
+def test_the_first_of_two_bad_tensors_is_named(checkpoint: Path, load: Any) -> None:
+    def plant(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"):
+            tensors[name].view(-1)[-1] = torch.nan
+
+    rewrite(checkpoint / "model.safetensors", plant)
+    # Read first, because larger.
+    assert refusal(load, checkpoint).startswith("tensor lm_head.weight: wanted finite numbers")
+
+
+@pytest.mark.usefixtures("where_checked")
 def test_a_rank_checks_what_it_reads(checkpoint: Path, load: Any) -> None:
     def plant(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"][-1] = torch.nan
@@ -324,6 +344,7 @@ def test_a_rank_checks_what_it_reads(checkpoint: Path, load: Any) -> None:
         load(checkpoint, Shard(1, 2))
 
 
+@pytest.mark.usefixtures("where_checked")
 def test_a_number_that_the_dtype_cannot_hold_is_named(checkpoint: Path) -> None:
     def plant(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"][7] = -70000.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile.config import CompilationConfig
 from compile.context import ForwardContext, forward_context
 from compile.counters import counter
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm, fused_add_rms_norm
+from compile.passes.graph_pass import operation
 from compile.passes.manager import PassManager
+from compile.resolve import StepLimits, resolve
 from model.config import ModelConfig
 from model.families.llama import LlamaForCausalLM
 from model.kernels import dispatch, elementwise
@@ -271,6 +275,33 @@ def test_sums_over_ranks_do_not_hide_a_norm(is_aten: bool) -> None:
     backend = aot_autograd(fw_compiler=compiler) if is_aten else compiler
     forward(model, torch.compile(model.model, fullgraph=True, backend=backend), 7)
     assert manager.match_counts == {"fuse_add_rms_norm": 2 * L}
+
+
+@pytest.mark.parametrize("is_aten", [False, True], ids=["torch", "aten"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_on_a_gpu_no_sum_of_the_residual_is_a_launch_of_its_own(
+    num_ranks: int, is_aten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm behind attention takes its sum already; the one behind the MLP does by the pass."""
+    monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
+    shard = Shard() if num_ranks == 1 else Shard(0, num_ranks, Group())
+    model = tiny_llama(torch.float32, shard)
+    # The passes that a configuration for a GPU has by itself.
+    names = resolve(CompilationConfig(level=3), StepLimits(4, 16), device="cuda").passes
+    manager, kinds = PassManager.from_names(names or ()), Counter[str]()
+
+    def compiler(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        manager.apply(module)
+        kinds.update(operation(node).kind for node in module.graph.nodes)
+        return lambda *_: (torch.zeros(7, E),)
+
+    backend = aot_autograd(fw_compiler=compiler) if is_aten else compiler
+    forward(model, torch.compile(model.model, fullgraph=True, backend=backend), 7)
+    assert manager.match_counts == {"fuse_add_rms_norm": L}
+    assert kinds["lockstep::rms_norm"] == 1
+    assert kinds["lockstep::fused_add_rms_norm"] == L
+    # In ATen's graph it is an argument of what makes a function of it.
+    assert is_aten or kinds["lockstep::add_rms_norm"] == L
 
 
 @pytest.fixture(scope="module")

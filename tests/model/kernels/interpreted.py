@@ -24,14 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile.context import ForwardContext, forward_context
 from model.kernels import (
     dispatch,
+    filters,
     packed_linear,
     paged_attention,
     sparse_mlp,
     triton_decode,
     triton_elementwise,
     triton_experts,
+    triton_filters,
     triton_prefill,
     triton_rope,
+    triton_routing,
 )
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
@@ -298,14 +301,89 @@ def check_experts(rng: random.Random) -> None:
     gate_up[1:-1] = torch.randn(num_own, 2 * size, hidden) / hidden**0.5
     down[1:-1] = torch.randn(num_own, hidden, size) / size**0.5
     args = (x, experts, weights, gate_up[1:-1], down[1:-1], first)
-    with NoWaiting():
+    with NoWaiting(), Scratch():
         found = triton_experts.expert_mlp(*args)
     compare(found, sparse_mlp.expert_mlp(*args))
     assert found.isfinite().all()
 
 
+def check_route(rng: random.Random) -> None:
+    """The likeliest experts, each once, with the softmax's masses; any dtype and any strides."""
+    num_experts = rng.choice([1, 2, 5, 8, 60, 128, 200])
+    num_tokens, top_k = rng.choice([0, 1, 3, 33, 70]), rng.randint(1, min(num_experts, 9))
+    dtype, is_normed = rng.choice(list(TOLERANCE)), rng.random() < 0.5
+    logits = torch.randn(num_tokens, num_experts + 3).to(dtype)[:, 3:]
+    if rng.random() < 0.3:
+        logits[:, rng.randrange(num_experts)] += 100.0
+    if num_experts > 1 and rng.random() < 0.3:
+        logits[:, rng.randrange(num_experts)] = -torch.inf
+    with NoWaiting():
+        experts, weights = triton_routing.route(logits, top_k, is_normed)
+    wanted, wanted_weights = sparse_mlp.route(logits, top_k, is_normed)
+    assert (experts.shape, experts.dtype) == (wanted.shape, wanted.dtype)
+    # Among equals torch may choose any.
+    likeliest = logits.topk(top_k, dim=-1).values
+    compare(logits.gather(1, experts), likeliest, exactly=True)
+    assert all(len(set(row)) == top_k for row in experts.tolist())
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, wanted_weights, atol=1e-6, rtol=1e-5)
+
+
+def check_route_of_no_numbers(rng: random.Random) -> None:
+    """A token whose scores are not numbers has experts that exist, and spoils no other token."""
+    logits = torch.randn(3, rng.randint(2, 9))
+    logits[1, rng.randrange(logits.shape[1]) if rng.random() < 0.5 else slice(None)] = torch.nan
+    experts, weights = triton_routing.route(logits, 2, True)
+    assert ((experts >= 0) & (experts < logits.shape[1])).all()
+    assert weights[1].isnan().all() and weights[::2].isfinite().all()
+
+
+def check_sort(rng: random.Random) -> None:
+    """Equal to the bit to what torch's stable sort and counts leave."""
+    triton_routing.PAIRS_BLOCK = rng.choice([32, 128, 1024])
+    num_experts, num_own = rng.choice([1, 2, 7, 60, 128]), rng.randint(1, 130)
+    num_tokens, top_k = rng.choice([1, 2, 9, 100]), rng.randint(1, 8)
+    first, tile_rows = rng.randint(0, num_experts), rng.choice([16, 32, 128])
+    experts = torch.randint(0, num_experts, (num_tokens, top_k))
+    if rng.random() < 0.3:
+        experts[:] = rng.randrange(num_experts)
+    with NoWaiting():
+        found = triton_routing.sort_pairs(experts, num_own, first, tile_rows)
+    numbers, order = experts.flatten().sort(stable=True)
+    edges = torch.searchsorted(numbers, torch.arange(first, first + num_own + 1))
+    own = order[edges[0] : edges[-1]]
+    compare(found.bounds, (edges - edges[0]).int(), exactly=True)
+    compare(found.order[: len(own)], own, exactly=True)
+    num_tiles = -(-edges.diff() // tile_rows)
+    first_tile = torch.cat((torch.zeros(1), num_tiles.cumsum(0))).int()
+    compare(found.first_tile, first_tile, exactly=True)
+
+
+def check_filters(rng: random.Random) -> None:
+    """Rows of every kind beside one another; what stays is equal to the bit."""
+    triton_filters.BLOCK = rng.choice([16, 64, 1024])
+    triton_filters.NUM_VALUES = rng.choice([2, 8])
+    num_rows, size = rng.randint(1, 4), rng.choice([1, 2, 5, 64, 300, 1000])
+    logits = torch.randn(num_rows, size + 3)[:, :size]
+    for row in logits:
+        if rng.random() < 0.5:
+            row.copy_((row * rng.choice([0.0, 1.0, 3.0])).round())
+        row /= rng.choice([1e-30, 1e-3, 0.3, 1.0, 7.0, 1e4])
+        row -= rng.choice([row.amax(), torch.zeros(())])
+        is_masked = torch.rand(size) < rng.choice([0.0, 0.5, 1.0])
+        is_masked[rng.randrange(size)] = False
+        row.masked_fill_(is_masked, -torch.inf)
+    top_k = torch.tensor([rng.choice([0, rng.randint(1, size + 3)]) for _ in logits])
+    top_p = torch.tensor([rng.choice([1.0, 1e-45, 0.5, rng.random() or 0.1]) for _ in logits])
+    with NoWaiting():
+        found = triton_filters.filter_top_k_top_p(logits, top_k, top_p)
+    compare(found, filters.filter_top_k_top_p(logits, top_k, top_p), exactly=True)
+    for before, after, k, p in zip(logits, found, top_k, top_p, strict=True):
+        assert k or p < 1 or torch.equal(before, after)
+
+
 def compare(found: torch.Tensor, wanted: torch.Tensor, *, exactly: bool = False) -> None:
-    tolerance = 0 if exactly else TOLERANCE[wanted.dtype]
+    tolerance = 0.0 if exactly else TOLERANCE[wanted.dtype]
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
@@ -376,6 +454,10 @@ GROUPS: dict[str, Callable[[random.Random], None]] = {
     "norm": check_norm,
     "silu": check_silu,
     "experts": check_experts,
+    "filters": check_filters,
+    "route": check_route,
+    "route_of_no_numbers": check_route_of_no_numbers,
+    "sort": check_sort,
     "model": check_model,
 }
 

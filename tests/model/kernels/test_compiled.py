@@ -36,10 +36,14 @@ def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any
             "triton_decode._join_kernel",
             "triton_decode._split_kernel",
             "triton_experts._down_kernel",
+            "triton_experts._sum_kernel",
             "triton_experts._up_kernel",
             "triton_elementwise._norm_kernel",
+            "triton_filters._filter_kernel",
             "triton_prefill._prefill_kernel",
             "triton_rope._rope_kernel",
+            "triton_routing._route_kernel",
+            "triton_routing._sort_kernel",
             "triton_elementwise._silu_kernel",
         )
         for arch in SHARED_LIMIT

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import (
@@ -19,6 +20,7 @@ from model.kernels import (
     triton_experts,
     triton_prefill,
     triton_rope,
+    triton_routing,
 )
 from model.layers import attention, moe
 from model.layers.attention import Attention, AttentionMetadata
@@ -35,6 +37,9 @@ KERNELS = {
     "silu": triton_elementwise._silu_kernel,
     "up": triton_experts._up_kernel,
     "down": triton_experts._down_kernel,
+    "sum": triton_experts._sum_kernel,
+    "route": triton_routing._route_kernel,
+    "sort": triton_routing._sort_kernel,
 }
 
 
@@ -165,7 +170,36 @@ def test_experts_on_a_gpu_launch_kernels_and_read_no_value(
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
     tiles = triton_experts.product_tiles(num_tokens * 8, 128, x.dtype)
     columns = -(-48 // tiles.gated_columns), -(-64 // tiles.columns)
-    assert launches == [("up", (num_tiles, columns[0])), ("down", (num_tiles, columns[1]))]
+    assert launches == [
+        ("route", (-(-num_tokens // 4),)),
+        ("sort", (128,)),
+        ("up", (num_tiles, columns[0])),
+        ("down", (num_tiles, columns[1])),
+        ("sum", (num_tokens, 1)),
+    ]
+
+
+def test_a_sparse_layer_on_a_gpu_is_its_five_kernels(launches: list[Any]) -> None:
+    """Between them torch computes nothing; each operation would be a launch of its own."""
+    x, logits = empty(7, 64), empty(7, 16)
+    matrices = empty(16, 2 * 48, 64), empty(16, 64, 48)
+    with ComputedBesides() as besides:
+        moe._routed_experts(x, logits, *matrices, 4, True, 48, "", "")
+    assert len(launches) == 5
+    assert besides.ops == []
+
+
+class ComputedBesides(TorchDispatchMode):
+    """Collects the operations that do more than make a tensor or a view of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.ops.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def traced_ops(function: Any, *args: torch.Tensor) -> list[str]:

@@ -43,6 +43,10 @@ def run(group: str, num_shapes: int, **env: str) -> None:
         ("norm", 30),
         ("silu", 30),
         ("experts", 25),
+        ("filters", 40),
+        ("route", 40),
+        ("route_of_no_numbers", 5),
+        ("sort", 40),
     ],
 )
 def test_kernel_equals_its_torch_twin(group: str, num_shapes: int) -> None:
