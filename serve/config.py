@@ -101,8 +101,8 @@ class DeployArgs(_Strict, frozen=True):
     max_num_seqs: int = 64
     """Sequences that run at once in one engine."""
     max_num_batched_tokens: int | None = None
-    """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null: 2048
-    on a GPU, 512 on a CPU, which computes no faster in longer steps."""
+    """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
+    2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
     block_size: int = 16
     """Tokens in one KV block."""
     num_kv_blocks: int | None = None

@@ -250,7 +250,8 @@ def main() -> None:
         ours = Target(OURS, app.address, model["id"], app.processes)
         for load in loads:
             for target in (ours, bare):
-                asyncio.run(measure(target, load, "warm"))  # connections and code are warm afterwards
+                # Connections and code are warm afterwards.
+                asyncio.run(measure(target, load, "warm"))
         for _ in range(options.repeats):
             for row in rows:
                 target = ours if row.server == OURS else bare

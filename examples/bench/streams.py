@@ -6,7 +6,8 @@
 Each server is any that has OpenAI's completions: it is started by its command, warmed up, asked,
 and ended before the next one starts, so that A B A B ... see the same machine. Prompts are random
 token ids, the same for all servers and new in every repetition, so that none finds them in its
-cache; decoding is greedy and ignores the end token, so that every server has the same to do. Of each server and number of streams, the medians of all repetitions:
+cache; decoding is greedy and ignores the end token, so that every server has the same to do. Of
+each server and number of streams, the medians of all repetitions:
 
     tokens/s  output tokens a second, from the first request to the last answer
     ttft      mean milliseconds to the first token
