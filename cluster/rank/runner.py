@@ -206,10 +206,11 @@ class ModelRunner:
             confirm: called when the inputs are ready and no collective has begun.
         """
         if agreed.stage != self.changeover.stage:
+            self.phases.build(agreed.step, 0)
             if confirm is not None:
                 confirm()
                 confirm = None
-            self.phases.agree()
+            self.phases.run()  # a graph that is captured may hold collectives
             self.forward.enter(agreed.stage)
         num_padding, across = get_dp_padding(agreed, self._dp_rank)
         self.phases.build(agreed.step, plan.num_tokens + num_padding)

@@ -148,13 +148,15 @@ class SimRunner:
         """Do what `ModelRunner.execute` does, in its order."""
         rank, phases = self._rank, self.phases
         across = agreed.num_tokens_across_dp
+        if agreed.stage != self.changeover.stage:
+            phases.build(agreed.step, 0)
+            self._confirm(agreed, confirm)
+            confirm = None
+            phases.run()
+            self.enter(agreed.stage, across[rank.dp_rank])
         phases.build(agreed.step, across[rank.dp_rank])
         rank.pass_time(Phase.BUILDING, 0.0005)
-        if confirm is not None:
-            self.confirm(confirm)
-            rank.group.on_agreement(rank.dp_rank, agreed)
-        if agreed.stage != self.changeover.stage:
-            self.enter(agreed.stage, across[rank.dp_rank])
+        self._confirm(agreed, confirm)
         phases.run()
         rank.pass_time(Phase.RUNNING, 0.0)
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
@@ -164,6 +166,11 @@ class SimRunner:
         phases.book()
         rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
+
+    def _confirm(self, agreed: StepAgreement, confirm: Callable[[], None] | None) -> None:
+        if confirm is not None:
+            self.confirm(confirm)
+            self._rank.group.on_agreement(self._rank.dp_rank, agreed)
 
     @property
     def changeover(self) -> Changeover:

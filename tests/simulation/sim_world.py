@@ -226,7 +226,9 @@ class World:
 
     def _is_busy(self) -> bool:
         leaders = [leader for pool in self.pools.values() for leader in pool.group.leaders]
-        return any(leader.scheduler.has_unfinished for leader in leaders)
+        return any(
+            leader.scheduler.has_unfinished or not leader.changeover.is_over for leader in leaders
+        )
 
     def _check_rest(self, group: SimGroup) -> None:
         """Check that nothing is left of any request."""
