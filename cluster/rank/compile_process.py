@@ -45,6 +45,8 @@ log = logging.getLogger("lockstep.compile")
 NICENESS = 5
 """Of the process: beside a busy rank it gets a quarter of a core, not half. With much less, ranks
 that are always busy would hardly ever be compiled for."""
+CLOSE_S = 2.0
+"""For the process to end; what it has started may hold its output open for longer."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,10 @@ class CompileProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process, unless it has ended, and wait for it."""
+        """End the process, unless it has ended, and wait for it a moment."""
         self._is_closing = True
         self._process.kill()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _follow(self, job: CompileJob) -> None:
         process, told = self._process, ""
