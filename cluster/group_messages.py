@@ -4,8 +4,8 @@ A leader and its tensor-parallel followers:
 
 1. The leader sends each step's plan, and between steps what to do to slices of KV; in order, and
    nothing is acknowledged.
-2. A follower reports which of its tickets and reads have ended. It has no state that its leader did
-   not tell it.
+2. A follower reports which of its tickets and reads have ended, and once that it has loaded what
+   was compiled. It has no other state that its leader did not tell it.
 
 Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
 votes. Frames on a connection are a strict sequence, vote and confirm of one step after the other.
@@ -147,8 +147,12 @@ class ReadEnded(Wire, frozen=True, tag=True):
     error: str
 
 
-FollowerReport = TicketsEnded | ReadEnded
-FromFollower = FollowerHello | TicketsEnded | ReadEnded
+class PiecesLoaded(Wire, frozen=True, tag=True):
+    """The follower has loaded what was compiled while it served. It says so once."""
+
+
+FollowerReport = TicketsEnded | ReadEnded | PiecesLoaded
+FromFollower = FollowerHello | TicketsEnded | ReadEnded | PiecesLoaded
 
 
 class PeerHello(Wire, frozen=True, tag=True):

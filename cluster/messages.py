@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_TEMPERATURE = 1e6
 """Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
@@ -374,6 +374,10 @@ class Vote(Wire, frozen=True, tag=True):
     has_work: bool
     draining: bool
     """The rank was told to end, and ends as soon as all were."""
+    stage: int
+    """How far it has gone over to compiled steps: equal on all ranks."""
+    can_advance: bool
+    """It could enter the next stage with this step."""
 
 
 class StepAgreement(Wire, frozen=True):
@@ -397,9 +401,11 @@ class StepAgreement(Wire, frozen=True):
     num_scheduled_tokens: tuple[int, ...]
     """Of these, those that were asked for."""
     has_work: bool
-    """On any rank, unless the group ends."""
+    """On any rank, or a stage to enter; unless the group ends."""
     draining: bool
     """All ranks were told to end: this step is not run and no other follows."""
+    stage: int
+    """Of going over to compiled steps: all ranks enter it before they run this step."""
 
 
 class StepPlan(Wire, frozen=True):
@@ -435,7 +441,7 @@ class StepPlan(Wire, frozen=True):
         """Tokens that the step computes, without padding."""
         return len(self.token_ids)
 
-    def vote(self, *, draining: bool = False) -> Vote:
+    def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
         """Return this rank's vote for the step."""
         is_decode = self.num_decodes == len(self.rows)
         kind = StepKind.DECODE if is_decode else StepKind.MIXED
@@ -449,6 +455,8 @@ class StepPlan(Wire, frozen=True):
             graph_allowed=True,
             has_work=bool(self.rows),
             draining=draining,
+            stage=stage,
+            can_advance=can_advance,
         )
 
 

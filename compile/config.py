@@ -29,6 +29,7 @@ DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::m
 
 PoolPolicy = Literal["shared", "per_bucket"]
 SealPolicy = Literal["warn", "strict"]
+EarlyPolicy = Literal["auto", "on", "off"]
 
 
 class CompilationLevel(IntEnum):
@@ -188,7 +189,12 @@ class CompilationConfig:
     """Capture the largest graphs for trial and leave their memory out of the KV cache; None: on
     CUDA, where the KV cache takes what is left."""
     sealed: SealPolicy = "warn"
-    """Whether what compiles or captures after ready is named (warn) or refused (strict)."""
+    """Whether what compiles or captures after ready is named (warn) or refused (strict). While a
+    group serves and compiles, from the step on at which it has gone over to what was compiled."""
+    serve_while_compiling: EarlyPolicy = "auto"
+    """on: if the cache lacks a piece, serve eagerly at once and compile in another process; the
+    group goes over between steps. off: compile, then serve. auto: on in a server's pools on a CPU,
+    if the cache can keep what is compiled; off in `LLM`."""
     passes: tuple[str, ...] | None = None
     """Graph passes by name, in order; None: those that the compiler does not do better itself."""
 
@@ -256,6 +262,7 @@ _KINDS: dict[str, Kind] = {
     "poison_graph_pool": validate.flag(),
     "reserve_graph_memory": validate.optional(validate.flag()),
     "sealed": validate.one_of(*get_args(SealPolicy)),
+    "serve_while_compiling": validate.switch("auto"),
     "passes": validate.optional(
         validate.list_of(
             validate.is_identifier,
@@ -303,6 +310,12 @@ def _check_combinations(config: CompilationConfig) -> None:
     if config.compile_lazily and config.sealed == "strict":
         wanted = "false where sealed is strict (nothing compiles after ready)"
         raise CompilationConfigError("compile_lazily", wanted, True)
+    if config.serve_while_compiling == "on" and config.compile_lazily:
+        wanted = "auto or off where compile_lazily is true (it compiles in the rank)"
+        raise CompilationConfigError("serve_while_compiling", wanted, "on")
+    if config.serve_while_compiling == "on" and config.reserve_graph_memory:
+        wanted = "auto or off where reserve_graph_memory is true (trials need what is compiled)"
+        raise CompilationConfigError("serve_while_compiling", wanted, "on")
     if config.evaluate_guards and config.dynamic_shapes is DynamicShapes.UNBACKED:
         wanted = "false where dynamic_shapes is UNBACKED (it has no guards)"
         raise CompilationConfigError("evaluate_guards", wanted, True)

@@ -8,7 +8,8 @@ The order matters, since each step reads what those before it decided:
 4. compile sizes: "cudagraph_capture_sizes" becomes the sizes of step 2;
 5. token counts: those of piecewise graphs, bounded in the same way;
 6. warm-ups: none on a CPU, where nothing is built or allocated by a kernel's first run;
-7. passes: those that gain over what the compiler does by itself.
+7. passes: those that gain over what the compiler does by itself;
+8. whether a server starts before its pieces are compiled.
 
 Resolving a resolved configuration changes nothing, unless attention can do less than was assumed.
 """
@@ -80,6 +81,7 @@ class _Surroundings:
     are_sizes_tokens: bool
     """Batch sizes were listed, and no pool's preset gives them another meaning than pieces."""
     is_cpu: bool
+    is_served: bool
 
 
 def resolve(
@@ -91,6 +93,7 @@ def resolve(
     attention: AttentionGraphSupport = AttentionGraphSupport.ALWAYS,
     backend_name: str = "",
     device: str = "cuda",
+    is_served: bool = False,
 ) -> CompilationConfig:
     """Return the configuration with nothing left open.
 
@@ -100,6 +103,7 @@ def resolve(
         enforce_eager: level 0 and mode NONE, whatever the configuration says.
         attention: of which steps the attention backend `backend_name` can be part of a graph.
         device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
+        is_served: the engine belongs to a server, which may answer before it has compiled.
 
     Raises:
         CompilationConfigError: no size is left to capture, or the result contradicts itself.
@@ -115,6 +119,7 @@ def resolve(
         are_sizes_tokens=config.cudagraph_capture_sizes is not None
         and (preset is None or config.cudagraph_mode is not None),
         is_cpu=device == "cpu",
+        is_served=is_served,
     )
     for fields, step in _STEPS:
         config = step(config, around)
@@ -279,6 +284,25 @@ def _warmups(config: CompilationConfig, around: _Surroundings) -> CompilationCon
     return config
 
 
+def _serve_while_compiling(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    """Decide what auto means.
+
+    On CUDA the process that compiles would need memory of the device, which the KV cache has.
+    """
+    asked = config.serve_while_compiling
+    if asked == "on" and not around.is_cpu:
+        wanted = "auto or off with device=cuda (another process cannot compile there yet)"
+        raise CompilationConfigError("serve_while_compiling", wanted, asked)
+    if asked != "auto":
+        return config
+    is_kept = config.use_inductor and config.compiler != "eager" and not config.compile_lazily
+    is_compiled = config.level >= CompilationLevel.DYNAMO_ONCE
+    # Trials of graphs need what is compiled, before the KV cache takes its memory.
+    is_on = around.is_served and around.is_cpu and is_compiled and is_kept
+    is_on = is_on and not config.reserve_graph_memory
+    return replace(config, serve_while_compiling="on" if is_on else "off")
+
+
 def _graph_tokens(config: CompilationConfig, around: _Surroundings) -> tuple[int, ...]:
     return tuple(bs * around.limits.query_len for bs in config.graph_bs)
 
@@ -314,4 +338,5 @@ _STEPS: tuple[tuple[str, _Step], ...] = (
     ("capture_num_tokens", _num_tokens),
     (" ".join(DEFAULT_WARMUPS), _warmups),
     ("passes", _passes),
+    ("serve_while_compiling", _serve_while_compiling),
 )

@@ -146,6 +146,19 @@ def one_of(*names: str) -> Kind:
     return Kind(f"one of {', '.join(names)}", accept, is_text=True)
 
 
+def switch(*others: str) -> Kind:
+    """on, off or one of some other words. YAML reads the first two as booleans."""
+
+    def accept(value: Any) -> str:
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if value not in (*others, "on", "off"):
+            raise ValueError(value)
+        return str(value)
+
+    return Kind(f"one of {', '.join((*others, 'on', 'off'))}", accept, is_text=True)
+
+
 def member(kind: type[Enum]) -> Kind:
     """A member of an enumeration, or its name in any case."""
 

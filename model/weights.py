@@ -294,6 +294,41 @@ def load_model(
     Raises:
         ModelError: the checkpoint cannot be used, or not by this many ranks.
     """
+    model, config = _described_model(checkpoint_dir, shard, dtype, torch.device(device))
+    load_weights(model, checkpoint_dir, progress)
+    return model.eval(), config
+
+
+@torch.no_grad()
+def blank_model(
+    checkpoint_dir: Path | str, *, shard: Shard = ALONE, dtype: torch.dtype
+) -> tuple[CausalLM, ModelConfig]:
+    """Return the model that `load_model` returns on a CPU, without values: to be traced, not run.
+
+    Its parameters are mappings that nothing has touched, and what layers made of them is freed
+    again, so it takes memory for its largest parameter and no more.
+
+    Raises:
+        ModelError: the checkpoint cannot be used, or not by this many ranks.
+    """
+    model, config = _described_model(checkpoint_dir, shard, dtype, torch.device("cpu"))
+    files = _tensor_files(Path(checkpoint_dir))
+    slices = model.weight_slices(files.keys())
+    for layer, name in dict.fromkeys(piece.home for piece in slices):
+        # Packing looks where each element goes, and could not tell zeros apart.
+        layer.allocate(name).random_(-127, 128)
+        layer.loaded(name)
+        layer.forget_values()
+        if not layer.get_parameter(name).is_meta:
+            setattr(layer, name, layer.declare(*layer.get_parameter(name).shape))
+            layer.allocate(name)
+    return model.eval(), config
+
+
+def _described_model(
+    checkpoint_dir: Path | str, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> tuple[CausalLM, ModelConfig]:
+    """Return a model whose parameters have no memory yet, as its checkpoint has it."""
     config = ModelConfig.from_dir(checkpoint_dir)
     if config.tie_word_embeddings and has_own_head(Path(checkpoint_dir)):
         log.warning(
@@ -304,6 +339,4 @@ def load_model(
         config = replace(config, tie_word_embeddings=False)
     # A configuration that is not its checkpoint's may describe a model larger than memory: it takes
     # none before its weights were compared.
-    model = FAMILIES[config.architecture](config, shard, dtype, torch.device(device))
-    load_weights(model, checkpoint_dir, progress)
-    return model.eval(), config
+    return FAMILIES[config.architecture](config, shard, dtype, device), config

@@ -69,6 +69,7 @@ def resolved(
     *,
     enforce_eager: bool,
     device: str,
+    is_served: bool = True,
 ) -> CompilationConfig:
     """Return what the engines of a pool run; a rank's attention backend may still reduce it.
 
@@ -79,7 +80,12 @@ def resolved(
     limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     with _as_argument():
         return resolve(
-            asked, limits, preset=PRESETS[pool], enforce_eager=enforce_eager, device=device
+            asked,
+            limits,
+            preset=PRESETS[pool],
+            enforce_eager=enforce_eager,
+            device=device,
+            is_served=is_served,
         )
 
 

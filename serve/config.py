@@ -307,7 +307,11 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
             raise ConfigError(f"mixed.{name}", "1 for an engine in process", size)
-    return _pool_config("mixed", args, Role.MIXED, num_ranks=1).engine
+    engine = _pool_config("mixed", args, Role.MIXED, num_ranks=1, is_served=False).engine
+    if engine.compilation.serve_while_compiling == "on":
+        field = "compilation.serve_while_compiling"
+        raise ConfigError(field, "auto or off for an engine in process", "on")
+    return engine
 
 
 def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
@@ -433,7 +437,9 @@ def _max_num_batched_tokens(args: DeployArgs, device: str) -> int:
     return max(BATCHED_TOKENS_BY_DEVICE[device], args.max_num_seqs)
 
 
-def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> PoolConfig:
+def _pool_config(
+    name: str, args: DeployArgs, role: Role, *, num_ranks: int, is_served: bool = True
+) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
     model_path, model = _model(args)
     lockstep = _lockstep(args.lockstep, model)
@@ -467,6 +473,7 @@ def _pool_config(name: str, args: DeployArgs, role: Role, *, num_ranks: int) -> 
             name,
             enforce_eager=args.enforce_eager,
             device=device,
+            is_served=is_served,
         ),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
         watchdog_s=args.watchdog_s,

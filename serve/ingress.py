@@ -125,7 +125,12 @@ class Ingress:
         tick = self._tokens.tick
         self._serving = Serving(settings, self, lambda: self._tokenizer, self._admission, tick)
         self._loop_gap_s = 0.0
-        self._status: dict[str, Any] = {"status": "loading", "pools": {}, "loading": []}
+        self._status: dict[str, Any] = {
+            "status": "loading",
+            "compiling": False,
+            "pools": {},
+            "loading": [],
+        }
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._load_tokenizer()),

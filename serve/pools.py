@@ -244,7 +244,7 @@ class Pool:
 
     async def _report(self) -> None:
         """Push this replica's figures to the board for as long as it lives."""
-        reported, group = self._group, GroupReport([], [])
+        reported, group, state = self._group, GroupReport([], []), self._state
         clock = asyncio.get_running_loop().time
         answered_at = clock()
         while True:
@@ -256,7 +256,12 @@ class Pool:
                 answered_at = clock()
             # Loading imports torch, which keeps a rank from answering for seconds.
             is_stuck = self._state == "ready" and clock() - answered_at > STUCK_AFTER_S
-            state = "stuck" if is_stuck else self._state
+            # A pool that is ready before its ranks say so would seem to compile nothing.
+            have_told = bool(group.ranks) and all(rank.state == "ready" for rank in group.ranks)
+            if is_stuck:
+                state = "stuck"
+            elif self._state != "ready" or have_told:
+                state = self._state
             name, replica_id = self._pool.name, self._replica_id
             report = ReplicaReport(name, replica_id, state, group, self._error, self._config_hash)
             await self._board.push(report, self._group.actors)

@@ -146,13 +146,14 @@ class RankActor:
             self._state = "stopped"
 
     def stats(self) -> tuple[RankStats, LoadProgress | None]:
-        """Return counters, and progress while the rank is not ready."""
+        """Return counters, and progress while the rank is not ready, or compiles."""
         place, node = self._place, ray.get_runtime_context().get_node_id()
         if self._state == "ready" and self._rank is not None:
             stats = self._rank.stats(
                 tp_rank=place.tp_rank, dp_rank=place.dp_rank, pid=os.getpid(), node=node
             )
-            return stats, None
+            progress = self._rank.compile_progress()
+            return stats, None if progress is None else LoadProgress(*progress)
         stats = RankStats(
             tp_rank=place.tp_rank,
             dp_rank=place.dp_rank,

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -54,7 +54,7 @@ class RankDied(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupReport:
-    """All ranks' figures, and the progress of those that are not ready."""
+    """All ranks' figures, and the progress of those that are not ready or compile."""
 
     ranks: list[RankStats]
     loading: list[LoadProgress]
@@ -249,10 +249,12 @@ class RankGroup:
         """
         refs = [actor.stats.options(concurrency_group="ctl").remote() for actor in self._actors]
         answers = await asyncio.wait_for(asyncio.gather(*refs), STATS_TIMEOUT_S)
-        return GroupReport(
-            ranks=[stats for stats, _ in answers],
-            loading=[progress for _, progress in answers if progress is not None],
-        )
+        ranks = [stats for stats, _ in answers]
+        loading = [progress for _, progress in answers if progress is not None]
+        if any(rank.compile_error for rank in ranks):
+            # Ranks go over together, or none does.
+            ranks, loading = [replace(rank, compiling=False) for rank in ranks], []
+        return GroupReport(ranks, loading)
 
     @property
     def actors(self) -> list[Any]:

@@ -77,7 +77,8 @@ class StatusBoard:
             for _, report in by_id.values()
             for p in report.group.loading
         ]
-        return {"status": _status(pools), "pools": pools, "loading": loading}
+        status = {"status": _status(pools), "compiling": _is_compiling(pools)}
+        return {**status, "pools": pools, "loading": loading}
 
     def _forget_lost(self, now: float) -> None:
         for by_id in self._reports.values():
@@ -141,6 +142,12 @@ def _replica(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
     if report.error:
         entry["error"] = report.error
     return entry
+
+
+def _is_compiling(pools: dict[str, Any]) -> bool:
+    """Return whether a replica serves and compiles."""
+    replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
+    return any(rank["compiling"] for replica in replicas for rank in replica["ranks"])
 
 
 def _status(pools: dict[str, Any]) -> str:

@@ -10,6 +10,8 @@ leader books the result:
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
    confirmed the same step; it rarely blocks, because building inputs takes longer.
+   While the group serves and compiles, an agreement may name a stage that all ranks enter before
+   (`cluster/engine/changeover.py`).
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
@@ -21,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from cluster.engine.changeover import Changeover
 from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
+from compile.dispatch import CapturedGraphs
 
 
 class Lockstep(Protocol):
@@ -33,6 +37,9 @@ class Lockstep(Protocol):
 
     def confirm(self) -> None:
         """Wait until every rank is known to have agreed on the same; raise if one has not."""
+
+    def dispatch_over(self, captured: CapturedGraphs) -> None:
+        """Choose among these graphs from the next step on."""
 
 
 class Channel(Protocol):
@@ -45,12 +52,17 @@ class Channel(Protocol):
 class Executor(Protocol):
     """Runs a plan on this rank; shared by leaders and followers."""
 
+    @property
+    def changeover(self) -> Changeover:
+        """How far this rank has gone over to compiled steps."""
+
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
     ) -> SampledTokens:
         """Run the model on the plan's batch, or a dummy one, and return what it sampled.
 
-        `confirm` is called when the inputs are ready, before the first collective.
+        It enters the agreement's stage before. `confirm` is called when the inputs are ready,
+        before the first collective.
         """
 
 
@@ -76,13 +88,18 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Run one step and return its outputs, including those of requests that ended without
         running."""
-        plan = self.scheduler.schedule()
-        agreed = self.agreed = self.lockstep.agree(plan.vote(draining=self.is_draining))
+        plan, changeover = self.scheduler.schedule(), self.executor.changeover
+        vote = plan.vote(
+            draining=self.is_draining, stage=changeover.stage, can_advance=changeover.can_advance
+        )
+        agreed = self.agreed = self.lockstep.agree(vote)
         if not agreed.has_work:
             self.lockstep.confirm()
             return self.scheduler.take_outputs()
         self.channel.send(plan, agreed)
         sampled = self.executor.execute(plan, agreed, self.lockstep.confirm)
+        if agreed.stage != vote.stage:
+            self.lockstep.dispatch_over(changeover.captured)
         return self.scheduler.update(plan, sampled)
 
     def submit(self, submit: Submit) -> None:

@@ -37,10 +37,11 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     A rank with nothing scheduled runs one dummy token, so that it joins the same collectives as the
     others.
 
-    Invariant: epoch and step of all votes are equal, and so is `captured` on all ranks.
+    Invariant: epoch, step and stage of all votes are equal, and so is `captured` on all ranks.
     """
     is_end = all(vote.draining for vote in votes)
-    has_work = not is_end and any(vote.has_work for vote in votes)
+    advances = not is_end and all(vote.can_advance for vote in votes)
+    has_work = advances or (not is_end and any(vote.has_work for vote in votes))
     kind = _kind(votes)
     scheduled = tuple([vote.num_tokens for vote in votes])
     forward = decide(
@@ -67,6 +68,7 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
         num_scheduled_tokens=scheduled,
         has_work=has_work,
         draining=is_end,
+        stage=votes[0].stage + advances,
     )
 
 
@@ -160,6 +162,10 @@ class LockstepMachine:
         self._mine: Vote | None = None
         self._confirm: StepConfirm | None = None
 
+    def dispatch_over(self, captured: CapturedGraphs) -> None:
+        """Choose among these graphs from the next step on, as all ranks do."""
+        self._captured = captured
+
     def vote(self, vote: Vote) -> Vote:
         """Take this rank's vote for the next step; return it to be sent to all others.
 
@@ -227,9 +233,16 @@ class LockstepMachine:
         """Compute the agreement, to be sent to all others.
 
         Call it once, when no vote is missing.
+
+        Raises:
+            StepDivergence: a peer stands at another stage; names it.
         """
         assert self._mine is not None and not self.missing_votes
         votes = {rank: peer.votes.popleft() for rank, peer in self._peers.items()}
+        for rank, vote in votes.items():
+            if vote.stage != self._mine.stage:
+                name = self._peers[rank].name
+                raise StepDivergence(name, self._step, "stage", self._mine.stage, vote.stage)
         votes[self._dp_rank] = self._mine
         self._confirm = StepConfirm(self._agree([votes[rank] for rank in sorted(votes)]))
         for peer in self._peers.values():

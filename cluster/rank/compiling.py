@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sysconfig
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -53,10 +54,15 @@ def rank_scope(
     group: GroupMembership,
     pools: GraphPools,
     exchange: ArtifactExchange | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> CompileScope:
     """Return the scope that a rank's model is built in, its configuration resolved.
 
     Equal on all ranks of the group but for their places: sizes and graphs follow from it.
+
+    Args:
+        progress: called with (pieces there are, pieces in all) as they are compiled.
     """
     if config.device == "cuda" and (missing := missing_for_triton()):
         log.warning(
@@ -77,7 +83,7 @@ def rank_scope(
         tp_rank=group.shard.rank,
         dp_rank=dp_rank,
         key_factors=_key_factors(config, group.shard),
-        toolchain=StandardToolchain(pools),
+        toolchain=StandardToolchain(pools, progress),
         max_num_tokens=limits.max_num_batched_tokens,
         exchange=exchange,
     )

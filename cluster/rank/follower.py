@@ -132,11 +132,17 @@ class Follower:
             held_tickets=server.num_held if server else 0,
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
+            compiling=self.runner.compile_progress is not None,
+            compile_error=self.runner.compile_error,
         )
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self._worker.heartbeat()
+
+    def compile_progress(self) -> tuple[str, int, int] | None:
+        """Return what is compiled while the rank serves. Any thread may call it."""
+        return self._worker.compile_progress()
 
     def _close(self) -> None:
         self._receiver.close()

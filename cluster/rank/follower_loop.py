@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepDigester, StepDivergence, StepLog, check_digest
 from cluster.group_messages import (
     CancelRead,
@@ -21,6 +22,7 @@ from cluster.group_messages import (
     FollowerReport,
     HoldKV,
     KVOrder,
+    PiecesLoaded,
     ReadEnded,
     StartRead,
     StepFrame,
@@ -51,6 +53,13 @@ class StepRunner(Protocol):
     @property
     def steps(self) -> StepLog:
         """The last steps."""
+
+    @property
+    def changeover(self) -> Changeover:
+        """How far this rank has gone over to compiled steps."""
+
+    def load_slice(self) -> None:
+        """Load a part of what was compiled, if there is any."""
 
     def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
         """Run the model on the plan's batch, or a dummy one, and return what it sampled."""
@@ -87,6 +96,7 @@ class FollowerLoop:
         self._digester = digester
         self._holder = holder
         self._reader = reader
+        self._has_said_loaded = False
 
     def run(self) -> None:
         """Do what the leader says until it ends, or until stopped.
@@ -115,6 +125,9 @@ class FollowerLoop:
             check_digest(self._name, frame.digest, mine)
         except StepDivergence as error:
             raise error.after(self._runner.steps.tail()) from None
+        changeover, wanted = self._runner.changeover, frame.agreed.stage
+        if not changeover.accepts(wanted):
+            raise StepDivergence(self._name, mine.step, "stage", wanted, changeover.stage)
         self.step = frame.plan.step
         self._runner.execute(frame.plan, frame.agreed)
 
@@ -141,6 +154,10 @@ class FollowerLoop:
                 raise FrameError(f"{self._name}: wanted an order for its role, found {found}")
 
     def _report(self) -> None:
+        self._runner.load_slice()
+        if self._runner.changeover.is_loaded and not self._has_said_loaded:
+            self._has_said_loaded = True
+            self.receiver.report(PiecesLoaded())
         if self._holder is not None and (tickets := self._holder.take_ended()):
             self.receiver.report(TicketsEnded(tickets))
         for result in self._reader.take_finished() if self._reader is not None else ():

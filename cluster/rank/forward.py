@@ -3,24 +3,29 @@
 1. `compile` runs the model once on padding: a module that compiles itself does it now.
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
-3. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
+3. If the rank is to serve while it compiles and the cache lacks its pieces, steps run as the model
+   is written. Compiling and capturing is left to the stages of a `Changeover`, which `enter` enters
+   between steps.
+4. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
    rank looks at anything of its own to decide which.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from cluster.engine.changeover import Changeover
 from cluster.messages import StepAgreement, StepKind, checksum
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from compile.cache.builds import install_for_kernels
+from compile.cache.inductor import import_runtime
 from compile.config import CompilationConfig, CompilationLevel, CUDAGraphMode
 from compile.context import (
     BatchDescriptor,
@@ -31,6 +36,7 @@ from compile.context import (
     forward_context,
 )
 from compile.dispatch import CapturedGraphs, ForwardMode
+from compile.environment import is_compile_cache_disabled
 from compile.gaps import GapTimer
 from compile.graphs.capture import (
     CaptureCase,
@@ -39,6 +45,7 @@ from compile.graphs.capture import (
     capture_trials,
     estimate_graph_bytes,
     graphs_to_capture,
+    joined,
     seal,
     unseal,
     warmups_of,
@@ -55,13 +62,17 @@ Progress = Callable[[str, int, int], None]
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on. Tracing takes 0 and 1 for special."""
+NUM_LOADED_TOKENS = 1
+"""Tokens of the padding that is shown to what is loaded, which looks at its kind alone."""
+_MISSING, _FOUND = 1, 2
+"""What a rank finds of its compiled forward; 0 if it has no cache."""
 
 
 class StepForward:
     """The model's forward with its graphs.
 
-    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `captured` is
-    equal on all ranks of the group.
+    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `changeover`, and
+    so `captured`, is equal on all ranks of the group.
     """
 
     def __init__(
@@ -83,8 +94,10 @@ class StepForward:
         self.config = config
         self._free_memory = free_memory
         self._model = model
-        self.captured = CapturedGraphs()
+        self.changeover = Changeover()
+        """At its end, unless `compile` leaves something to do while the rank serves."""
         self.report: CaptureReport | None = None
+        self._reports: list[CaptureReport] = []
         self.gaps = GapTimer()
         self._layers = layers
         self._inputs = inputs
@@ -100,9 +113,15 @@ class StepForward:
         """How often each full graph was replayed, those that `close` let go of included."""
         return self._replays_at_end or dict(getattr(self._call, "num_replays", {}))
 
+    @property
+    def captured(self) -> CapturedGraphs:
+        """What steps dispatch over."""
+        return self.changeover.captured
+
     def checksum(self) -> int:
-        """Return what is equal on ranks that dispatch over the same graphs in the same modes."""
-        return checksum(str(self.captured))
+        """Return what is equal on ranks that dispatch over the same graphs in the same modes, or
+        will once they have gone over to them."""
+        return checksum(str((self.captured, self.changeover.last_stage)))
 
     def set_kv_cache_data(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
         """Attend to these KV caches, by layer, from now on. Graphs keep those they captured."""
@@ -114,18 +133,20 @@ class StepForward:
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
         """Run the model once on padding, which traces and compiles it, or loads what was.
 
-        What is not compiled runs too, so that no kernel is built in the first step.
+        What is not compiled runs too, so that no kernel is built in the first step. If the rank
+        serves while it compiles, and not all ranks find what was compiled, the model runs as it is
+        written, and `changeover` has stages left.
         """
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
         if progress is not None and is_compiled:
             progress("compiling", 0, 1)
-        # The decorator that it came through adds `prepare`.
-        backbone: Any = self._model.model
         batch = self._inputs.dummy(min(NUM_TRACED_TOKENS, max_num_tokens), 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
-            if is_compiled:
-                backbone.prepare(batch.input_ids, batch.positions)
+            if self._is_deferred():
+                self._defer()
+            elif is_compiled:
+                self._backbone.prepare(batch.input_ids, batch.positions)
             # A rank that finds everything in the cache gets here long before one that compiles.
             self._group.barrier("compiled")
             self._call(batch.input_ids, batch.positions)
@@ -134,6 +155,66 @@ class StepForward:
             self.run_sizes()
         if progress is not None and is_compiled:
             progress("compiling", 1, 1)
+
+    @torch.inference_mode()
+    def prepare(self, max_num_tokens: int) -> None:
+        """Trace and compile for a later process, and run nothing."""
+        batch = self._inputs.dummy(min(NUM_TRACED_TOKENS, max_num_tokens), 1)
+        with forward_context(self._context(batch, 1, is_dummy_run=True)):
+            self._backbone.prepare(batch.input_ids, batch.positions)
+
+    @property
+    def _backbone(self) -> Any:
+        """The module that is compiled; its decorator adds what mypy does not see."""
+        return self._model.model
+
+    def _is_deferred(self) -> bool:
+        """Return whether the group serves before it has compiled: the same on all ranks."""
+        has_pieces = self.config.level >= CompilationLevel.DYNAMO_ONCE
+        if self.config.serve_while_compiling != "on" or not has_pieces:
+            return False
+        can_be_left = not is_compile_cache_disabled()
+        if can_be_left:
+            for _ in self.loading():
+                pass
+        found = _FOUND if self._backbone.is_compiled else int(can_be_left)
+        return self._group.minimum("found", found) == _MISSING
+
+    def _defer(self) -> None:
+        """Run the model as it is written until the group goes over."""
+        import_runtime()  # a rank that serves would stand still meanwhile
+        self._backbone.run_as_written(True)
+        shard = self._group.shard
+        self.changeover = Changeover(
+            last_stage=1 + len(self._cases()), num_followers=0 if shard.rank else shard.size - 1
+        )
+
+    def loading(self) -> Iterator[None]:
+        """Load what another process has compiled, a piece at a time; see `is_loaded`.
+
+        Nothing but a Changeover makes steps run it. Call it between steps: it fills the static
+        inputs with padding.
+        """
+        batch = self._inputs.dummy(NUM_LOADED_TOKENS, 1)
+        yield from self._backbone.loading(batch.input_ids, batch.positions)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether what was compiled is there to be run."""
+        return bool(self._backbone.is_compiled)
+
+    @torch.inference_mode()
+    def enter(self, stage: int) -> None:
+        """Enter the stage of going over that all ranks agreed on, between two steps.
+
+        All ranks do it at once: graphs may hold collectives.
+        """
+        if stage == 1:
+            self._backbone.run_as_written(False)
+        else:
+            self._reports.append(self._capture([self._cases()[stage - 2]]))
+        is_last = stage == self.changeover.last_stage
+        self.changeover.enter(stage, self._end_captures() if is_last else None)
 
     @torch.inference_mode()
     def run_sizes(self) -> None:
@@ -228,24 +309,37 @@ class StepForward:
         cases = self._cases()
         if cases:
             self._group.barrier("allocated")
-            self.report = capture_all(
-                cases,
-                self._run_case,
-                rank=self._group.rank,
-                pools=self._pools,
-                warmups=warmups_of(self.config),
-                synchronize=self._synchronize,
-                fits_on_all_ranks=self._free_memory.fits_on_all_ranks,
-                progress=None if progress is None else _named(progress, "capturing graphs"),
-            )
-            self.captured = CapturedGraphs(
-                self.config.graph_mode,
-                self.report.batch_sizes,
-                self.report.token_counts,
-                self.report.mixed,
-                enable_padding=self.config.enable_padding,
-            )
+            told = None if progress is None else _named(progress, "capturing graphs")
+            self._reports.append(self._capture(cases, told))
+        self.changeover = Changeover(self._end_captures())
+
+    def _capture(
+        self, cases: list[CaptureCase], progress: Callable[[int, int], None] | None = None
+    ) -> CaptureReport:
+        return capture_all(
+            cases,
+            self._run_case,
+            rank=self._group.rank,
+            pools=self._pools,
+            warmups=warmups_of(self.config),
+            synchronize=self._synchronize,
+            fits_on_all_ranks=self._free_memory.fits_on_all_ranks,
+            progress=progress,
+        )
+
+    def _end_captures(self) -> CapturedGraphs:
+        """Seal the process, and return what it has captured."""
         seal(self.config.sealed)
+        if not self._reports:
+            return CapturedGraphs()
+        report = self.report = joined(self._reports)
+        return CapturedGraphs(
+            self.config.graph_mode,
+            report.batch_sizes,
+            report.token_counts,
+            report.mixed,
+            enable_padding=self.config.enable_padding,
+        )
 
     def _cases(self) -> list[CaptureCase]:
         graphs = graphs_to_capture(self.config, self._inputs.max_num_seqs)

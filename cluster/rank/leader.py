@@ -4,7 +4,8 @@ A step's border is the only place where anything from outside comes in:
 
 1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
    followers' reports of KV that was read or released to the group's holder and reader. No more of
-   either than a border has time for: however much is sent here, the step goes on.
+   either than a border has time for: however much is sent here, the step goes on. A rank that
+   serves while it compiles also loads one of the pieces that are ready.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
@@ -38,6 +39,7 @@ from cluster.group_messages import (
     FollowerReport,
     LeaderHello,
     PeerHello,
+    PiecesLoaded,
     ReadEnded,
     TicketsEnded,
 )
@@ -182,6 +184,7 @@ class Leader:
         self.runner.phases.plan(self._last_step + 1)
         self._take_inbox()
         self._take_reports()
+        self.runner.load_slice()
         self.engine.is_draining = self._is_stopping
         try:
             outputs = self.engine.step()
@@ -217,12 +220,18 @@ class Leader:
             step=self._last_step,
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
+            compiling=self.runner.compile_progress is not None,
+            compile_error=self.runner.compile_error,
             **{name: numbers[name] for name in _SCHEDULER_STATS},
         )
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self._worker.heartbeat()
+
+    def compile_progress(self) -> tuple[str, int, int] | None:
+        """Return what is compiled while the rank serves. Any thread may call it."""
+        return self._worker.compile_progress()
 
     def _take_inbox(self) -> None:
         for message in self._inbox.take():
@@ -270,6 +279,8 @@ class Leader:
             case ReadEnded() if self._reader is not None:
                 error = f"tp={tp_rank}: {report.error}" if report.error else ""
                 self._reader.on_read_ended(report.request_id, error)
+            case PiecesLoaded() if self.runner.changeover.on_follower_loaded():
+                pass
             case _:
                 raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
 

@@ -139,6 +139,10 @@ class AloneLockstep:
     def confirm(self) -> None:
         """There are no others to ask."""
 
+    def dispatch_over(self, captured: CapturedGraphs) -> None:
+        """Choose among these graphs from the next step on."""
+        self._captured = captured
+
 
 class JoinedLockstep:
     """The agreement of several leaders. Belongs to the step thread."""
@@ -182,6 +186,10 @@ class JoinedLockstep:
         for rank in machine.peers:
             while machine.lacks_confirm(rank):
                 self._receive(rank)
+
+    def dispatch_over(self, captured: CapturedGraphs) -> None:
+        """Choose among these graphs from the next step on, as all ranks do."""
+        self._machine.dispatch_over(captured)
 
     def _receive(self, dp_rank: int) -> None:
         machine = self._machine

@@ -17,6 +17,7 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.blocks import check_num_blocks
+from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepLog
 from cluster.engine.lockstep import get_dp_padding
 from cluster.messages import (
@@ -28,6 +29,8 @@ from cluster.messages import (
     TokenLogprobs,
 )
 from cluster.rank.buffers import upload_once
+from cluster.rank.compile_ahead import CompileAhead
+from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
@@ -67,8 +70,11 @@ class ModelRunner:
         progress: Progress | None = None,
         storage: Callable[[int], memoryview | None] | None = None,
         exchange: ArtifactExchange | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
+
+        If the rank serves while it compiles, what the cache lacks is left for later.
 
         Args:
             dp_rank: with the rank in `group` it names the directory of compiled code.
@@ -76,6 +82,7 @@ class ModelRunner:
             progress: called with (what, done, total) until the rank is ready.
             storage: returns memory of the given size in bytes for the pool, or None.
             exchange: where ranks on other nodes publish what they compile.
+            wake: makes the step thread of a rank that sleeps come to a step's border.
         """
         group = group or GroupMembership(None, Shard())
         self.shard = group.shard
@@ -142,9 +149,40 @@ class ModelRunner:
             self.num_blocks, self.device, storage=storage(size) if storage else None
         )
         self.forward.set_kv_cache_data(self.kv_spec.views(self.kv_pool, list(layers)))
-        self.forward.capture(progress)
+        self._ahead: CompileAhead | None = None
+        if self.changeover.is_over:
+            self.forward.capture(progress)
+        else:
+            job = CompileJob.of(config, dp_rank, group)
+            self._ahead = CompileAhead(job, self.forward, wake or (lambda: None))
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
+
+    @property
+    def changeover(self) -> Changeover:
+        """How far the rank has gone over to compiled steps."""
+        return self.forward.changeover
+
+    def load_slice(self) -> None:
+        """Load a part of what was compiled while the rank serves, if there is any."""
+        if self._ahead is not None:
+            self._ahead.load_slice()
+
+    @property
+    def compile_progress(self) -> tuple[str, int, int] | None:
+        """What is compiled or captured while the rank serves; None if nothing is."""
+        return None if self._ahead is None else self._ahead.progress
+
+    @property
+    def compile_error(self) -> str:
+        """Why the rank goes on without compiled pieces; empty if it does not."""
+        return "" if self._ahead is None else self._ahead.error
+
+    def close(self) -> None:
+        """End what compiles, and let go of all graphs."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self.forward.close()
 
     @torch.inference_mode()
     def execute(
@@ -161,9 +199,19 @@ class ModelRunner:
         and learn the tokens from the next plan. A step without a sequence of its own is a dummy: it
         computes padding.
 
+        Before it the rank enters the agreement's stage: it goes over to compiled pieces, or
+        captures a graph.
+
         Args:
             confirm: called when the inputs are ready and no collective has begun.
         """
+        if agreed.stage != self.changeover.stage:
+            self.phases.build(agreed.step, 0)
+            if confirm is not None:
+                confirm()
+                confirm = None
+            self.phases.run()  # a graph that is captured may hold collectives
+            self.forward.enter(agreed.stage)
         num_padding, across = get_dp_padding(agreed, self._dp_rank)
         self.phases.build(agreed.step, plan.num_tokens + num_padding)
         batch = self.build(plan, agreed)

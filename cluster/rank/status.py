@@ -43,6 +43,10 @@ class RankStats:
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     prompt_tokens_computed: int = 0
+    compiling: bool = False
+    """It serves, and its group will go over to what is being compiled."""
+    compile_error: str = ""
+    """Why it goes on without compiled pieces."""
 
 
 class PhaseRecorder:

@@ -135,6 +135,7 @@ class Worker:
             progress=progress,
             storage=self.connector.storage,
             exchange=exchange,
+            wake=self.doorbell.ring,
         )
         self.connector.start(
             self.runner.kv_pool,
@@ -149,12 +150,16 @@ class Worker:
             progress("waiting for the other ranks", 0, 1)
         group.barrier("loaded")
 
+    def compile_progress(self) -> tuple[str, int, int] | None:
+        """Return what is compiled while the rank serves. Any thread may call it."""
+        return self.runner.compile_progress
+
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self.runner.phases.heartbeat()
 
     def close(self) -> None:
-        """Stop moving KV, and let go of graphs and of the group, in this order."""
+        """Stop moving KV and compiling, let go of graphs and of the group, in this order."""
         self.connector.close()
-        self.runner.forward.close()
+        self.runner.close()
         self._group.close()

@@ -68,6 +68,22 @@ def _global_switches() -> tuple[Any, ...]:
     )
 
 
+RUNTIME_MODULES = (
+    "torch._dynamo",
+    "torch._inductor.async_compile",
+    "torch._inductor.compile_fx",
+    "torch._inductor.standalone_compile",
+    "torch._functorch._aot_autograd.aot_autograd_result",
+)
+"""What the first load of an artifact, and the first capture on a CPU, would import."""
+
+
+def import_runtime() -> None:
+    """Import what loading artifacts needs, which holds up all Python for seconds."""
+    for name in RUNTIME_MODULES:
+        importlib.import_module(name)
+
+
 class NotSaveableError(RuntimeError):
     """A compiled piece holds what cannot be written to a file."""
 

@@ -66,6 +66,7 @@ UNKEYED_FIELDS = (
     "poison_graph_pool",
     "reserve_graph_memory",
     "sealed",
+    "serve_while_compiling",
     "graph_bs",
 )
 """Fields that say which code is needed or how it is run. Each size is an entry of its own."""

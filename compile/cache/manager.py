@@ -17,7 +17,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +75,15 @@ class CompilerManager:
         cache: CompileCache | None,
         *,
         compiler: CompilerInterface | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Take over a cache; without one nothing is read or written.
 
         Args:
             compiler: other than the one that the configuration means.
+            progress: called with (pieces there are, pieces in all) as they come.
         """
+        self._progress = progress
         self.compiler = make_compiler(scope.config) if compiler is None else compiler
         self.misses: list[str] = list(cache.misses) if cache is not None else []
         """Why pieces were compiled although there is a cache."""
@@ -132,6 +135,8 @@ class CompilerManager:
                 found = self._loaded(piece, *arguments) if is_shared else None
                 found = found or self._fetched(piece, *arguments)
         self._runnables[piece.key] = found
+        if self._progress is not None:
+            self._progress(index + 1, num_graphs)
         return found
 
     def load(self, key: str, *, index: int, shape: Shape, num_graphs: int) -> Runnable:
@@ -288,8 +293,12 @@ class StandardToolchain:
     It opens the cache on disk, and captures pieces into the pools of the process.
     """
 
-    def __init__(self, pools: GraphPools) -> None:
+    def __init__(
+        self, pools: GraphPools, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Capture into these pools; `progress` is told of pieces that come to be compiled."""
         self._pools = pools
+        self._progress = progress
 
     def open(
         self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
@@ -298,7 +307,7 @@ class StandardToolchain:
         cache = CompileCache.open(scope, prefix, traced_files)
         if traced_files is None and cache is None:
             return None
-        return Opened(CompilerManager(scope, cache), cache)
+        return Opened(CompilerManager(scope, cache, progress=self._progress), cache)
 
     def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
         """Return a piece that is captured and replayed as the forward context says."""

@@ -19,7 +19,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -256,6 +256,16 @@ def capture_all(
     numbers = (len(captured), report.elapsed_s, report.num_bytes, len(skipped))
     logger.info("captured %d graphs in %.1f s, %d bytes; no room for %d", *numbers)
     return report
+
+
+def joined(reports: Sequence[CaptureReport]) -> CaptureReport:
+    """Return what several windows captured as one report."""
+    return CaptureReport(
+        sum(report.elapsed_s for report in reports),
+        _ascending([graph for report in reports for graph in report.captured]),
+        _ascending([graph for report in reports for graph in report.skipped]),
+        sum(report.num_bytes for report in reports),
+    )
 
 
 def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:

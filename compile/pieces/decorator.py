@@ -17,7 +17,7 @@ import logging
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,6 +75,24 @@ class CompiledForward:
         if self.compiled_forward is not None:
             assert isinstance(self, nn.Module)
             self.compiled_forward.prepare(self, args, kwargs)
+
+    def loading(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Load what an earlier process compiled for calls like this one, a piece at a time.
+
+        Whoever exhausts it asks `is_compiled` whether there was anything to load.
+        """
+        if self.compiled_forward is not None:
+            assert isinstance(self, nn.Module)
+            yield from self.compiled_forward.loading(self, args, kwargs)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether calls find their compiled forward."""
+        return self.compiled_forward is not None and self.compiled_forward.is_bound
+
+    def run_as_written(self, as_written: bool) -> None:
+        """Run the forward as it is written from now on, or what was compiled again."""
+        self.do_not_compile = as_written
 
 
 def support_torch_compile(
@@ -180,7 +198,20 @@ class TracedForward:
             args = self._in_order(module, args, kwargs)
         return run(*args)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it was loaded or traced."""
+        return self._run is not None
+
     # --- the first call ---
+
+    def loading(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Load without tracing, and pause after each piece."""
+        self._claim()
+        if self._run is None:
+            yield from self._loading(module, _arguments(module, args, kwargs))
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Load or trace now without computing anything, so that ranks that meet inside the forward
@@ -199,10 +230,10 @@ class TracedForward:
     ) -> None:
         """Set the function that runs the forward, unless there are too few tokens to trace with."""
         given: Mapping[str, Any] = _arguments(module, args, kwargs)
-        if not self._is_claimed:
-            self._model_tag.claim()
-            self._is_claimed = True
-        if self._load(module, given):
+        self._claim()
+        for _ in self._loading(module, given):
+            pass
+        if self._run is not None:
             return
         dims = self._token_dims(given)
         mode = self._scope.config.dynamic_shapes
@@ -211,6 +242,11 @@ class TracedForward:
             logger.warning("%s: too few tokens to trace with: %d", self.tag, num_tokens)
             return
         self._trace(module, given, dims)
+
+    def _claim(self) -> None:
+        if not self._is_claimed:
+            self._model_tag.claim()
+            self._is_claimed = True
 
     def _token_dims(self, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return each tensor's dimensions of tokens, counted from the front.
@@ -229,26 +265,26 @@ class TracedForward:
             raise ForwardError(f"{self.tag}: wanted {wanted_sizes}, found {sizes}")
         return dims
 
-    def _load(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
-        """Bind the plan that an earlier start left, if there is one that fits."""
+    def _loading(self, module: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
+        """Bind the plan that an earlier process left, if there is one that fits."""
         if self._scope.config.compile_lazily:
-            return False
+            return
         started = time.perf_counter()
         opened = self._toolchain.open(self._scope, self.tag, None)
         text = opened.cache.load_plan() if opened is not None and opened.cache else None
         if opened is None or text is None:
-            return False
+            return
         try:
             plan = ForwardPlan.from_json(text)
             _check_fits(plan, module, given)
-            self._bind(plan, module, load_pieces(self._scope, opened.manager, plan))
+            pieces = yield from load_pieces(self._scope, opened.manager, plan)
+            self._bind(plan, module, pieces)
         except Exception as error:
             logger.warning("%s: traced again, because its plan is of no use: %s", self.tag, error)
-            return False
+            return
         self._tell_guards(plan.guards)
         took = time.perf_counter() - started
         logger.info("%s: %d pieces loaded in %.2f s", self.tag, len(plan.pieces), took)
-        return True
 
     def _trace(
         self, module: nn.Module, given: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]]

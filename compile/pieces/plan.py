@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -291,18 +291,23 @@ def with_copies(scope: CompileScope, call: Runnable, dims: Sequence[tuple[int, .
     return make_copy_and_call(call, dims, scope.max_num_tokens)
 
 
-def load_pieces(scope: CompileScope, manager: Manager, plan: ForwardPlan) -> dict[str, Runnable]:
-    """Load every artifact of a plan. Returns what runs each piece, by its name in the plan.
+def load_pieces(
+    scope: CompileScope, manager: Manager, plan: ForwardPlan
+) -> Generator[None, None, dict[str, Runnable]]:
+    """Load every artifact of a plan, and pause after each.
 
-    Raises what the manager raises if an artifact is missing or cannot be used.
+    Returns what runs each piece, by its name in the plan. Raises what the manager raises if an
+    artifact is missing or cannot be used.
     """
     shapes, num_graphs = PieceShapes.of(scope.config), len(plan.pieces)
     loaded = {}
     for piece in plan.pieces:
-        runnables: dict[Shape, Runnable] = {
-            shape: manager.load(piece.key, index=piece.index, shape=shape, num_graphs=num_graphs)
-            for shape in shapes.all()
-        }
+        runnables: dict[Shape, Runnable] = {}
+        for shape in shapes.all():
+            runnables[shape] = manager.load(
+                piece.key, index=piece.index, shape=shape, num_graphs=num_graphs
+            )
+            yield
         backend = PiecewiseBackend(
             index=piece.index,
             num_graphs=num_graphs,

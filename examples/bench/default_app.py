@@ -115,12 +115,17 @@ class DefaultApp:
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while self.get("/ready")[0] != 200:
+        while not self._has_started():
             if process.poll() is not None or time.monotonic() > deadline:
                 found = "an end" if process.poll() is not None else f"none in {READY_TIMEOUT_S:g} s"
                 log = self._log.read_text(errors="replace")
                 raise SystemExit(f"serve run: wanted /ready to be 200, found {found}\n{log}")
             time.sleep(0.1)
+
+    def _has_started(self) -> bool:
+        """Whether it serves, and has gone over to what a cold start compiles meanwhile."""
+        status, body = self.get("/ready")
+        return status == 200 and not body["compiling"]
 
 
 def _role(process: psutil.Process) -> str | None:

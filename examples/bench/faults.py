@@ -255,7 +255,7 @@ RIGHT: dict[str, tuple[int, ...]] = {}
 def stage(cluster: Cluster, what: str, *arguments: str) -> Iterator[Stage]:
     """Start an application and its load, and end both."""
     with App(cluster, what, arguments) as app:
-        wait_until(lambda: app.ready()[0] == 200, "the application to be ready")
+        wait_until(app.has_started, "the application to be ready")
         with Load(app.url, RIGHT) as load:
             yield Stage(app, load)
 

@@ -233,6 +233,11 @@ class App:
         self.process.wait(timeout=60)
         ray_serve.delete(self.name)
 
+    def has_started(self) -> bool:
+        """Whether it serves, and has gone over to what a cold start compiles meanwhile."""
+        status, body = self.ready()
+        return status == 200 and not body["compiling"]
+
     def ready(self) -> tuple[int, dict[str, Any]]:
         """Return code and body of `/ready`; code 0 where nothing answers yet."""
         url = urlsplit(self.url)

@@ -60,6 +60,9 @@ class Linear(WeightedLayer):
         self.handle = packed.handle
         self.weight = self.declare(*self.weight.shape)
 
+    def forget_values(self) -> None:
+        self._packed = None
+
     def plain_weight(self) -> torch.Tensor:
         """Return the weight [O, I], a copy if it is packed."""
         return self.weight if self._packed is None else self._packed.unpack()

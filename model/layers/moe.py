@@ -92,6 +92,9 @@ class ExpertWeights(WeightedLayer):
             self.handles = torch.stack([packed.handle for packed in self._packed])
             self.weight = self.declare(*self.weight.shape)
 
+    def forget_values(self) -> None:
+        self._packed = []
+
     def plain_weight(self) -> torch.Tensor:
         """Return the matrices [Xr, O, I], a copy if they are packed."""
         if self.handles is None:

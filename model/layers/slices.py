@@ -47,6 +47,10 @@ class WeightedLayer(nn.Module):
     def loaded(self, name: str) -> None:
         """Take note that all parts of a parameter have been read."""
 
+    def forget_values(self) -> None:
+        """Free what was made of the weights, and keep shapes and handles: the layer can be traced,
+        and not run."""
+
 
 def _memory_for(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an unset tensor like `parameter`.

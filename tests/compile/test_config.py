@@ -186,6 +186,7 @@ BAD = {
     "poison_graph_pool": ("no",),
     "reserve_graph_memory": ("auto", 1),
     "sealed": (True, "off"),
+    "serve_while_compiling": ("yes", None, 1),
     "passes": ("fuse", ["a b"], ["fuse", "fuse"], [1]),
 }
 
@@ -231,6 +232,16 @@ def test_captured_batch_sizes_cannot_be_asked_for() -> None:
             "found True",
         ),
         (
+            {"serve_while_compiling": "on", "compile_lazily": True},
+            "serve_while_compiling: wanted auto or off where compile_lazily is true (it compiles "
+            "in the rank), found 'on'",
+        ),
+        (
+            {"serve_while_compiling": "on", "reserve_graph_memory": True},
+            "serve_while_compiling: wanted auto or off where reserve_graph_memory is true (trials "
+            "need what is compiled), found 'on'",
+        ),
+        (
             {"use_inductor": False, "compiler": "inductor_standalone"},
             "compiler: wanted auto or eager where use_inductor is false, "
             "found 'inductor_standalone'",
@@ -257,6 +268,8 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], l
     "fields",
     [
         {"compile_lazily": True, "sealed": "warn"},
+        {"serve_while_compiling": "on", "reserve_graph_memory": False},
+        {"serve_while_compiling": "off", "compile_lazily": True},
         {"evaluate_guards": True, "dynamic_shapes": "backed"},
         {"use_inductor": False, "compiler": "eager"},
         {"level": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_copy_inputs": True},
@@ -359,6 +372,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "poison_graph_pool": st.booleans(),
     "reserve_graph_memory": st.none() | st.booleans(),
     "sealed": st.just("warn"),
+    "serve_while_compiling": st.sampled_from(["auto", "off"]),
     "passes": st.none() | st.lists(st.sampled_from(["fuse", "reinplace"]), unique=True),
 }
 

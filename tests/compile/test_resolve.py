@@ -49,6 +49,7 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
         "compilation.num_warmups_full: 1",
         "compilation.num_warmups_piecewise: 3",
         "compilation.passes: ['fuse_add_rms_norm']",
+        "compilation.serve_while_compiling: off",
     ]
 
 
@@ -533,3 +534,28 @@ def test_nothing_is_left_open_and_resolving_again_changes_nothing(
     assert list(found.capture_num_tokens) == sorted(set(found.capture_num_tokens))
     for other in (preset, None, BOTH):
         assert resolve(found, limits, preset=other, attention=attention) == found
+
+
+@pytest.mark.feature("X06")
+def test_a_server_on_a_cpu_starts_before_it_has_compiled_if_the_cache_can_keep_it() -> None:
+    def resolved(device: str = "cpu", *, is_served: bool = True, **fields: Any) -> str:
+        config = CompilationConfig(**{"level": 3, **fields})
+        limits = StepLimits(8, 64)
+        found = resolve(config, limits, device=device, is_served=is_served)
+        assert resolve(found, limits, device=device) == found
+        return found.serve_while_compiling
+
+    assert resolved() == resolved(level=2) == "on"
+    assert resolved(serve_while_compiling="on", is_served=False) == "on"
+    assert resolved(serve_while_compiling="off") == "off"
+    assert resolved(is_served=False) == resolved("cuda") == "off"
+    for fields in (
+        {"level": 1},
+        {"use_inductor": False},
+        {"compiler": "eager"},
+        {"compile_lazily": True},
+        {"reserve_graph_memory": True},
+    ):
+        assert resolved(**fields) == "off", fields
+    with pytest.raises(CompilationConfigError, match=r"serve_while_compiling: .* device=cuda"):
+        resolved("cuda", serve_while_compiling="on")

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from model import weights
 from model.fields import ModelError
+from model.kernels import packed_linear
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer
 from model.parallel import Shard
-from model.weights import load_model
+from model.weights import blank_model, load_model
 
 
 @pytest.fixture
@@ -394,3 +395,23 @@ def test_a_model_larger_than_memory_is_refused_before_it_takes_any(
     rewrite(checkpoint / "config.json", lambda c: c.update(intermediate_size=1 << 28))
     message = refusal(load, checkpoint)
     assert message.startswith("tensor model.layers.0.mlp.gate_proj.weight: wanted shape (2684")
+
+
+@pytest.mark.feature("X06")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_blank_model_has_the_tensors_of_a_loaded_one_and_keeps_no_values(
+    make_checkpoint: Any, is_tied: bool, dtype: torch.dtype
+) -> None:
+    path = make_checkpoint(tie_word_embeddings=is_tied)[0]
+
+    def tensors(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {name: (t.dtype, t.shape, t.stride(), t.device.type) for name, t in named}
+
+    loaded, config = load_model(path, dtype=dtype, device="cpu")
+    num_packed = len(packed_linear._table)
+    blank, blank_config = blank_model(path, dtype=dtype)
+    assert blank_config == config
+    assert tensors(blank) == tensors(loaded)
+    assert len(packed_linear._table) == num_packed, "what it packed is still there"

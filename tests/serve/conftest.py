@@ -55,12 +55,14 @@ class Server:
             time.sleep(0.1)
         return self.ranks(pool)
 
-    def wait_until_ready(self, timeout_s: float = 300) -> None:
+    def wait_until_ready(self, timeout_s: float = 300, *, is_compiled: bool = True) -> None:
+        """Wait for all pools; unless told otherwise also until they have gone over to graphs."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                if self.get("/ready")[0] == 200:
+                status, body = self.get("/ready")
+                if status == 200 and not (is_compiled and body["compiling"]):
                     return
             except (OSError, json.JSONDecodeError):
                 pass
@@ -123,12 +125,12 @@ def start_app(ray_cluster: Any, http_port: int, tmp_path: Path) -> Iterator[Call
 
     started: dict[str, Server] = {}
 
-    def start(name: str, *arguments: str) -> Server:
+    def start(name: str, *arguments: str, is_compiled: bool = True) -> Server:
         options = ["--name", name, "--route-prefix", f"/{name}", "serve.app:deploy", *arguments]
         started[name] = start_server(
             options, ray_cluster=ray_cluster, port=http_port, log=tmp_path / name, route=f"/{name}"
         )
-        started[name].wait_until_ready()
+        started[name].wait_until_ready(is_compiled=is_compiled)
         return started[name]
 
     yield start

@@ -178,6 +178,7 @@ def test_models_and_health(server: Any, client: openai.OpenAI) -> None:
     assert status == 200
     assert body["status"] == "ready"
     assert body["loading"] == []
+    assert body["compiling"] is False
     for pool in ("prefill", "decode"):
         [replica] = body["pools"][pool]["replicas"]
         assert replica["state"] == "ready"
@@ -198,6 +199,8 @@ def test_models_and_health(server: Any, client: openai.OpenAI) -> None:
             "kv_bytes_sent",
             "kv_bytes_received",
             "prompt_tokens_computed",
+            "compiling",
+            "compile_error",
         }
     # Nobody asked for what may tell too much.
     assert server.get("/debug/ranks")[0] == 404

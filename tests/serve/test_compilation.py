@@ -46,6 +46,7 @@ OTHER: dict[str, Any] = {
     "poison_graph_pool": True,
     "reserve_graph_memory": True,
     "sealed": "warn",
+    "serve_while_compiling": "off",
     "passes": ["fuse_add_rms_norm"],
 }
 """Every field as YAML has it, none of them at its default where another value is run already."""
@@ -110,6 +111,14 @@ def test_objects_are_merged_in_depth_and_a_value_twice_is_an_error() -> None:
             {"cc.sealed": "strict", "cc.compile_lazily": "true"},
             "compilation.compile_lazily: wanted false where sealed is strict",
         ),
+        (
+            {"cc.serve_while_compiling": "on", "cc.compile_lazily": "true"},
+            "compilation.serve_while_compiling: wanted auto or off where compile_lazily is true",
+        ),
+        (
+            {"cc.serve_while_compiling": "later"},
+            "compilation.serve_while_compiling: wanted one of auto, on, off, found 'later'",
+        ),
         ({"cc.compile_ranges": "[[1, 8], [8, 9]]"}, "compilation.compile_ranges: wanted a list of"),
         ({"cc.capture_num_tokens": "[0]"}, "compilation.capture_num_tokens: wanted a list of"),
         ({"cc.graph_bs": "[1]"}, "compilation.graph_bs: wanted one of level, "),
@@ -135,6 +144,22 @@ def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
             build(raw)
         assert str(caught.value).startswith(line)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.feature("X06")
+def test_pools_serve_while_they_compile_and_an_engine_in_process_does_not() -> None:
+    for raw, wanted in (({}, "on"), ({"cc.serve_while_compiling": "off"}, "off")):
+        pools = deploy_config({**raw, "device": "cpu"}).pools
+        assert {pool.engine.compilation.serve_while_compiling for pool in pools} == {wanted}
+    assert engine_config({"device": "cpu"}).compilation.serve_while_compiling == "off"
+    by_yaml = yaml.safe_load("compilation: {serve_while_compiling: on}")
+    assert deploy_config({**by_yaml, "device": "cpu"}).pools[0].engine.compilation == (
+        deploy_config({"device": "cpu"}).pools[0].engine.compilation
+    )
+    with pytest.raises(
+        ConfigError, match=r"^compilation\.serve_while_compiling: wanted auto or of"
+    ):
+        engine_config({**by_yaml, "device": "cpu"})
 
 
 @pytest.mark.feature("N04")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from sim_group import SimGroup
 from sim_owner import SimPool
-from sim_rank import SimFollower, SimLeader, SimRunner
+from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
 from sim_world import Plants
 
 from cluster.engine import sequence
@@ -101,6 +101,57 @@ class _DispatchesOnItsClock(SimLeader):
     def _if_early(self, votes: Sequence[Vote]) -> Sequence[Vote]:
         is_late = self.group.loop.now % 1.0 > 0.9
         return [msgspec.structs.replace(vote, graph_allowed=not is_late) for vote in votes]
+
+
+class _GoesOverAlone(SimLeader):
+    """Runs what was compiled as soon as it has it."""
+
+    def on_compiled(self) -> None:
+        super().on_compiled()
+        self.changeover.stage = 1
+
+
+class _GoesOverBeforeItsLeader(SimFollower):
+    """Runs what was compiled as soon as it has it, and captures a graph."""
+
+    def on_compiled(self) -> None:
+        super().on_compiled()
+        self.changeover.stage = 2
+
+
+class _CapturesEarly(SimRunner):
+    """Captures a graph that the next step was to capture."""
+
+    def enter(self, stage: int, num_tokens: int) -> None:
+        super().enter(stage, num_tokens)
+        if stage == 2 and self._rank.index == 1:
+            super().enter(stage + 1, num_tokens)
+
+
+class _ForgetsFollowers(SimLeader):
+    """Goes over although a follower has not loaded what was compiled."""
+
+    def on_compiled(self) -> None:
+        self.changeover._num_awaited = 0
+        super().on_compiled()
+
+
+class _SleepsUntilARequest(SimLeader):
+    """A rank that has compiled does not wake its group."""
+
+    def on_compiled(self) -> None:
+        self.changeover.on_loaded()
+
+    def sleep(self) -> None:
+        self.phases.wait(self.last_step, is_asleep=True)
+        while not (self.inbox or self.peers.has_frames or self.has_rung or self._has_reports):
+            self.is_asleep = True
+            self.process.sleep(MAX_SLEEP_S)
+        self.is_asleep = self.has_rung = False
+
+    @property
+    def _has_reports(self) -> bool:
+        return self.sender is not None and bool(self.sender.reports)
 
 
 class _HidesItsVote(SimLeader):
@@ -280,6 +331,11 @@ BUGS: dict[str, Plants] = {
     "a dropped abort": _plants(leader=_DropsAborts),
     "dispatch on a rank's own batch": _plants(machine=_DispatchesOnItsBatch),
     "dispatch on a rank's own clock": _plants(leader=_DispatchesOnItsClock),
+    "a rank that goes over on its own": _plants(leader=_GoesOverAlone),
+    "a follower that goes over before its leader": _plants(follower=_GoesOverBeforeItsLeader),
+    "a graph captured a step early": _plants(runner=_CapturesEarly),
+    "a leader that goes over without its followers": _plants(leader=_ForgetsFollowers),
+    "a sleep that compiled pieces do not end": _plants(leader=_SleepsUntilARequest),
     "a sleep that votes do not end": _plants(leader=_SleepsThroughVotes),
     "a rank that ends before the others": _plants(leader=_EndsWithTheFirst),
     "an agreement of the wrong votes": _plants(machine=_TakesOldVotes),

@@ -22,12 +22,13 @@ from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
+from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepDigester, StepLog
 from cluster.engine.engine import Engine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
-from cluster.group_messages import ReadEnded, StepFrame, TicketsEnded
+from cluster.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.messages import (
     Abort,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 MAX_SLEEP_S = 1.0
 COLLECTIVES = 1
 """Of a forward: one a layer."""
+LAST_STAGE = 4
+"""Compiled pieces, and three graphs to capture."""
 
 
 class SimRank:
@@ -66,6 +69,13 @@ class SimRank:
         self.phases.learn(8, 0.004)  # as a rank that has timed a step before it is ready
         self.process = Process(group.loop, self._main)
         schedule = group.schedule
+        is_leader = not self.tp_rank
+        num_followers = group.tp_size - 1 if is_leader else 0
+        self.changeover = (
+            Changeover(GRAPHS)
+            if schedule.compile_s is None
+            else Changeover(last_stage=LAST_STAGE, num_followers=num_followers)
+        )
         self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
@@ -75,8 +85,16 @@ class SimRank:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Run. Called from the loop."""
+        """Run, and compile elsewhere. Called from the loop."""
         self.process.wake(self.process.ticket)
+        if not self.changeover.is_over:
+            within_s = self.group.schedule.compile_s or 0.0
+            self.group.loop.after(self.group.rng.random() * within_s, self.on_compiled)
+
+    def on_compiled(self) -> None:
+        """What was compiled is loaded. Called from the loop."""
+        self.changeover.on_loaded()
+        self.ring()
 
     def run(self) -> None:
         """Step until the group ends."""
@@ -130,11 +148,15 @@ class SimRunner:
         """Do what `ModelRunner.execute` does, in its order."""
         rank, phases = self._rank, self.phases
         across = agreed.num_tokens_across_dp
+        if agreed.stage != self.changeover.stage:
+            phases.build(agreed.step, 0)
+            self._confirm(agreed, confirm)
+            confirm = None
+            phases.run()
+            self.enter(agreed.stage, across[rank.dp_rank])
         phases.build(agreed.step, across[rank.dp_rank])
         rank.pass_time(Phase.BUILDING, 0.0005)
-        if confirm is not None:
-            self.confirm(confirm)
-            rank.group.on_agreement(rank.dp_rank, agreed)
+        self._confirm(agreed, confirm)
         phases.run()
         rank.pass_time(Phase.RUNNING, 0.0)
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
@@ -144,6 +166,25 @@ class SimRunner:
         phases.book()
         rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
+
+    def _confirm(self, agreed: StepAgreement, confirm: Callable[[], None] | None) -> None:
+        if confirm is not None:
+            self.confirm(confirm)
+            self._rank.group.on_agreement(self._rank.dp_rank, agreed)
+
+    @property
+    def changeover(self) -> Changeover:
+        """How far the rank has gone over to compiled steps."""
+        return self._rank.changeover
+
+    def load_slice(self) -> None:
+        """What was compiled is loaded at once; see `SimRank.on_compiled`."""
+
+    def enter(self, stage: int, num_tokens: int) -> None:
+        """Go over to compiled pieces, or capture a graph, which runs its collectives."""
+        if stage > 1:
+            self.collective(f"graph {stage - 1}", num_tokens)
+        self.changeover.enter(stage, GRAPHS if stage == LAST_STAGE else None)
 
     def confirm(self, confirm: Callable[[], None]) -> None:
         """Wait until all hold the step for the same."""
@@ -210,12 +251,12 @@ class SimLeader(SimRank):
                 dp_rank=self.dp_rank,
                 dp_size=self.group.dp_size,
                 epoch=self.epoch,
-                captured=GRAPHS,
+                captured=self.changeover.captured,
             )
             lockstep = Lockstep.joined(self.machine, self.peers, self.phases)
         self.engine = Engine(
             self.scheduler,
-            lockstep or Lockstep.alone(GRAPHS),
+            lockstep or Lockstep.alone(self.changeover.captured),
             self.sender or NoFollowers(),
             plants.runner(self),
         )
@@ -304,6 +345,8 @@ class SimLeader(SimRank):
         """Book what has ended on the followers."""
         for tp_rank, report in sender.take_reports():
             match report:
+                case PiecesLoaded():
+                    assert self.changeover.on_follower_loaded()
                 case TicketsEnded():
                     assert self.holder is not None
                     self.holder.on_tickets_ended(report.tickets)

@@ -128,6 +128,8 @@ class Schedule:
     """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]
     faults: list[Fault]
+    compile_s: float | None
+    """Until a rank has what was compiled while it serves, at most; None: it starts with it."""
 
     @property
     def num_ranks(self) -> int:
@@ -162,6 +164,7 @@ def draw_schedule(seed: int) -> Schedule:
         is_mapped=rng.random() < 0.5,
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
         faults=_draw_faults(rng, groups, lease_s),
+        compile_s=rng.choice((None, 0.02, 0.3, 1.0)),
     )
 
 

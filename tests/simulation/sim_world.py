@@ -5,7 +5,8 @@
 3. All ranks of an epoch go by the same agreements, in the same order, through the same
    collectives, each with the tokens that were agreed on; the ranks under one leader draw alike.
 4. A group ends only by a fault, and then a rank is named that it struck.
-5. An aborted request gets no token any more, no token of a step leaves that ranks were told
+5. A group that serves while it compiles has gone over to its graphs, all ranks at the same steps.
+6. An aborted request gets no token any more, no token of a step leaves that ranks were told
    different things about, and in the end all blocks are free and no ticket is held.
 
 The first `Violation` ends a simulation; `run_schedule` never raises.
@@ -26,7 +27,7 @@ from sim_group import SimGroup
 from sim_judge import is_named
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
-from sim_model import continuation
+from sim_model import GRAPHS, continuation
 from sim_owner import PoolHandle, SimPool, SimTokens
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
@@ -225,13 +226,18 @@ class World:
 
     def _is_busy(self) -> bool:
         leaders = [leader for pool in self.pools.values() for leader in pool.group.leaders]
-        return any(leader.scheduler.has_unfinished for leader in leaders)
+        return any(
+            leader.scheduler.has_unfinished or not leader.changeover.is_over for leader in leaders
+        )
 
     def _check_rest(self, group: SimGroup) -> None:
         """Check that nothing is left of any request."""
         for leader in group.leaders:
             scheduler = leader.scheduler
             scheduler.check()
+            if not leader.changeover.is_over or leader.changeover.captured != GRAPHS:
+                text = f"{leader.name}: at stage {leader.changeover.stage}"
+                raise Violation("not gone over", text)
             if scheduler.has_unfinished or scheduler.blocks.num_free_blocks != (
                 self.schedule.num_blocks
             ):

@@ -41,6 +41,8 @@ def vote(step: int = 1, **fields: Any) -> Vote:
         "graph_allowed": True,
         "has_work": True,
         "draining": False,
+        "stage": 0,
+        "can_advance": False,
     }
     return Vote(step=step, **{**given, **fields})
 

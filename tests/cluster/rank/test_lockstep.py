@@ -56,7 +56,7 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def vote(step: int, rank: int) -> Vote:
-    return Vote(EPOCH, step, StepKind.DECODE, rank + 1, rank + 1, 1, True, True, False)
+    return Vote(EPOCH, step, StepKind.DECODE, rank + 1, rank + 1, 1, True, True, False, 0, False)
 
 
 def machine_of(rank: int, size: int = 2) -> LockstepMachine:

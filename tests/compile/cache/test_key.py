@@ -63,6 +63,7 @@ CHANGES_NO_CODE: dict[str, Any] = {
     "poison_graph_pool": True,
     "reserve_graph_memory": True,
     "sealed": "strict",
+    "serve_while_compiling": "off",
     "graph_bs": (1, 2),
 }
 

@@ -1,0 +1,220 @@
+"""Compiling in another process while a rank serves: the process, and the rank's end of it.
+
+    python -m cluster.rank.compile_process        started by a rank, never by hand
+
+The process builds the rank's model without values, traces it and compiles its pieces into the
+cache, under the key and in the directory that the rank itself would use. A lock lies on each piece
+that is being compiled, so processes of other ranks, and of a group that died, do no work twice.
+
+It gets a `CompileJob` on its standard input, tells its progress on its standard output in lines of
+JSON, and ends with its rank: then its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from cluster.config import EngineConfig
+from cluster.rank.compiling import graph_pools, rank_scope
+from cluster.rank.forward import StepForward
+from cluster.rank.free_memory import FreeMemory
+from cluster.rank.groups import GroupMembership
+from cluster.rank.inputs import StepInputs
+from compile.environment import apply_log_level
+from compile.scope import compile_scope
+from model.parallel import Shard
+from model.weights import blank_model
+
+log = logging.getLogger("lockstep.compile")
+
+NICENESS = 5
+"""Of the process: beside a busy rank it gets a quarter of a core, not half. With much less, ranks
+that are always busy would hardly ever be compiled for."""
+CLOSE_S = 2.0
+"""For the process to end; what it has started may hold its output open for longer."""
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """For which rank to compile. Plain data: the groups of a shard stay in the rank's process."""
+
+    config: EngineConfig
+    directory_dp_rank: int
+    """Names the rank's directory in the cache, also where ranks are independent."""
+    tp: tuple[int, int]
+    """Rank and size of the tensor-parallel group."""
+    dp: tuple[int, int]
+    """Rank and size among the data-parallel ranks that step together."""
+    shares_experts: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig, dp_rank: int, group: GroupMembership) -> CompileJob:
+        """Describe a rank of `group`."""
+        shard = group.shard
+        tp, dp = (shard.rank, shard.size), (group.dp_rank, group.dp_size)
+        return cls(config, dp_rank, tp, dp, shard.data is not None)
+
+    def group(self) -> GroupMembership:
+        """Return the rank's membership, with groups that nothing can be sent through."""
+        dp_rank, dp_size = self.dp
+        data = _shard(dp_rank, dp_size, "dp") if self.shares_experts else None
+        shard = _shard(*self.tp, "tp", data)
+        return GroupMembership(None, shard, dp_rank=dp_rank, dp_size=dp_size)
+
+
+def _shard(rank: int, size: int, kind: str, data: Shard | None = None) -> Shard:
+    group = dist.ProcessGroup(HashStore(), rank, size) if size > 1 else None
+    return Shard(rank, size, group, kind=kind, data=data)
+
+
+class CompileProcess:
+    """A rank's end: starts the process, follows its progress, and ends it.
+
+    Invariant: once `has_ended`, `error` says why nothing was compiled, or is empty.
+    """
+
+    def __init__(self, job: CompileJob, on_end: Callable[[], None]) -> None:
+        """Start compiling; `on_end` is called on a thread of its own when it has ended."""
+        self.done, self.total = 0, 1
+        self.has_ended = False
+        self.error = ""
+        self._on_end = on_end
+        self._is_closing = False
+        # What Ray put on this process's path, the other one needs as well.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.rank.compile_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        self._thread = threading.Thread(target=self._follow, args=(job,), daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the process, unless it has ended, and wait for it a moment."""
+        self._is_closing = True
+        self._process.kill()
+        self._thread.join(CLOSE_S)
+
+    def _follow(self, job: CompileJob) -> None:
+        process, told = self._process, ""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            # It stays open: its end tells the process that the rank is gone.
+            process.stdin.write(pickle.dumps(job))
+            process.stdin.flush()
+            for line in process.stdout:
+                told = self._take(line) or told
+        except (OSError, ValueError) as error:
+            told = str(error)
+        code = process.wait()
+        process.stdout.close()
+        with suppress(OSError):  # of a job that was not taken
+            process.stdin.close()
+        if code:
+            self.error = told or _end_of(code)
+        self.has_ended = True
+        if not self._is_closing:
+            self._on_end()
+
+    def _take(self, line: bytes) -> str:
+        """Note progress; return an error if the line tells one."""
+        told = json.loads(line)
+        if "error" in told:
+            return str(told["error"])
+        self.done, self.total = told["done"], told["total"]
+        return ""
+
+
+def _end_of(code: int) -> str:
+    if code > 0:
+        return f"the process that compiles ended with code {code}"
+    return f"the process that compiles was ended by {signal.Signals(-code).name}"
+
+
+# --- in the process ------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Compile what standard input describes; return the process's exit code."""
+    os.nice(NICENESS)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    apply_log_level()
+    job: CompileJob = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_the_rank, daemon=True).start()
+    # What libraries print must not be taken for progress.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def tell(**told: object) -> None:
+        print(json.dumps(told), file=out, flush=True)
+
+    try:
+        compile_for(job, lambda done, total: tell(done=done, total=total))
+    except Exception as error:
+        log.exception("compiling for a rank that serves")
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        tell(error=f"{type(error).__name__}: {lines[0] if lines else ''}")
+        return 1
+    return 0
+
+
+def _end_with_the_rank() -> None:
+    while os.read(0, 1):  # not by sys.stdin, whose lock the end of the process would wait for
+        pass
+    os._exit(1)
+
+
+def compile_for(job: CompileJob, progress: Callable[[int, int], None]) -> None:
+    """Compile a rank's forward into the cache."""
+    config, group, device = job.config, job.group(), torch.device(job.config.device)
+    torch.set_num_threads(config.threads)  # part of the cache's key
+    pools = graph_pools(config.compilation, device)
+    scope = rank_scope(config, job.directory_dp_rank, group, pools, progress=progress)
+    dtype = getattr(torch, config.dtype)
+    with compile_scope(scope):
+        model, model_config = blank_model(Path(config.model_path), shard=group.shard, dtype=dtype)
+    limits = config.scheduler
+    inputs = StepInputs(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_blocks_per_seq=config.max_blocks_per_seq,
+        block_size=config.cache.block_size,
+        vocab_size=model_config.vocab_size,
+        device=device,
+    )
+    forward = StepForward(
+        model,
+        model.attention_layers(),
+        inputs,
+        scope.config,
+        group=group,
+        pools=pools,
+        free_memory=FreeMemory(group, device, 0),
+    )
+    forward.prepare(limits.max_num_batched_tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

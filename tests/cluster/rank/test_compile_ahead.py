@@ -1,0 +1,167 @@
+"""Compiling in another process while a rank serves, with everything but Ray and sockets."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
+from cluster.rank.compile_process import CompileJob, CompileProcess
+from cluster.rank.groups import GroupMembership
+from cluster.rank.leader import assemble_engine
+from cluster.rank.runner import ModelRunner
+from compile.config import CompilationConfig
+from compile.counters import counter
+from compile.graphs.capture import is_sealed
+from model.parallel import Shard
+
+ALONE = GroupMembership(None, Shard())
+LIMIT_S = 240.0
+"""For a process that imports torch and traces, on a machine that does much else."""
+
+
+def config_of(path: Path, cache: Path, **fields: Any) -> EngineConfig:
+    compilation: dict[str, Any] = {
+        "level": 3,
+        # Pieces as they were traced: kept in the cache like others, and there within seconds.
+        "use_inductor": False,
+        "serve_while_compiling": "on",
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": (1, 2),
+        "capture_num_tokens": (4, 8),
+        "cache_dir": str(cache),
+        "sealed": "strict",
+    }
+    return EngineConfig(
+        model_path=str(path),
+        max_model_len=64,
+        cache=CacheConfig(block_size=4, num_kv_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
+        compilation=CompilationConfig(**compilation | fields),
+    )
+
+
+@contextmanager
+def started(config: EngineConfig) -> Iterator[ModelRunner]:
+    runner = ModelRunner(config)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def request(number: int) -> Submit:
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 50, (), -1, -1, None)
+    return Submit(GenerateRequest(f"r{number}", [5, 6, 7, 8], [], sampling, ""), None)
+
+
+@pytest.mark.feature("X06")
+def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_warm(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    path = make_oracle("tied").path
+    eager = config_of(path, tmp_path, level=0, cudagraph_mode="NONE")
+    with started(eager) as runner:
+        engine = assemble_engine(eager, runner)
+        engine.submit(request(0))
+        wanted: list[int] = []
+        while engine.has_unfinished:
+            wanted += tokens_of(engine.step())
+    config = config_of(path, tmp_path)
+    with counter.expect(num_backend_compilations=0), started(config) as runner:
+        changeover = runner.changeover
+        assert not changeover.is_over and not is_sealed()
+        assert runner.compile_progress is not None and runner.compile_progress[0] == "compiling"
+        engine = assemble_engine(config, runner)
+        found: list[list[int]] = []
+        stages, deadline = {0}, time.monotonic() + LIMIT_S
+        while not (changeover.is_over and len(found) > 2) or engine.has_unfinished:
+            assert time.monotonic() < deadline, runner.compile_progress
+            if not engine.has_unfinished:
+                found.append([])
+                engine.submit(request(len(found)))
+            runner.load_slice()
+            found[-1] += tokens_of(engine.step())
+            stages.add(changeover.stage)
+        assert stages == {0, 1, 2, 3, 4, 5}, "pieces, two graphs of pieces, two of decode steps"
+        assert all(each == wanted for each in found)
+        assert is_sealed() and runner.compile_progress is None and not runner.compile_error
+        assert sum(runner.forward.num_replays.values()) > 0
+        graphs = runner.forward.captured
+    with counter.expect(num_backend_compilations=0), started(config) as runner:
+        assert runner.changeover.is_over and runner.forward.captured == graphs
+        assert runner.compile_progress is None
+
+
+@pytest.mark.feature("X06")
+def test_without_a_cache_to_leave_it_in_a_rank_compiles_before_it_is_ready(
+    make_oracle: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_DISABLE_COMPILE_CACHE", "1")
+    with started(config_of(make_oracle("tied").path, tmp_path)) as runner:
+        assert runner.changeover.is_over and runner.forward.captured.batch_sizes == (1, 2)
+
+
+@pytest.mark.feature("X06")
+def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    lost = CompileJob.of(config_of(tmp_path / "gone", tmp_path), 0, ALONE)
+    assert "gone" in ended(lost).error
+    with started(config_of(make_oracle("tied").path, tmp_path)) as runner:
+        for child in psutil.Process().children():
+            if "cluster.rank.compile_process" in child.cmdline():
+                child.terminate()
+        deadline = time.monotonic() + LIMIT_S
+        while not runner.compile_error:
+            assert time.monotonic() < deadline
+            runner.load_slice()
+        assert runner.compile_error == "the process that compiles was ended by SIGTERM"
+        assert runner.compile_progress is None and not runner.changeover.can_advance
+
+
+def ended(job: CompileJob) -> CompileProcess:
+    process = CompileProcess(job, lambda: None)
+    deadline = time.monotonic() + LIMIT_S
+    while not process.has_ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+PARENT = """
+import os, pathlib, pickle, signal, sys
+from cluster.rank.compile_process import CompileProcess
+process = CompileProcess(pickle.loads(bytes.fromhex(sys.argv[1])), lambda: None)
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.feature("X06")
+def test_a_compiler_ends_with_its_rank(make_oracle: Callable[[str], Any], tmp_path: Path) -> None:
+    job = CompileJob.of(config_of(make_oracle("tied").path, tmp_path), 0, ALONE)
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, pickle.dumps(job).hex()], capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL
+    compiler, deadline = Path(f"/proc/{int(done.stdout)}"), time.monotonic() + LIMIT_S
+    while compiler.exists() and "\nState:\tZ" not in (compiler / "status").read_text():
+        assert time.monotonic() < deadline, "the process that compiles outlives its rank"
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("*/artifacts/*")), "it had compiled before it noticed"
