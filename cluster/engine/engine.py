@@ -13,13 +13,14 @@ leader books the result:
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `cluster/rank/lockstep.py`, `Lockstep`.
+`Executor`; `cluster/rank/lockstep.py`, `Lockstep`. `overlap.py` is the same step with the next one
+planned while the device runs this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
@@ -41,17 +42,31 @@ class Channel(Protocol):
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
         """Hand one step's plan to every follower."""
 
+    def note_drawn(self, token_ids: list[int]) -> None:
+        """Note what the first step drew of which that was not noted yet.
+
+        Followers that draw along are checked for it two steps later. The plain loop does not call
+        it: there they learn the tokens from the next plan.
+        """
+
 
 class Executor(Protocol):
-    """Runs a plan on this rank; shared by leaders and followers."""
+    """Runs plans on this rank, one after the other; shared by leaders and followers."""
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
     ) -> SampledTokens:
-        """Run the model on the plan's batch, or a dummy one, and return what it sampled.
+        """Launch a step, wait for it, and return what it sampled."""
 
-        `confirm` is called when the inputs are ready, before the first collective.
+    def launch(self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]) -> Any:
+        """Run the model on the plan's batch, or a dummy one; return what to wait for.
+
+        On a device that runs by itself the step may still be under way. `confirm` is called when
+        the inputs are ready, before the first collective.
         """
+
+    def wait(self, launched: Any) -> SampledTokens:
+        """Wait until a launched step has ended, and return what it sampled."""
 
 
 class Engine:

@@ -4,6 +4,9 @@
 2. An order about KV is done to this rank's slice as the leader did to its own.
 3. After each, what has ended here is reported.
 
+If the leader's loop overlaps, a step is waited for when the next one is launched, as there; and
+before an order is done, because a reader must find the KV of all steps that came before it.
+
 Receiver, executor and transfer are handed in, so that a simulator runs the same loop over a
 simulated channel.
 """
@@ -53,7 +56,13 @@ class StepRunner(Protocol):
         """The last steps."""
 
     def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
-        """Run the model on the plan's batch, or a dummy one, and return what it sampled."""
+        """Launch a step, wait for it, and return what it sampled."""
+
+    def launch(self, plan: StepPlan, agreed: StepAgreement) -> Any:
+        """Run the model on the plan's batch, or a dummy one; return what to wait for."""
+
+    def wait(self, launched: Any) -> SampledTokens:
+        """Wait until a launched step has ended, and return what it sampled."""
 
 
 class FollowerLoop:
@@ -71,10 +80,12 @@ class FollowerLoop:
         digester: StepDigester,
         holder: TicketHolder | None,
         reader: KVReader | None,
+        is_overlapped: bool = False,
     ) -> None:
         """Start before the first step.
 
         Args:
+            is_overlapped: the leader's loop is, and this one too.
             holder: keeps tickets for this rank's slice; None unless the role is prefill.
             reader: reads this rank's slice; None unless the role is decode.
         """
@@ -87,6 +98,9 @@ class FollowerLoop:
         self._digester = digester
         self._holder = holder
         self._reader = reader
+        self._is_overlapped = is_overlapped
+        self._in_flight: Any = None
+        """What the launch of a step has returned that was not waited for."""
 
     def run(self) -> None:
         """Do what the leader says until it ends, or until stopped.
@@ -108,6 +122,7 @@ class FollowerLoop:
                 case frame:
                     raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
             self._report()
+        self._retire()
 
     def _execute(self, frame: StepFrame) -> None:
         mine = self._digester.digest(frame.plan, frame.agreed)
@@ -116,10 +131,22 @@ class FollowerLoop:
         except StepDivergence as error:
             raise error.after(self._runner.steps.tail()) from None
         self.step = frame.plan.step
-        self._runner.execute(frame.plan, frame.agreed)
+        if not self._is_overlapped:
+            self._runner.execute(frame.plan, frame.agreed)
+            return
+        launched = self._runner.launch(frame.plan, frame.agreed)
+        self._retire()
+        self._in_flight = launched
+
+    def _retire(self) -> None:
+        """Wait for the step in flight, if there is one."""
+        if self._in_flight is not None:
+            launched, self._in_flight = self._in_flight, None
+            self._digester.note_drawn(self._runner.wait(launched).token_ids)
 
     def _do(self, order: KVOrder) -> None:
         """Do to this rank's slice what the leader did to its own."""
+        self._retire()
         holder, reader = self._holder, self._reader
         match order:
             case HoldKV() if holder is not None:

@@ -53,8 +53,9 @@ class PhaseRecorder:
         self._now = (0, Phase.WAITING, clock(), 0.0, True)
         self._token_s: dict[int, float] = {}
         """Seconds that a token takes, by the number of binary digits of the step's tokens."""
-        self._num_tokens = 0
-        self._began = 0.0
+        self._in_flight: dict[int, tuple[int, float]] = {}
+        """Tokens of each step that was begun and has not ended, and when it began."""
+        self._last_end = 0.0
         self._expected_s = 0.0
 
     def plan(self, step: int) -> None:
@@ -71,19 +72,26 @@ class PhaseRecorder:
 
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""
-        self._num_tokens, self._began = num_tokens, self._clock()
-        self._expected_s = self._expect(num_tokens)
+        self._in_flight[step] = num_tokens, self._clock()
+        self._expected_s = self._expect_all()
         self._enter(step, Phase.BUILDING)
 
-    def run(self) -> None:
-        """The forward begins."""
-        self._enter(self._now[0], Phase.RUNNING)
+    def run(self, step: int) -> None:
+        """The forward of a step begins, or is waited for."""
+        self._enter(step, Phase.RUNNING)
 
-    def book(self) -> None:
+    def end_step(self, step: int) -> None:
+        """The step has ended; others that were begun later may be under way."""
+        num_tokens, began = self._in_flight.pop(step)
+        now = self._clock()
+        # The step before it may have been under way when it began.
+        self.learn(num_tokens, now - max(began, self._last_end))
+        self._last_end = now
+        self._expected_s = self._expect_all()
+
+    def book(self, step: int) -> None:
         """The step's results are there."""
-        self.learn(self._num_tokens, self._clock() - self._began)
-        self._num_tokens, self._expected_s = 0, 0.0
-        self._enter(self._now[0], Phase.BOOKING)
+        self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Note how long a step of this many tokens took."""
@@ -104,6 +112,9 @@ class PhaseRecorder:
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
         self._now = (step, phase, self._clock(), self._expected_s, is_asleep)
+
+    def _expect_all(self) -> float:
+        return sum(self._expect(num_tokens) for num_tokens, _ in self._in_flight.values())
 
     def _expect(self, num_tokens: int) -> float:
         size = num_tokens.bit_length()

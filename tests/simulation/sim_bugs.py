@@ -47,7 +47,7 @@ class _SkipsDummies(SimRunner):
 class _BranchesLocally(SimRunner):
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
         if plan.num_decodes < plan.num_seqs:
-            self.collective(f"step {agreed.step} prompts", num_tokens)
+            self.collective(agreed.step, "prompts", num_tokens)
         super().forward(plan, agreed, num_tokens)
 
 

@@ -1,8 +1,8 @@
 """Simulated ranks: the real engine, lockstep and follower's loop over the simulated model.
 
-Real are `Engine.step` with scheduler and blocks, `JoinedLockstep` with its machine and dispatch,
-`FollowerLoop` with its digests, `PhaseRecorder`, and every frame on its way. Simulated are the
-model, the time that it takes, and what carries frames.
+Real are `Engine.step`, plain or overlapped, with scheduler and blocks, `JoinedLockstep` with its
+machine and dispatch, `FollowerLoop` with its digests, `PhaseRecorder`, and every frame on its way.
+Simulated are the model, the time that it takes, and what carries frames.
 
 Code of a rank runs in its `Process` and blocks there; what is said to be called from the loop must
 not.
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sim_device import AsyncDevice, HostDevice, Job
 from sim_kv import SimPuller, SimServer
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
@@ -66,6 +67,8 @@ class SimRank:
         self.phases.learn(8, 0.004)  # as a rank that has timed a step before it is ready
         self.process = Process(group.loop, self._main)
         schedule = group.schedule
+        device = AsyncDevice if schedule.has_device else HostDevice
+        self.device: AsyncDevice | HostDevice = device(self)
         self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
@@ -77,6 +80,11 @@ class SimRank:
     def start(self) -> None:
         """Run. Called from the loop."""
         self.process.wake(self.process.ticket)
+
+    def kill(self) -> None:
+        """Do what SIGKILL does. Called from the loop."""
+        self.process.kill()
+        self.device.kill()
 
     def run(self) -> None:
         """Step until the group ends."""
@@ -123,11 +131,19 @@ class SimRunner:
         self._rank = rank
         self.phases = rank.phases
         self.steps = StepLog()
+        self.ended_step = 0
+        """The last one that was waited for."""
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
-        """Do what `ModelRunner.execute` does, in its order."""
+        """Launch a step, and wait for it."""
+        return self.wait(self.launch(plan, agreed, confirm))
+
+    def launch(
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+    ) -> tuple[int, Job]:
+        """Do what `ModelRunner.launch` does, in its order."""
         rank, phases = self._rank, self.phases
         across = agreed.num_tokens_across_dp
         phases.build(agreed.step, across[rank.dp_rank])
@@ -135,14 +151,30 @@ class SimRunner:
         if confirm is not None:
             self.confirm(confirm)
             rank.group.on_agreement(rank.dp_rank, agreed)
-        phases.run()
+        phases.run(agreed.step)
         rank.pass_time(Phase.RUNNING, 0.0)
+        job = Job(lambda: self._compute(plan, agreed))
+        rank.device.launch(job)
+        return agreed.step, job
+
+    def _compute(self, plan: StepPlan, agreed: StepAgreement) -> list[int]:
+        """Do what the device does in a step."""
+        rank = self._rank
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
-        self.forward(plan, agreed, self.num_tokens(plan, across))
+        self.forward(plan, agreed, self.num_tokens(plan, agreed.num_tokens_across_dp))
         rank.group.on_sampled(rank, agreed.step, sampled)
-        phases.book()
-        rank.pass_time(Phase.BOOKING, 0.0)
+        return sampled
+
+    def wait(self, launched: tuple[int, Job]) -> SampledTokens:
+        """Do what `ModelRunner.wait` does."""
+        step, job = launched
+        self.phases.run(step)
+        sampled = self._rank.device.wait(job)
+        self.ended_step = step
+        self.phases.end_step(step)
+        self.phases.book(step)
+        self._rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
 
     def confirm(self, confirm: Callable[[], None]) -> None:
@@ -156,11 +188,11 @@ class SimRunner:
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
         """Run the collectives of a step."""
         for layer in range(COLLECTIVES):
-            self.collective(f"step {agreed.step} layer {layer}", num_tokens)
+            self.collective(agreed.step, f"layer {layer}", num_tokens)
 
-    def collective(self, name: str, num_tokens: int) -> None:
+    def collective(self, step: int, name: str, num_tokens: int) -> None:
         """Wait for all ranks."""
-        self._rank.group.collective(self._rank, name, num_tokens)
+        self._rank.group.collective(self._rank, step, name, num_tokens)
 
 
 class SimLeader(SimRank):
@@ -213,11 +245,13 @@ class SimLeader(SimRank):
                 captured=GRAPHS,
             )
             lockstep = Lockstep.joined(self.machine, self.peers, self.phases)
-        self.engine = Engine(
+        self.runner: SimRunner = plants.runner(self)
+        loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
+        self.engine = loop(
             self.scheduler,
             lockstep or Lockstep.alone(GRAPHS),
             self.sender or NoFollowers(),
-            plants.runner(self),
+            self.runner,
         )
         super().start()
 
@@ -330,9 +364,10 @@ class SimFollower(SimRank):
             self.name,
             receiver=self.receiver,
             runner=group.plants.runner(self),
-            digester=StepDigester(),
+            digester=StepDigester(is_overlapped=group.schedule.is_overlapped),
             holder=self.server,
             reader=self.puller,
+            is_overlapped=group.schedule.is_overlapped,
         )
 
     def ring(self) -> None:

@@ -128,6 +128,10 @@ class Schedule:
     """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]
     faults: list[Fault]
+    is_overlapped: bool
+    """Whether a step is planned while the one before runs."""
+    has_device: bool
+    """Whether steps run beside the process that launches them, as with CUDA."""
 
     @property
     def num_ranks(self) -> int:
@@ -162,6 +166,8 @@ def draw_schedule(seed: int) -> Schedule:
         is_mapped=rng.random() < 0.5,
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
         faults=_draw_faults(rng, groups, lease_s),
+        is_overlapped=rng.random() < 0.5,
+        has_device=rng.random() < 0.6,
     )
 
 

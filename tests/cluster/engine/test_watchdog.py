@@ -179,17 +179,41 @@ def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None
     assert phases.heartbeat() == beat(1, AGREEING, 0)
     phases.build(1, 10)
     clock.now = 1.5
-    phases.run()
+    phases.run(1)
     assert phases.heartbeat() == beat(1, RUNNING, 0)
     clock.now = 2.5
-    phases.book()
+    phases.end_step(1)
+    phases.book(1)
     assert phases.heartbeat().phase is Phase.BOOKING
     phases.build(2, 40)  # ten tokens took two seconds
-    phases.run()
+    phases.run(2)
     assert phases.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0)
-    phases.book()
+    phases.end_step(2)
+    phases.book(2)
     phases.wait(3, is_asleep=False)
     assert phases.heartbeat() == beat(3, WAITING, 0)
+
+
+def test_a_step_that_was_begun_behind_another_is_timed_from_that_ones_end() -> None:
+    clock = Clock()
+    phases = PhaseRecorder(clock)
+    phases.learn(8, 0.8)
+    phases.build(1, 8)
+    phases.build(2, 1)
+    assert phases.heartbeat().expected_s == pytest.approx(0.8 + 0.8)  # both must end
+    clock.now = 0.8
+    phases.end_step(1)
+    phases.book(1)
+    assert phases.heartbeat().expected_s == pytest.approx(0.8)
+    phases.build(3, 8)
+    clock.now = 1.0
+    phases.end_step(2)
+    clock.now = 1.8
+    phases.end_step(3)
+    phases.book(3)
+    assert phases.heartbeat().expected_s == 0
+    assert took(phases, clock, 8, 0.8) == pytest.approx(0.8)
+    assert took(phases, clock, 1, 0.2) == pytest.approx(0.2)
 
 
 def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -> float:
@@ -197,7 +221,7 @@ def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -
     phases.build(1, num_tokens)
     expected_s = phases.heartbeat().expected_s
     clock.now += seconds
-    phases.book()
+    phases.end_step(1)
     return expected_s
 
 
