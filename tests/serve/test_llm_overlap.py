@@ -136,6 +136,27 @@ def test_steps_are_planned_before_the_tokens_of_the_last_are_known(
     assert stopped.outputs[0].token_ids == tokens[: tokens.index(tokens[5]) + 1]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_too_planning_ahead_changes_no_token() -> None:
+    """There copies and steps are under way while the host fills the next step's arrays."""
+    rng = random.Random(1)
+    sizes = SIZES | {"device": "cuda", "enforce_eager": False}
+    found = []
+    for overlap in ("off", "on"):
+        llm = LLM(overlap=overlap, **sizes)
+        vocab = llm.runner.model_config.vocab_size
+        rng.seed(1)
+        prompts: Any = [
+            [rng.randrange(vocab) for _ in range(rng.randint(1, 24))] for _ in range(14)
+        ]
+        params = [
+            SamplingParams(temperature=0, max_tokens=rng.randint(1, 60), frequency_penalty=0.5)
+            for _ in prompts
+        ]
+        found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("device", "overlap"), [("cpu", False), ("cuda", True)])
 def test_a_device_that_runs_beside_the_host_is_planned_ahead_by_default(
     device: str, overlap: bool
