@@ -50,7 +50,8 @@ class PhaseRecorder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._now = (0, Phase.WAITING, clock(), 0.0, True)
+        self._now: tuple[int, Phase, float, float, bool, int | None]
+        self._now = (0, Phase.WAITING, clock(), 0.0, True, None)
         self._token_s: dict[int, float] = {}
         """Seconds that a token takes, by the number of binary digits of the step's tokens."""
         self._in_flight: dict[int, tuple[int, float]] = {}
@@ -107,11 +108,13 @@ class PhaseRecorder:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
-        step, phase, since, expected_s, is_asleep = self._now
-        return Heartbeat(step, phase, self._clock() - since, expected_s, is_asleep)
+        step, phase, since, expected_s, is_asleep, oldest_step = self._now
+        phase_s = self._clock() - since
+        return Heartbeat(step, phase, phase_s, expected_s, is_asleep, oldest_step)
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
-        self._now = (step, phase, self._clock(), self._expected_s, is_asleep)
+        oldest_step = min(self._in_flight, default=None)
+        self._now = (step, phase, self._clock(), self._expected_s, is_asleep, oldest_step)
 
     def _expect_all(self) -> float:
         return sum(self._expect(num_tokens) for num_tokens, _ in self._in_flight.values())
