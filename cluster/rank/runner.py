@@ -215,9 +215,10 @@ class ModelRunner:
     def wait(self, launched: LaunchedStep) -> SampledTokens:
         """Wait until a launched step has ended, and return what it sampled in batch order."""
         if launched.ended is not None:
+            has_ended = launched.ended.query()
             self.phases.run(launched.step)
             launched.ended.synchronize()
-            self.phases.end_step(launched.step)
+            self.phases.end_step(launched.step, is_seen=not has_ended)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         if launched.drawn is not None:

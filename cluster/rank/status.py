@@ -81,12 +81,19 @@ class PhaseRecorder:
         """The forward of a step begins, or is waited for."""
         self._enter(step, Phase.RUNNING)
 
-    def end_step(self, step: int) -> None:
-        """The step has ended; others that were begun later may be under way."""
+    def end_step(self, step: int, *, is_seen: bool = True) -> None:
+        """The step has ended; others that were begun later may be under way.
+
+        Args:
+            is_seen: just now; else nobody looked before, perhaps for hours of sleep.
+        """
         num_tokens, began = self._in_flight.pop(step)
         now = self._clock()
         # The step before it may have been under way when it began.
-        self.learn(num_tokens, now - max(began, self._last_end))
+        seconds = now - max(began, self._last_end)
+        if not is_seen:
+            seconds = min(seconds, self._expect(num_tokens) or seconds)
+        self.learn(num_tokens, seconds)
         self._last_end = now
         self._expected_s = self._expect_all()
 

@@ -234,6 +234,17 @@ def test_a_step_that_was_begun_behind_another_is_timed_from_that_ones_end() -> N
     assert took(phases, clock, 1, 0.2) == pytest.approx(0.2)
 
 
+def test_a_step_whose_end_nobody_saw_is_not_taken_for_a_long_one() -> None:
+    clock = Clock()
+    phases = PhaseRecorder(clock)
+    phases.learn(8, 0.8)
+    for step, seconds in ((1, 3600.0), (2, 0.4)):
+        phases.build(step, 8)
+        clock.now += seconds
+        phases.end_step(step, is_seen=False)
+    assert took(phases, clock, 8, 0.8) == pytest.approx(0.8 * 0.9 + 0.4 * 0.1)
+
+
 def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -> float:
     """Run a step; return what it was expected to take."""
     phases.build(1, num_tokens)
