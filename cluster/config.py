@@ -157,6 +157,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    overlap: bool = False
+    """Whether a step is planned while the one before runs. Equal on all ranks of a group."""
     threads: int = 1
     """Threads of one rank's tensor operations on CPU."""
     watchdog_s: float = 10.0

@@ -50,6 +50,8 @@ class StepDigest(Wire, frozen=True):
     prompt_targets: int
     row_state: int
     """Of every admission and block that the rows were told of since the first step."""
+    drawn: int
+    """Of every token drawn up to the last step but one, where followers draw along; else 0."""
 
 
 class StepFrame(Wire, frozen=True, tag=True):

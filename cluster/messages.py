@@ -408,6 +408,10 @@ class StepAgreement(Wire, frozen=True):
     """Of going over to compiled steps: all ranks enter it before they run this step."""
 
 
+PENDING = -1
+"""In place of a token id: the step before draws this token, and the plan was made ahead of it."""
+
+
 class StepPlan(Wire, frozen=True):
     """One step's batch: everything that a rank needs besides its own rows' state.
 
@@ -415,7 +419,8 @@ class StepPlan(Wire, frozen=True):
 
     Invariant: rows, num_computed, num_new, output_index have length S; token_ids has length T =
     sum(num_new). output_index[i] is the output position that sequence i samples in this step, or
-    -1 if its prompt is not finished.
+    -1 if its prompt is not finished. Only a decode's token may be `PENDING`: it is the last one
+    that its row drew.
     """
 
     epoch: int

@@ -189,6 +189,12 @@ class Shard:
         dist.gather(t, parts, group=self.group, group_dst=0)
         return None if parts is None else torch.cat(parts, dim=dim)
 
+    def broadcast(self, t: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `t`, which has the same shape on all ranks. Others' are overwritten."""
+        if self.size > 1:
+            dist.broadcast(t, group=self.group, group_src=0)
+        return t
+
     def all_gather(
         self, t: torch.Tensor, dim: int, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:

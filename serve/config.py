@@ -126,6 +126,9 @@ class DeployArgs(_Strict, frozen=True):
     lockstep: str = "on"
     """`off`: data-parallel engines of a dense model step apart; those of a model with experts
     cannot."""
+    overlap: str = "auto"
+    """`on`: a step is planned while the device runs the one before; `off`: after it; `auto`: `on`
+    with `device=cuda`. A CPU runs a step before its launch returns, so nothing is won there."""
     kv: KVArgs = KVArgs()
     """How KV travels from prefill to decode ranks."""
     enforce_eager: bool = False
@@ -332,6 +335,8 @@ def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
     refuse_speculation(args.speculative_config or {})
     if args.lockstep not in ("on", "off"):
         raise ConfigError("lockstep", "on or off", args.lockstep)
+    if args.overlap not in ("auto", "on", "off"):
+        raise ConfigError("overlap", "auto, on or off", args.overlap)
     return args
 
 
@@ -476,6 +481,7 @@ def _pool_config(
             is_served=is_served,
         ),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
+        overlap=args.overlap == "on" or (args.overlap == "auto" and device == "cuda"),
         watchdog_s=args.watchdog_s,
     )
     threads = args.threads_per_rank
@@ -621,6 +627,7 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
         engine.cache.block_size,
         engine.max_model_len,
         engine.parallel.tensor_parallel_size,
+        engine.overlap,
         args.enforce_eager,
         shared_facts(args.compilation),
     )

@@ -169,7 +169,8 @@ class LLM:
         return output
 
     def _run(self, running: dict[str, _Running]) -> None:
-        while running:
+        # An overlapped engine is busy with what has ended until its last step has.
+        while running or self.engine.has_unfinished:
             for output in self.engine.step():
                 request = running.get(output.request_id)
                 if request is None:

@@ -210,8 +210,11 @@ class BlockManager:
         return new
 
     def drop_outside_window(self, seq: Sequence) -> None:
-        """Free the blocks that no token of the sequence will read any more."""
-        start, stop = seq.num_dropped_blocks, self.first_needed(seq.num_computed_tokens)
+        """Free the blocks that no token of the sequence will read any more.
+
+        A step in flight reads what the first token behind the confirmed ones does.
+        """
+        start, stop = seq.num_dropped_blocks, self.first_needed(seq.num_confirmed_tokens)
         if stop <= start:
             return
         # The head goes first here: with its tail alone a hit is as long as ever.
@@ -237,8 +240,8 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
 
     def commit(self, seq: Sequence) -> None:
-        """Enter the sequence's full computed blocks into the prefix cache."""
-        num_full = seq.num_computed_tokens // self.block_size
+        """Enter the sequence's full blocks into the prefix cache, as far as their KV is there."""
+        num_full = seq.num_confirmed_tokens // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_committed_blocks:
             return
         hashes = self._hash(seq, num_full)
@@ -271,14 +274,28 @@ class BlockManager:
                 assert contents.setdefault(block, tokens) == tokens, (
                     f"block {block}: wrongly shared"
                 )
+            self._check_committed(seq)
         known = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}
         assert known == self._cached, "hashes and cache disagree"
+
+    def _check_committed(self, seq: Sequence) -> None:
+        """Assert that what the cache was offered of a sequence is there, under its digests."""
+        if not self.enable_prefix_caching:
+            return
+        num_committed = seq.num_committed_blocks
+        hashes, seq.block_hashes = seq.block_hashes, []
+        assert self._hash(seq, num_committed) == hashes[:num_committed], "digests of other tokens"
+        seq.block_hashes = hashes
+        is_read = seq.handoff is not None and not seq.num_computed_tokens
+        assert is_read or num_committed * self.block_size <= seq.num_confirmed_tokens, (
+            "a block without KV was offered to the cache"
+        )
 
     def _num_scratch(self, seq: Sequence) -> int:
         """Return how many head entries must be scratch: all that its next token does not read."""
         # A sequence whose KV is being read has computed nothing, but will have all but one token.
         is_reading = seq.block_table and not seq.num_computed_tokens and seq.handoff is not None
-        num_computed = seq.num_tokens - 1 if is_reading else seq.num_computed_tokens
+        num_computed = seq.num_tokens - 1 if is_reading else seq.num_confirmed_tokens
         first = self.first_needed(num_computed) if seq.block_table else 0
         assert all(block == SCRATCH for block in seq.block_table[:first])
         return first

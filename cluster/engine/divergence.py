@@ -55,14 +55,31 @@ class StepDivergence(RuntimeError):
 class StepDigester:
     """Digests of the steps that one rank runs, one after the other.
 
+    Where steps overlap, all ranks know what a step draws before its tokens are in a plan. The
+    digest of the next step but one covers them: by then every rank has waited for that step.
+
     Invariant: `row_state` covers all admissions and new blocks so far, in order; two ranks with
     equal digests hold equal rows.
     """
 
-    def __init__(self) -> None:
-        """Start before the first step."""
+    def __init__(self, *, is_overlapped: bool = False) -> None:
+        """Start before the first step.
+
+        Args:
+            is_overlapped: `note_drawn` will be called for each step, at the latest before the
+                digest of the next step but one.
+        """
         self._previous_step = 0
         self._row_state = 0
+        self._is_overlapped = is_overlapped
+        self._drawn = 0
+        self._drawn_states = deque((0, 0))
+        """Of what was drawn up to a step, for the digest of the next step but one."""
+
+    def note_drawn(self, token_ids: list[int]) -> None:
+        """Note what the first step drew of which that was not noted yet."""
+        self._drawn = checksum(token_ids, self._drawn)
+        self._drawn_states.append(self._drawn)
 
     def digest(self, plan: StepPlan, agreed: StepAgreement) -> StepDigest:
         """Return the digest of the next step. Call it once per step."""
@@ -84,6 +101,7 @@ class StepDigester:
             token_ids=checksum(plan.token_ids),
             prompt_targets=checksum(plan.prompt_targets) if plan.prompt_targets else 0,
             row_state=self._row_state,
+            drawn=self._drawn_states.popleft() if self._is_overlapped else 0,
         )
 
 

@@ -15,13 +15,14 @@ leader books the result:
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `cluster/rank/lockstep.py`, `Lockstep`.
+`Executor`; `cluster/rank/lockstep.py`, `Lockstep`. `overlap.py` is the same step with the next one
+planned while the device runs this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.engine.changeover import Changeover
 from cluster.engine.scheduler import Scheduler, SchedulerStats
@@ -48,9 +49,16 @@ class Channel(Protocol):
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
         """Hand one step's plan to every follower."""
 
+    def note_drawn(self, token_ids: list[int]) -> None:
+        """Note what the first step drew of which that was not noted yet.
+
+        Followers that draw along are checked for it two steps later. The plain loop does not call
+        it: there they learn the tokens from the next plan.
+        """
+
 
 class Executor(Protocol):
-    """Runs a plan on this rank; shared by leaders and followers."""
+    """Runs plans on this rank, one after the other; shared by leaders and followers."""
 
     @property
     def changeover(self) -> Changeover:
@@ -59,11 +67,17 @@ class Executor(Protocol):
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
     ) -> SampledTokens:
-        """Run the model on the plan's batch, or a dummy one, and return what it sampled.
+        """Launch a step, wait for it, and return what it sampled."""
 
-        It enters the agreement's stage before. `confirm` is called when the inputs are ready,
-        before the first collective.
+    def launch(self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]) -> Any:
+        """Run the model on the plan's batch, or a dummy one; return what to wait for.
+
+        It enters the agreement's stage before. On a device that runs by itself the step may still
+        be under way. `confirm` is called when the inputs are ready, before the first collective.
         """
+
+    def wait(self, launched: Any) -> SampledTokens:
+        """Wait until a launched step has ended, and return what it sampled."""
 
 
 class Engine:
@@ -88,19 +102,24 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Run one step and return its outputs, including those of requests that ended without
         running."""
-        plan, changeover = self.scheduler.schedule(), self.executor.changeover
-        vote = plan.vote(
-            draining=self.is_draining, stage=changeover.stage, can_advance=changeover.can_advance
-        )
-        agreed = self.agreed = self.lockstep.agree(vote)
+        plan = self.scheduler.schedule()
+        agreed = self._agree(plan)
         if not agreed.has_work:
             self.lockstep.confirm()
             return self.scheduler.take_outputs()
         self.channel.send(plan, agreed)
         sampled = self.executor.execute(plan, agreed, self.lockstep.confirm)
-        if agreed.stage != vote.stage:
-            self.lockstep.dispatch_over(changeover.captured)
         return self.scheduler.update(plan, sampled)
+
+    def _agree(self, plan: StepPlan) -> StepAgreement:
+        """Vote for a plan's step and return what all leaders agreed on."""
+        changeover = self.executor.changeover
+        self.lockstep.dispatch_over(changeover.captured)
+        vote = plan.vote(
+            draining=self.is_draining, stage=changeover.stage, can_advance=changeover.can_advance
+        )
+        self.agreed = self.lockstep.agree(vote)
+        return self.agreed
 
     def submit(self, submit: Submit) -> None:
         """Queue a request; a bad one ends with an error output of the next step."""

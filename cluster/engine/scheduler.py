@@ -15,6 +15,10 @@ The life of a request:
    until a reader has them (`_hold`).
 6. `abort` ends it anywhere on this way.
 
+Steps may be scheduled one ahead (`schedule_ahead`): while a step is in flight the next one is
+planned, with the tokens that it draws still unknown. Then 5 comes one step late. A sequence that
+ended meanwhile keeps its row and its blocks until the last step that computes it has ended.
+
 No request starves. Waiting ones are served strictly in order of arrival and never take blocks in a
 step in which a running sequence lacked them; the first running sequence can take the blocks of all
 others; and what else holds blocks (reads and tickets) ends by itself.
@@ -79,8 +83,12 @@ class SchedulerStats:
 class Scheduler:
     """One engine's sequences. Call `schedule` and `update` in turn, the rest between them.
 
+    With `schedule_ahead`, one more plan may be made before an `update`; a step is in flight from
+    its plan to its update, and updates come in the order of plans.
+
     Invariant: an unfinished sequence is in exactly one of `_waiting`, `_reading`, `_ready`,
-    `running`; every submitted request gets exactly one output with a finish reason.
+    `running`; every submitted request gets exactly one output with a finish reason. What a step in
+    flight computes keeps its blocks and its row.
     """
 
     def __init__(
@@ -137,8 +145,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of admission; for others to read only."""
         self._held = TicketedSequences(blocks, holder, metadata)
-        self._batch: list[Sequence] = []
-        """The sequences of the last plan, in its order."""
+        self._in_flight: dict[int, list[Sequence]] = {}
+        """By step the sequences of plans that were made and not booked, in the plan's order."""
         self._free_rows = list(range(config.max_num_seqs))
         self._early_aborts = _EarlyAborts()
         self._outputs: list[EngineOutput] = []
@@ -196,45 +204,74 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the next step's batch and give it blocks; the plan may be empty."""
         self._step += 1
-        self._held.free_ended()
-        self._take_finished_reads()
-        self._seat_ready()
+        self._take_what_ended()
         batch = Batch(self._config.max_num_batched_tokens)
         if self._schedule_running(batch):
             self._schedule_waiting(batch)
-        self._batch = batch.sequences
-        return batch.plan(self._epoch, self._step)
+        plan = batch.plan(self._epoch, self._step)
+        if sequences := batch.sequences:
+            self._in_flight[plan.step] = sequences
+            for seq, num_new, index in zip(sequences, plan.num_new, plan.output_index, strict=True):
+                seq.launch(plan.step, num_new, index >= 0)
+        return plan
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Choose the next step's batch although a step may be in flight.
+
+        Returns None, and plans nothing, where the result of that step is needed first: a running
+        sequence lacks blocks and would pre-empt another, or all that run may end with it.
+        """
+        if not self._in_flight:
+            return self.schedule()
+        self._take_what_ended()
+        if not self._fits_ahead():
+            return None
+        plan = self.schedule()
+        if plan.rows:
+            return plan
+        self._step -= 1  # no rank has heard of it
+        return None
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> list[EngineOutput]:
-        """Book what the step of the last `schedule` sampled; return all outputs since."""
+        """Book what the first step in flight sampled; return all outputs since."""
         outputs = self.take_outputs()
+        batch = self._in_flight.pop(plan.step, [])
         num_running = len(self.running)
         for targets, found in zip(plan.prompt_targets, sampled.prompt_logprobs, strict=True):
-            self._batch[targets.index].prompt_logprobs += found
+            batch[targets.index].prompt_logprobs += found
         drawn = 0
-        for seq, num_new, index in zip(self._batch, plan.num_new, plan.output_index, strict=True):
-            is_aborted = seq.status is not RUNNING
-            if not is_aborted:
-                self._advance(seq, num_new)
-            if index < 0:
-                continue
-            if not is_aborted:
-                logprobs = sampled.logprobs[drawn] if sampled.logprobs else None
-                outputs.append(self._append(seq, sampled.token_ids[drawn], logprobs))
-                num_running -= seq.status is not RUNNING
-            drawn += 1
+        for seq, start, num_new, index in zip(
+            batch, plan.num_computed, plan.num_new, plan.output_index, strict=True
+        ):
+            has_drawn = index >= 0
+            seq.retire(num_new, has_drawn)
+            if start < seq.num_prompt_tokens:
+                end = min(start + num_new, seq.num_prompt_tokens)
+                self._prompt_tokens_computed += end - start
+            if seq.status is RUNNING:
+                self._confirm(seq)
+                if has_drawn:
+                    logprobs = sampled.logprobs[drawn] if sampled.logprobs else None
+                    outputs.append(self._append(seq, sampled.token_ids[drawn], logprobs))
+                    num_running -= seq.status is not RUNNING
+            else:  # it has ended, and may have waited for this step
+                self._release(seq)
+            drawn += has_drawn
         assert drawn == len(sampled.token_ids), f"{drawn} sampled, found {len(sampled.token_ids)}"
         if num_running < len(self.running):
             self.running = [seq for seq in self.running if seq.status is RUNNING]
-        self._batch = []
         return outputs
 
     # --- what others may know ---------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits, runs or is handed over, or an output was not taken."""
-        return bool(self._unfinished or self._reading or self._held or self._outputs)
+        """Whether a request waits, runs or is handed over, or an output was not taken.
+
+        So it does as long as a step in flight computes it, even if it has ended.
+        """
+        is_busy = self._unfinished or self._reading or self._held or self._in_flight
+        return bool(is_busy or self._outputs)
 
     def stats(self) -> SchedulerStats:
         """Return the gauges and counters of now."""
@@ -258,9 +295,15 @@ class Scheduler:
         assert unfinished == sorted(self._unfinished), "a sequence is lost or queued twice"
         for seq in self._waiting:
             assert not seq.block_table and not seq.num_computed_tokens, "waits with blocks"
-        rows = [seq.row for seq in self.running] + self._free_rows
+        computed = {id(seq): seq for batch in self._in_flight.values() for seq in batch}
+        ended = [seq for seq in computed.values() if seq.status is FINISHED]
+        rows = [seq.row for seq in [*self.running, *ended]] + self._free_rows
         assert sorted(rows) == list(range(self._config.max_num_seqs)), "a row is lost or shared"
-        self.blocks.check([*queued, *self._reading.values(), *self._held])
+        for seq in self._unfinished.values():
+            is_in_flight = id(seq) in computed
+            assert is_in_flight == (seq.num_in_flight_tokens > 0), "in flight, or not"
+            assert is_in_flight or not seq.num_pending_tokens, "nothing draws its token"
+        self.blocks.check([*queued, *self._reading.values(), *self._held, *ended])
 
     # --- adding -----------------------------------------------------------------------------
 
@@ -314,6 +357,11 @@ class Scheduler:
 
     # --- what happened since the last step --------------------------------------------------
 
+    def _take_what_ended(self) -> None:
+        self._held.free_ended()
+        self._take_finished_reads()
+        self._seat_ready()
+
     def _take_finished_reads(self) -> None:
         if self._reader is None:
             return
@@ -350,7 +398,10 @@ class Scheduler:
         i = 0
         while i < len(running) and batch.budget:
             seq = running[i]
-            num_new = min(len(seq.token_ids) - seq.num_computed_tokens, batch.budget)
+            if seq.num_pending_tokens and self._may_end(seq):
+                i += 1
+                continue
+            num_new = min(_num_uncomputed(seq), batch.budget)
             room = len(seq.block_table) * blocks.block_size - seq.num_computed_tokens
             if num_new > room:
                 num_new = self._grow(seq, num_new, batch)
@@ -361,6 +412,31 @@ class Scheduler:
             batch.add(seq, num_new)
             i += 1
         return self._num_preemptions == num_preemptions
+
+    def _may_end(self, seq: Sequence) -> bool:
+        """Return whether a sequence leaves its row with its pending token, whatever that is."""
+        is_full = len(seq.token_ids) + seq.num_pending_tokens >= seq.max_total_len
+        return is_full or self._role is Role.PREFILL
+
+    def _fits_ahead(self) -> bool:
+        """Return whether free blocks hold what running sequences compute next.
+
+        Nobody may be pre-empted while a step in flight computes it.
+        """
+        blocks, budget = self.blocks, self._config.max_num_batched_tokens
+        num_free = blocks.num_free_blocks
+        # The last block of each may be full, and the rest of the budget fills new ones.
+        if len(self.running) + blocks.num_blocks_for(budget) <= num_free:
+            return True
+        needed = 0
+        for seq in self.running:
+            if seq.num_pending_tokens and self._may_end(seq):
+                continue
+            num_new = min(_num_uncomputed(seq), budget)
+            budget -= num_new
+            num_held = len(seq.block_table)
+            needed += max(blocks.num_blocks_for(seq.num_computed_tokens + num_new) - num_held, 0)
+        return needed <= num_free
 
     def _grow(self, seq: Sequence, wanted: int, batch: Batch) -> int:
         """Find blocks for up to `wanted` more tokens of a running sequence.
@@ -393,6 +469,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
+        assert not self._is_in_flight(seq), "a step in flight computes what is to be pre-empted"
         self._release(seq)
         seq.forget_computed()
         insort(self._waiting, seq, key=_arrival)
@@ -493,12 +570,9 @@ class Scheduler:
 
     # --- booking the result -----------------------------------------------------------------
 
-    def _advance(self, seq: Sequence, num_new: int) -> None:
-        start = seq.num_computed_tokens
-        seq.num_computed_tokens = end = start + num_new
-        if start < seq.num_prompt_tokens:
-            self._prompt_tokens_computed += min(end, seq.num_prompt_tokens) - start
-        if end // self.blocks.block_size > seq.num_committed_blocks:
+    def _confirm(self, seq: Sequence) -> None:
+        """Book that more of a sequence's tokens have KV."""
+        if seq.num_confirmed_tokens // self.blocks.block_size > seq.num_committed_blocks:
             self.blocks.commit(seq)
         self.blocks.drop_outside_window(seq)
 
@@ -553,9 +627,15 @@ class Scheduler:
         self._outputs.append(seq.ended(reason, error))
 
     def _release(self, seq: Sequence) -> None:
+        """Free blocks and row, or leave that to the update of the last step that computes it."""
+        if self._is_in_flight(seq):
+            return
         self.blocks.free(seq)
         if seq.row >= 0:
             self._free_row(seq)
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        return seq.last_step in self._in_flight
 
     def _free_row(self, seq: Sequence) -> None:
         heapq.heappush(self._free_rows, seq.row)
@@ -616,6 +696,11 @@ class _EarlyAborts:
             return False
         del self._ids[request_id]
         return True
+
+
+def _num_uncomputed(seq: Sequence) -> int:
+    """Return how many tokens have no KV, and no step in flight that computes it."""
+    return len(seq.token_ids) + seq.num_pending_tokens - seq.num_computed_tokens
 
 
 def _arrival(seq: Sequence) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.messages import (
+    PENDING,
     Admission,
     EngineOutput,
     FinishReason,
@@ -44,8 +45,8 @@ class Sequence:
     """One request on one engine.
 
     Invariant: `block_table` covers exactly `num_computed_tokens` tokens, plus those of the step
-    under way or of a read; its entries are scratch where a sliding window has passed. `row` is -1
-    unless the sequence runs.
+    that is being scheduled or of a read; its entries are scratch where a sliding window has passed.
+    `row` is -1 unless the sequence runs, or a step in flight still computes it.
     """
 
     __slots__ = (
@@ -55,11 +56,14 @@ class Sequence:
         "finish_reason",
         "handoff",
         "is_on_ranks",
+        "last_step",
         "max_total_len",
         "num_cached_tokens",
         "num_committed_blocks",
         "num_computed_tokens",
         "num_dropped_blocks",
+        "num_in_flight_tokens",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "prompt_logprobs",
         "request",
@@ -86,6 +90,14 @@ class Sequence:
         self.max_total_len = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.num_computed_tokens = 0
+        """Tokens with KV, those whose KV steps in flight compute included."""
+        self.num_in_flight_tokens = 0
+        """Of these, those that steps in flight compute."""
+        self.num_pending_tokens = 0
+        """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
+        them."""
+        self.last_step = 0
+        """The last step that was scheduled to compute it."""
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
         self.block_table: list[int] = []
@@ -116,6 +128,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_confirmed_tokens(self) -> int:
+        """Tokens whose KV is there: the steps that computed them have ended."""
+        return self.num_computed_tokens - self.num_in_flight_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         """Output tokens, those that another engine delivered included."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -133,6 +150,19 @@ class Sequence:
     def is_at_limit(self) -> bool:
         """Whether no token may be added."""
         return len(self.token_ids) >= self.max_total_len
+
+    def launch(self, step: int, num_new: int, draws: bool) -> None:
+        """Note that a step computes the next `num_new` tokens, and whether it draws the one behind
+        them."""
+        self.num_computed_tokens += num_new
+        self.num_in_flight_tokens += num_new
+        self.num_pending_tokens += draws
+        self.last_step = step
+
+    def retire(self, num_new: int, draws: bool) -> None:
+        """Note that the first step in flight has ended; see `launch`."""
+        self.num_in_flight_tokens -= num_new
+        self.num_pending_tokens -= draws
 
     def forget_computed(self) -> None:
         """Start over after the blocks were freed: everything is computed again, here."""
@@ -210,7 +240,7 @@ class Batch:
             num_new=num_new,
             output_index=[
                 total - seq.num_prompt_tokens
-                if start + new == (total := len(seq.token_ids))
+                if start + new == (total := len(seq.token_ids) + seq.num_pending_tokens)
                 else -1
                 for seq, start, new in zip(sequences, num_computed, num_new, strict=True)
             ],
@@ -234,7 +264,10 @@ class Batch:
         return [_admission(seq) for seq in admitted]
 
     def _token_ids(self) -> list[int]:
-        token_ids = [seq.token_ids[seq.num_computed_tokens] for seq in self.singles]
+        token_ids = [
+            PENDING if seq.num_pending_tokens else seq.token_ids[seq.num_computed_tokens]
+            for seq in self.singles
+        ]
         for seq, size in zip(self.chunks, self.chunk_sizes, strict=True):
             start = seq.num_computed_tokens
             token_ids += seq.token_ids[start : start + size]

@@ -62,6 +62,9 @@ class Heartbeat:
     """How long a step of this size should take; 0 outside of a step."""
     is_asleep: bool
     """The group agreed that there is no work."""
+    oldest_step: int | None = None
+    """The first step that was begun and has not ended. It may be before `step` where one is planned
+    while another runs; None if there is none."""
 
 
 class Watchdog:
@@ -136,11 +139,14 @@ def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
 
     A vote wakes every rank that sleeps. So one that sleeps is behind those that have voted for the
     next step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
-    without work: it waits for what its leader plans next, and is behind once that runs.
+    without work: it waits for what its leader plans next, and is behind once that runs. A leader
+    may plan ahead of a step that its follower was told of and has not begun.
     """
     if beat.is_asleep:
         return beat.step + 1, ASLEEP
     if beat.phase is Phase.WAITING:
         next_with_work = leader.step + 1 if leader.is_asleep else leader.step
+        if leader.oldest_step is not None:
+            next_with_work = leader.oldest_step
         return max(beat.step, next_with_work), beat.phase
     return beat.step, beat.phase

@@ -9,23 +9,52 @@ import numpy.typing as npt
 import torch
 
 
-class StaticBuffer:
-    """One tensor on the device with a host array that fills it.
+class Staging:
+    """Which of their host arrays the buffers of one rank fill.
 
-    On CPU both are the same memory and `upload` copies nothing.
+    A copy to a CUDA device reads its host array after the call has returned. With two arrays a step
+    fills those that the step before the last one did: that one has ended.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._staging = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-        self.host = self._staging.numpy()
-        self.device = torch.zeros(shape, dtype=dtype, device=device) if pinned else self._staging
+    def __init__(self, device: torch.device, num_steps: int = 1) -> None:
+        """Fill arrays on behalf of `device`, with up to `num_steps` steps in flight."""
+        self.device = device
+        # On a CPU the host array is the tensor that the step reads: it has been read.
+        self.num_arrays = num_steps if device.type == "cuda" else 1
+        self.turn = 0
+
+    def next_step(self) -> None:
+        """Fill the arrays of the next step from now on."""
+        self.turn = (self.turn + 1) % self.num_arrays
+
+
+class StaticBuffer:
+    """One tensor on the device with host arrays that fill it in turn.
+
+    On CPU there is one, in the same memory, and `upload` copies nothing.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, staging: Staging) -> None:
+        pinned = staging.device.type == "cuda"
+        self._turns = staging
+        self._staging = [
+            torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(staging.num_arrays)
+        ]
+        self._hosts = [tensor.numpy() for tensor in self._staging]
+        first = self._staging[0]
+        self.device = torch.zeros_like(first, device=staging.device) if pinned else first
         self._view = self.device
+
+    @property
+    def host(self) -> npt.NDArray[Any]:
+        """The array to fill in this step. What it holds of earlier steps is undefined."""
+        return self._hosts[self._turns.turn]
 
     def upload(self, n: int) -> torch.Tensor:
         """Return the first `n` entries on the device."""
-        if self.device is not self._staging:
-            self.device[:n].copy_(self._staging[:n], non_blocking=True)
+        staging = self._staging[self._turns.turn]
+        if self.device is not staging:
+            self.device[:n].copy_(staging[:n], non_blocking=True)
         # Most steps have the size of the step before.
         if self._view.shape[0] != n:
             self._view = self.device[:n]

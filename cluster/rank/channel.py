@@ -59,6 +59,9 @@ class NoFollowers:
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
         """Send nothing: there are no followers."""
 
+    def note_drawn(self, token_ids: list[int]) -> None:
+        """Note nothing: nobody draws along."""
+
     def tell(self, order: KVOrder) -> None:
         """Send nothing: there are no followers."""
 
@@ -80,10 +83,16 @@ class StepSender:
     """
 
     def __init__(
-        self, context: Context, num_followers: int, *, host: str | None, credentials: Credentials
+        self,
+        context: Context,
+        num_followers: int,
+        *,
+        host: str | None,
+        credentials: Credentials,
+        is_overlapped: bool = False,
     ) -> None:
         """Open an end for each follower; host None: all stand on this node."""
-        self._digester = StepDigester()
+        self._digester = StepDigester(is_overlapped=is_overlapped)
         self.links = tuple(
             WaitingEnd(context, credentials, _name(tp_rank), host)
             for tp_rank in range(1, num_followers + 1)
@@ -112,6 +121,10 @@ class StepSender:
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
         """Hand one step to every follower."""
         self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
+
+    def note_drawn(self, token_ids: list[int]) -> None:
+        """Check followers two steps later for having drawn the same."""
+        self._digester.note_drawn(token_ids)
 
     def tell(self, order: KVOrder) -> None:
         """Hand an order to every follower, behind the steps that were sent before."""

@@ -99,7 +99,8 @@ class Follower:
             self._name,
             receiver=self._receiver,
             runner=self.runner,
-            digester=StepDigester(),
+            digester=StepDigester(is_overlapped=config.overlap),
+            is_overlapped=config.overlap,
             holder=self.transfer.server,
             reader=self.transfer.puller,
         )

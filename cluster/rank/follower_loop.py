@@ -4,6 +4,9 @@
 2. An order about KV is done to this rank's slice as the leader did to its own.
 3. After each, what has ended here is reported.
 
+If the leader's loop overlaps, a step is waited for when the next one is launched, as there; and
+before an order is done, because a reader must find the KV of all steps that came before it.
+
 Receiver, executor and transfer are handed in, so that a simulator runs the same loop over a
 simulated channel.
 """
@@ -62,7 +65,13 @@ class StepRunner(Protocol):
         """Load a part of what was compiled, if there is any."""
 
     def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
-        """Run the model on the plan's batch, or a dummy one, and return what it sampled."""
+        """Launch a step, wait for it, and return what it sampled."""
+
+    def launch(self, plan: StepPlan, agreed: StepAgreement) -> Any:
+        """Run the model on the plan's batch, or a dummy one; return what to wait for."""
+
+    def wait(self, launched: Any) -> SampledTokens:
+        """Wait until a launched step has ended, and return what it sampled."""
 
 
 class FollowerLoop:
@@ -80,10 +89,12 @@ class FollowerLoop:
         digester: StepDigester,
         holder: TicketHolder | None,
         reader: KVReader | None,
+        is_overlapped: bool = False,
     ) -> None:
         """Start before the first step.
 
         Args:
+            is_overlapped: the leader's loop is, and this one too.
             holder: keeps tickets for this rank's slice; None unless the role is prefill.
             reader: reads this rank's slice; None unless the role is decode.
         """
@@ -97,6 +108,9 @@ class FollowerLoop:
         self._holder = holder
         self._reader = reader
         self._has_said_loaded = False
+        self._is_overlapped = is_overlapped
+        self._in_flight: Any = None
+        """What the launch of a step has returned that was not waited for."""
 
     def run(self) -> None:
         """Do what the leader says until it ends, or until stopped.
@@ -118,6 +132,7 @@ class FollowerLoop:
                 case frame:
                     raise FrameError(f"step channel: wanted a step, found {type(frame).__name__}")
             self._report()
+        self._retire()
 
     def _execute(self, frame: StepFrame) -> None:
         mine = self._digester.digest(frame.plan, frame.agreed)
@@ -128,11 +143,25 @@ class FollowerLoop:
         changeover, wanted = self._runner.changeover, frame.agreed.stage
         if not changeover.accepts(wanted):
             raise StepDivergence(self._name, mine.step, "stage", wanted, changeover.stage)
+        if wanted != changeover.stage:
+            self._retire()  # a stage is entered between two steps
         self.step = frame.plan.step
-        self._runner.execute(frame.plan, frame.agreed)
+        if not self._is_overlapped:
+            self._runner.execute(frame.plan, frame.agreed)
+            return
+        launched = self._runner.launch(frame.plan, frame.agreed)
+        self._retire()
+        self._in_flight = launched
+
+    def _retire(self) -> None:
+        """Wait for the step in flight, if there is one."""
+        if self._in_flight is not None:
+            launched, self._in_flight = self._in_flight, None
+            self._digester.note_drawn(self._runner.wait(launched).token_ids)
 
     def _do(self, order: KVOrder) -> None:
         """Do to this rank's slice what the leader did to its own."""
+        self._retire()
         holder, reader = self._holder, self._reader
         match order:
             case HoldKV() if holder is not None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cluster.messages import Admission, StepPlan
-from cluster.rank.buffers import StaticBuffer
+from cluster.messages import PENDING, Admission, StepPlan
+from cluster.rank.buffers import Staging, StaticBuffer
 from cluster.rank.row_rules import RowRulesTables
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
@@ -25,13 +25,15 @@ from model.sampler import SamplingTensors, draw_uniform
 class StepBatch:
     """One step's tensors, views of the static buffers.
 
-    input_ids, positions: [T], padded; logits_index: [N], the tokens whose logits are sampled.
+    input_ids, positions: [T], padded; logits_index, sampled_rows: [N], the tokens whose logits are
+    sampled, and the rows that they belong to.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionMetadata
     logits_index: torch.Tensor
+    sampled_rows: torch.Tensor
     sampling: SamplingTensors
     wants_logprobs: list[int]
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
@@ -59,8 +61,15 @@ class StepInputs:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        is_overlapped: bool = False,
     ) -> None:
+        """Start with empty rows.
+
+        Args:
+            is_overlapped: a step may be built while the one before is in flight.
+        """
         rows, tokens = max_num_seqs, max_num_batched_tokens
+        self._staging = staging = Staging(device, num_steps=2 if is_overlapped else 1)
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,20 +81,24 @@ class StepInputs:
         self._row_min_p = np.zeros(rows, dtype=np.float32)
         self._row_seed = np.zeros(rows, dtype=np.uint64)
         self._row_num_logprobs = np.full(rows, -1, dtype=np.int64)
-        self._rules = RowRulesTables(rows, tokens, vocab_size, device)
+        self._rules = RowRulesTables(rows, tokens, vocab_size, staging)
 
-        self._input_ids = StaticBuffer((tokens,), torch.int64, device)
-        self._positions = StaticBuffer((tokens,), torch.int64, device)
-        self._slot_mapping = StaticBuffer((tokens,), torch.int64, device)
-        self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, device)
-        self._seq_lens = StaticBuffer((rows,), torch.int32, device)
-        self._block_table = StaticBuffer((rows, max_blocks_per_seq), torch.int32, device)
-        self._logits_index = StaticBuffer((rows,), torch.int64, device)
-        self._temperature = StaticBuffer((rows,), torch.float32, device)
-        self._top_k = StaticBuffer((rows,), torch.int64, device)
-        self._top_p = StaticBuffer((rows,), torch.float32, device)
-        self._min_p = StaticBuffer((rows,), torch.float32, device)
-        self._uniform = StaticBuffer((rows,), torch.float64, device)
+        self._input_ids = StaticBuffer((tokens,), torch.int64, staging)
+        self._positions = StaticBuffer((tokens,), torch.int64, staging)
+        self._slot_mapping = StaticBuffer((tokens,), torch.int64, staging)
+        self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, staging)
+        self._seq_lens = StaticBuffer((rows,), torch.int32, staging)
+        self._block_table = StaticBuffer((rows, max_blocks_per_seq), torch.int32, staging)
+        self._logits_index = StaticBuffer((rows,), torch.int64, staging)
+        self._temperature = StaticBuffer((rows,), torch.float32, staging)
+        self._top_k = StaticBuffer((rows,), torch.int64, staging)
+        self._top_p = StaticBuffer((rows,), torch.float32, staging)
+        self._min_p = StaticBuffer((rows,), torch.float32, staging)
+        self._uniform = StaticBuffer((rows,), torch.float64, staging)
+        self._sampled_index = StaticBuffer((rows,), torch.int64, staging)
+        self._pending = StaticBuffer((rows, 2), torch.int64, staging)
+        self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
+        """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
 
     def build(
@@ -105,6 +118,7 @@ class StepInputs:
             is_mixed: attention treats every sequence as a prefill chunk, decodes included, because
                 a full graph of a mixed step fixes the number of decodes at capture.
         """
+        self._staging.next_step()
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
         num_seqs = plan.num_seqs if num_seqs is None else num_seqs
         for admission in plan.admitted:
@@ -119,20 +133,41 @@ class StepInputs:
         num_decodes = 0 if is_mixed else num_decodes
         attention = self._attention(num_decodes, num_tokens, num_seqs)
         input_ids = self._input_ids.upload(num_tokens)
+        self._fill_pending(plan, rows, input_ids)
         positions = self._positions.host[: plan.num_tokens]
         self._rules.count(rows, plan.num_new, positions, input_ids)
         sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
         num_sampled = len(sampled)
         self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
+        self._sampled_index.host[:num_sampled] = rows[sampled]
         sampling, wants_logprobs = self._sampling(plan.output_index, rows, sampled)
         return StepBatch(
             input_ids=input_ids,
             positions=self._positions.upload(num_tokens),
             attention=attention,
             logits_index=self._logits_index.upload(num_sampled),
+            sampled_rows=self._sampled_index.upload(num_sampled),
             sampling=sampling,
             wants_logprobs=wants_logprobs,
         )
+
+    def keep_drawn(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
+        """Keep what the batch's rows drew for a plan that is made ahead of it.
+
+        Call it before the next `build`. token_ids: int64 [N], on the device.
+        """
+        self._last_tokens[batch.sampled_rows] = token_ids
+
+    def _fill_pending(self, plan: StepPlan, rows: np.ndarray, input_ids: torch.Tensor) -> None:
+        """Put the tokens that the host did not know in their places."""
+        index = np.flatnonzero(self._input_ids.host[: plan.num_decodes] == PENDING)
+        if not (num_pending := len(index)):
+            return
+        # Each decode is one token, and they come first: a sequence's place is its token's.
+        self._pending.host[:num_pending, 0] = index
+        self._pending.host[:num_pending, 1] = rows[index]
+        places, pending_rows = self._pending.upload(num_pending).unbind(1)
+        input_ids[places] = self._last_tokens[pending_rows]
 
     def _admit(self, admission: Admission) -> None:
         row = admission.row
@@ -151,6 +186,7 @@ class StepInputs:
         With as many sequences as tokens every sequence decodes, unless `is_mixed`; else none of
         them attends to anything.
         """
+        self._staging.next_step()
         is_decode = num_tokens == num_seqs and not is_mixed
         self._cu_seqlens_q.host[0] = 0
         self._pad(0, num_tokens, 0, num_seqs)
@@ -161,6 +197,7 @@ class StepInputs:
             positions=self._positions.upload(num_tokens),
             attention=self._attention(num_seqs if is_decode else 0, num_tokens, num_seqs),
             logits_index=self._logits_index.upload(0),
+            sampled_rows=self._sampled_index.upload(0),
             sampling=sampling,
             wants_logprobs=wants_logprobs,
         )

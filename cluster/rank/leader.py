@@ -32,6 +32,7 @@ from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine
 from cluster.engine.engine import Lockstep as LockstepProtocol
 from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Heartbeat
 from cluster.group_messages import (
@@ -440,7 +441,8 @@ def assemble_engine(
         max_prompt_len=model.max_prompt_len,
     )
     lockstep = lockstep or Lockstep.alone(runner.forward.captured)
-    return Engine(scheduler, lockstep, channel or NoFollowers(), runner)
+    loop = OverlappedEngine if config.overlap else Engine
+    return loop(scheduler, lockstep, channel or NoFollowers(), runner)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ class LeaderEndpoints:
                 parallel.tensor_parallel_size - 1,
                 host=outside,
                 credentials=credentials,
+                is_overlapped=config.overlap,
             )
         if dp_size > 1:
             self.peers = PeerSockets(

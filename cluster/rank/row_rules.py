@@ -3,7 +3,8 @@
 Everything here follows from the plans. A row is admitted with the tokens that are computed already,
 each plan brings those that it computes, and before a token is drawn both are counted. So after a
 pre-emption, a resume on another engine or a handoff the counts are those of an uninterrupted run,
-on every rank, and nothing waits for what a step has drawn.
+on every rank, and nothing waits for what a step has drawn: a plan that was made ahead of a token
+finds it in `input_ids` on the device.
 
 Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
 request may name as stop tokens, are left out: they are never drawn, and an index outside of a
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.messages import Admission, LogitRules, RowRules
-from cluster.rank.buffers import StaticBuffer, upload_array, upload_once
+from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
 from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
@@ -34,9 +35,9 @@ class RowRulesTables:
     nothing; only rows with penalties have true counts.
     """
 
-    def __init__(self, rows: int, tokens: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, tokens: int, vocab_size: int, staging: Staging) -> None:
         self._shape = (rows, vocab_size)
-        self._device = device
+        self._device = staging.device
         self._has_rules = np.zeros(rows, dtype=bool)
         self._has_bias = np.zeros(rows, dtype=bool)
         self._has_penalties = np.zeros(rows, dtype=bool)
@@ -47,10 +48,10 @@ class RowRulesTables:
         self._is_stop: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._is_in_prompt: torch.Tensor | None = None
-        self._rows = StaticBuffer((rows,), torch.int64, device)
-        self._is_before_min = StaticBuffer((rows,), torch.bool, device)
-        self._penalties = StaticBuffer((rows, 3), torch.float32, device)
-        self._counted = StaticBuffer((tokens, 2), torch.int64, device)
+        self._rows = StaticBuffer((rows,), torch.int64, staging)
+        self._is_before_min = StaticBuffer((rows,), torch.bool, staging)
+        self._penalties = StaticBuffer((rows, 3), torch.float32, staging)
+        self._counted = StaticBuffer((tokens, 2), torch.int64, staging)
 
     def admit(self, admission: Admission) -> None:
         """Let a row follow the rules of its new sequence, or none."""

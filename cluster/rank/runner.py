@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -52,6 +53,19 @@ would take all the memory that the KV cache leaves."""
 Logits = Callable[[torch.Tensor], torch.Tensor | None]
 """Hidden states [N, E] to logits [N, V] on rank 0, None on others. It is a collective, which every
 rank calls equally often."""
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that a rank has begun. What it drew is on the host once `ended` has happened."""
+
+    step: int
+    drawn: SamplerOutput | None
+    """On the host; None if nothing was drawn here."""
+    wants_logprobs: list[int]
+    prompt_logprobs: list[list[TokenLogprobs]]
+    ended: torch.cuda.Event | None
+    """None on a CPU, where a step has ended when its launch returns."""
 
 
 class ModelRunner:
@@ -122,6 +136,7 @@ class ModelRunner:
             block_size=config.cache.block_size,
             vocab_size=self.model_config.vocab_size,
             device=self.device,
+            is_overlapped=config.overlap,
         )
         self.forward = StepForward(
             self.model,
@@ -184,20 +199,32 @@ class ModelRunner:
             self._ahead.close()
         self.forward.close()
 
-    @torch.inference_mode()
     def execute(
         self,
         plan: StepPlan,
         agreed: StepAgreement,
         confirm: Callable[[], None] | None = None,
     ) -> SampledTokens:
-        """Run the plan's batch and return the sampled tokens in batch order.
+        """Run the plan's batch and return the sampled tokens in batch order; see `launch`."""
+        return self.wait(self.launch(plan, agreed, confirm))
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        plan: StepPlan,
+        agreed: StepAgreement,
+        confirm: Callable[[], None] | None = None,
+    ) -> LaunchedStep:
+        """Run the plan's batch; return what `wait` makes the sampled tokens of.
 
         The agreement fixes the forward's collectives, on all ranks. The plan fixes those that
         gather logits, on its tensor-parallel ranks: one for each piece of scored prompt, and one
-        if a sequence is sampled. Rank 0 gets the logits and samples; others return nothing,
-        and learn the tokens from the next plan. A step without a sequence of its own is a dummy: it
-        computes padding.
+        if a sequence is sampled. Rank 0 gets the logits and samples. Others learn the tokens from
+        the next plan; or, if that may be made ahead of them, from rank 0 by a broadcast. A step
+        without a sequence of its own is a dummy: it computes padding.
+
+        A CUDA device runs the step after this has returned, unless it scores a prompt. With
+        `overlap` another step may be launched before this one is waited for, but no more.
 
         Before it the rank enters the agreement's stage: it goes over to compiled pieces, or
         captures a graph.
@@ -210,7 +237,7 @@ class ModelRunner:
             if confirm is not None:
                 confirm()
                 confirm = None
-            self.phases.run()  # a graph that is captured may hold collectives
+            self.phases.run(agreed.step)  # a graph that is captured may hold collectives
             self.forward.enter(agreed.stage)
         num_padding, across = get_dp_padding(agreed, self._dp_rank)
         self.phases.build(agreed.step, plan.num_tokens + num_padding)
@@ -218,22 +245,48 @@ class ModelRunner:
         if confirm is not None:
             confirm()
         self.steps.add(agreed)
-        self.phases.run()
+        self.phases.run(agreed.step)
         hidden = self.forward.run(batch, agreed, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
+        drawn = self._draw(hidden, batch) if batch.wants_logprobs else None
+        ended: torch.cuda.Event | None = None
+        if self.device.type == "cuda":
+            drawn = None if drawn is None else on_host(drawn)
+            # Recorded for a step that draws nothing too: the host arrays that its copies read are
+            # filled again.
+            ended = torch.cuda.Event()
+            ended.record()
+        else:
+            self.phases.end_step(agreed.step)
+        return LaunchedStep(agreed.step, drawn, batch.wants_logprobs, prompt, ended)
+
+    def wait(self, launched: LaunchedStep) -> SampledTokens:
+        """Wait until a launched step has ended, and return what it sampled in batch order."""
+        if launched.ended is not None:
+            has_ended = launched.ended.query()
+            self.phases.run(launched.step)
+            launched.ended.synchronize()
+            self.phases.end_step(launched.step, is_seen=not has_ended)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        if batch.wants_logprobs:
-            logits = self.model.compute_logits(hidden[batch.logits_index])
-            if logits is not None:
-                sampled = sample(logits, batch.sampling)
-                token_ids, logprobs = to_host(sampled, batch.wants_logprobs)
-        if self.device.type == "cuda":
-            # A step that sampled nothing has not waited for the device, and the next one writes
-            # the host arrays that this one's copies read.
-            torch.cuda.current_stream().synchronize()
-        self.phases.book()
-        return SampledTokens(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+        if launched.drawn is not None:
+            token_ids, logprobs = to_lists(launched.drawn, launched.wants_logprobs)
+        self.phases.book(launched.step)
+        return SampledTokens(
+            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=launched.prompt_logprobs
+        )
+
+    def _draw(self, hidden: torch.Tensor, batch: StepBatch) -> SamplerOutput | None:
+        """Draw the batch's tokens; ranks that do not sample get them if the loop overlaps."""
+        logits = self.model.compute_logits(hidden[batch.logits_index])
+        drawn = None if logits is None else sample(logits, batch.sampling)
+        if not self.config.overlap:
+            return drawn
+        if drawn is None:
+            drawn = SamplerOutput(torch.empty_like(batch.sampled_rows), None, None, None, None)
+        self.shard.broadcast(drawn.token_ids)
+        self.inputs.keep_drawn(batch, drawn.token_ids)
+        return drawn
 
     def build(self, plan: StepPlan, agreed: StepAgreement) -> StepBatch:
         """Return the plan's batch, or a dummy one, padded as all ranks agreed."""
@@ -299,12 +352,24 @@ class ModelRunner:
         return allowed - (total - free) - self._step_bytes - graph_bytes
 
 
-def to_host(
+def on_host(output: SamplerOutput) -> SamplerOutput:
+    """Return copies on the host of samples on a CUDA device, which come when it gets there."""
+    parts = (output.token_ids, output.logprobs, output.ranks)
+    likeliest = (output.top_token_ids, output.top_logprobs)
+    # PyTorch takes pinned memory for copies that do not wait.
+    token_ids, *others = (
+        None if part is None else part.to("cpu", non_blocking=True) for part in (*parts, *likeliest)
+    )
+    assert token_ids is not None
+    return SamplerOutput(token_ids, *others)
+
+
+def to_lists(
     output: SamplerOutput, wants_logprobs: list[int]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Copy a step's samples to the host, which waits for the device.
+    """Return samples as token ids, and logprobs aligned with them or empty.
 
-    Returns token ids, and logprobs aligned with them or empty.
+    Samples on a device are waited for.
     """
     token_ids = output.token_ids.tolist()
     if output.logprobs is None:
@@ -351,6 +416,6 @@ def _score_prompt(
             continue
         wanted = upload_once(token_ids, torch.int64, logits.device)
         scored = score(logits, wanted, targets.num_logprobs)
-        _, logprobs = to_host(scored, [targets.num_logprobs] * len(token_ids))
+        _, logprobs = to_lists(scored, [targets.num_logprobs] * len(token_ids))
         found += [entry for entry in logprobs if entry is not None]
     return found

@@ -54,11 +54,13 @@ class PhaseRecorder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._now = (0, Phase.WAITING, clock(), 0.0, True)
+        self._now: tuple[int, Phase, float, float, bool, int | None]
+        self._now = (0, Phase.WAITING, clock(), 0.0, True, None)
         self._token_s: dict[int, float] = {}
         """Seconds that a token takes, by the number of binary digits of the step's tokens."""
-        self._num_tokens = 0
-        self._began = 0.0
+        self._in_flight: dict[int, tuple[int, float]] = {}
+        """Tokens of each step that was begun and has not ended, and when it began."""
+        self._last_end = 0.0
         self._expected_s = 0.0
 
     def plan(self, step: int) -> None:
@@ -75,19 +77,33 @@ class PhaseRecorder:
 
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""
-        self._num_tokens, self._began = num_tokens, self._clock()
-        self._expected_s = self._expect(num_tokens)
+        self._in_flight[step] = num_tokens, self._clock()
+        self._expected_s = self._expect_all()
         self._enter(step, Phase.BUILDING)
 
-    def run(self) -> None:
-        """The forward begins."""
-        self._enter(self._now[0], Phase.RUNNING)
+    def run(self, step: int) -> None:
+        """The forward of a step begins, or is waited for."""
+        self._enter(step, Phase.RUNNING)
 
-    def book(self) -> None:
+    def end_step(self, step: int, *, is_seen: bool = True) -> None:
+        """The step has ended; others that were begun later may be under way.
+
+        Args:
+            is_seen: just now; else nobody looked before, perhaps for hours of sleep.
+        """
+        num_tokens, began = self._in_flight.pop(step)
+        now = self._clock()
+        # The step before it may have been under way when it began.
+        seconds = now - max(began, self._last_end)
+        if not is_seen:
+            seconds = min(seconds, self._expect(num_tokens) or seconds)
+        self.learn(num_tokens, seconds)
+        self._last_end = now
+        self._expected_s = self._expect_all()
+
+    def book(self, step: int) -> None:
         """The step's results are there."""
-        self.learn(self._num_tokens, self._clock() - self._began)
-        self._num_tokens, self._expected_s = 0, 0.0
-        self._enter(self._now[0], Phase.BOOKING)
+        self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Note how long a step of this many tokens took."""
@@ -103,11 +119,16 @@ class PhaseRecorder:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
-        step, phase, since, expected_s, is_asleep = self._now
-        return Heartbeat(step, phase, self._clock() - since, expected_s, is_asleep)
+        step, phase, since, expected_s, is_asleep, oldest_step = self._now
+        phase_s = self._clock() - since
+        return Heartbeat(step, phase, phase_s, expected_s, is_asleep, oldest_step)
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
-        self._now = (step, phase, self._clock(), self._expected_s, is_asleep)
+        oldest_step = min(self._in_flight, default=None)
+        self._now = (step, phase, self._clock(), self._expected_s, is_asleep, oldest_step)
+
+    def _expect_all(self) -> float:
+        return sum(self._expect(num_tokens) for num_tokens, _ in self._in_flight.values())
 
     def _expect(self, num_tokens: int) -> float:
         size = num_tokens.bit_length()

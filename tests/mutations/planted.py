@@ -26,8 +26,59 @@ REPLAYED_IN_PIECES = (
 )
 READY = "tests/cluster/rank/test_ready.py"
 FORWARD = "tests/cluster/rank/test_forward.py"
+TRACES = "tests/cluster/engine/test_random_traces.py"
+AHEAD = "tests/serve/test_llm_overlap.py"
 
 MUTATIONS = (
+    Mutation(
+        "ahead_feeds_the_host_token",
+        "A plan made ahead holds the last token known to the host, not the one drawn now (T04).",
+        "cluster/engine/sequence.py",
+        {"PENDING if seq.num_pending_tokens": "seq.token_ids[-1] if seq.num_pending_tokens"},
+        (TRACES, AHEAD),
+    ),
+    Mutation(
+        "ahead_frees_in_flight",
+        "A sequence that has ended gives up its blocks while a step in flight computes it (T04).",
+        "cluster/engine/scheduler.py",
+        {"return seq.last_step in self._in_flight": "return False"},
+        (TRACES,),
+    ),
+    Mutation(
+        "ahead_commits_unconfirmed",
+        "The prefix cache is offered blocks that a step in flight computes (T04).",
+        "cluster/engine/blocks.py",
+        {
+            "num_full = seq.num_confirmed_tokens // self.block_size": (
+                "num_full = seq.num_computed_tokens // self.block_size"
+            )
+        },
+        (TRACES,),
+    ),
+    Mutation(
+        "ahead_goes_past_the_limit",
+        "A sequence is computed once more although its pending token is its last (T04).",
+        "cluster/engine/scheduler.py",
+        {
+            "+ seq.num_pending_tokens >= seq.max_total_len": (
+                "+ seq.num_pending_tokens > seq.max_total_len"
+            )
+        },
+        (TRACES, AHEAD),
+    ),
+    Mutation(
+        "ahead_counts_before_the_gather",
+        "Penalties count tokens before those that the host did not know are in place (T04).",
+        "cluster/rank/inputs.py",
+        {
+            "        self._fill_pending(plan, rows, input_ids)\n": "",
+            "self._rules.count(rows, plan.num_new, positions, input_ids)\n": (
+                "self._rules.count(rows, plan.num_new, positions, input_ids)\n"
+                "        self._fill_pending(plan, rows, input_ids)\n"
+            ),
+        },
+        (AHEAD,),
+    ),
     Mutation(
         "capture_ascends",
         "Sizes are captured smallest first, so larger ones find no memory to use again.",

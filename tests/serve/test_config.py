@@ -119,6 +119,7 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
         ({"O": "4"}, "compilation.level: wanted a level from 0 to 3, found 4"),
         ({"lockstep": "maybe"}, "lockstep: wanted on or off, found 'maybe'"),
+        ({"overlap": "yes"}, "overlap: wanted auto, on or off, found 'yes'"),
         ({"decode.data_parallel_size": "0"}, "decode.data_parallel_size: wanted a whole number"),
         ({"decode.data_parallel_size": "-1"}, "decode.data_parallel_size: wanted a whole number"),
         ({"kv_memory": "9" * 400}, "kv_memory: wanted less than 8 EiB, found "),

@@ -14,20 +14,22 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 @pytest.mark.feature("P01", "R01")
 @pytest.mark.parametrize(
-    ("name", "pools"),
+    ("name", "pools", "overlap"),
     [
-        ("mixed", {"mixed": 2}),
-        ("pd", {"prefill": 2, "decode": 2}),
+        ("mixed", {"mixed": 2}, "off"),
+        ("pd", {"prefill": 2, "decode": 2}, "off"),
+        pytest.param("pd", {"prefill": 2, "decode": 2}, "on", marks=pytest.mark.feature("T04")),
     ],
 )
 def test_groups_of_two_ranks_answer_as_one_rank_does(
-    start_app: Callable[..., Any], name: str, pools: dict[str, int]
+    start_app: Callable[..., Any], name: str, pools: dict[str, int], overlap: str
 ) -> None:
     from serve.llm import LLM, SamplingParams
 
     sizes = [f"{pool}.tensor_parallel_size={size}" for pool, size in pools.items()]
     # In float32: another order of summation shows in bfloat16.
-    app = start_app(f"tp-{name}", f"pools={name}", "dtype=float32", *sizes)
+    options = ("dtype=float32", f"overlap={overlap}")
+    app = start_app(f"tp-{name}-{overlap}", f"pools={name}", *options, *sizes)
     for pool, size in pools.items():
         ranks = app.ready_ranks(pool)
         assert [r["tp_rank"] for r in ranks] == list(range(size))

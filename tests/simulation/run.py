@@ -75,6 +75,9 @@ class Tally:
         names = [f"ranks: {schedule.num_ranks}", f"restarts: {outcome.num_restarts}"]
         names.append(f"groups, dp x tp: {sizes_of(schedule.groups)}")
         names += [f"struck: {kind}" for kind in sorted(set(outcome.struck))]
+        beside = "beside" if schedule.has_device else "in"
+        loop = "overlapped" if schedule.is_overlapped else "plain"
+        names.append(f"steps: {loop}, {beside} the host")
         names += ["had: aborts"] * bool(outcome.num_aborted)
         names += ["had: lost aborts"] * schedule.loses_aborts
         names += ["had: pre-emption"] * bool(outcome.num_preemptions)

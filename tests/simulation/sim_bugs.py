@@ -19,6 +19,7 @@ from sim_world import Plants
 
 from cluster.engine import sequence
 from cluster.engine.lockstep import LockstepMachine, agree
+from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
 from cluster.group_messages import StepFrame
@@ -26,8 +27,11 @@ from cluster.kv.group import GroupReader
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import KVPulls
 from cluster.messages import (
+    PENDING,
+    EngineOutput,
     KVAnswer,
     KVSource,
+    SampledTokens,
     StepAgreement,
     StepPlan,
     Submit,
@@ -47,7 +51,7 @@ class _SkipsDummies(SimRunner):
 class _BranchesLocally(SimRunner):
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
         if plan.num_decodes < plan.num_seqs:
-            self.collective(f"step {agreed.step} prompts", num_tokens)
+            self.collective(agreed.step, "prompts", num_tokens)
         super().forward(plan, agreed, num_tokens)
 
 
@@ -122,10 +126,10 @@ class _GoesOverBeforeItsLeader(SimFollower):
 class _CapturesEarly(SimRunner):
     """Captures a graph that the next step was to capture."""
 
-    def enter(self, stage: int, num_tokens: int) -> None:
-        super().enter(stage, num_tokens)
-        if stage == 2 and self._rank.index == 1:
-            super().enter(stage + 1, num_tokens)
+    def enter(self, agreed: StepAgreement, num_tokens: int) -> None:
+        super().enter(agreed, num_tokens)
+        if agreed.stage == 2 and self._rank.index == 1:
+            super().enter(msgspec.structs.replace(agreed, stage=3), num_tokens)
 
 
 class _ForgetsFollowers(SimLeader):
@@ -231,6 +235,45 @@ class _PreemptsToThePrompt(Scheduler):
     def _preempt(self, seq: sequence.Sequence) -> None:
         del seq.token_ids[seq.num_prompt_tokens :]
         super()._preempt(seq)
+
+
+class _FeedsStaleTokens(Scheduler):
+    """Where the host does not know a token yet, the ranks are told the one before it."""
+
+    def schedule(self) -> StepPlan:
+        plan = super().schedule()
+        token_ids = plan.token_ids.copy()
+        for i, seq in enumerate(self._in_flight.get(plan.step, [])[: plan.num_decodes]):
+            if token_ids[i] == PENDING:
+                token_ids[i] = seq.token_ids[-1]
+        return msgspec.structs.replace(plan, token_ids=token_ids)
+
+
+class _FreesWhatIsInFlight(Scheduler):
+    """A sequence that has ended gives up its blocks at once, and a step in flight writes there."""
+
+    def _is_in_flight(self, seq: sequence.Sequence) -> bool:
+        return False
+
+
+class _PreemptsWhatIsInFlight(OverlappedEngine):
+    """A step is planned before the one in flight has ended, whatever is lacking."""
+
+    def step(self) -> list[EngineOutput]:
+        self.scheduler.schedule_ahead = self.scheduler.schedule  # type: ignore[method-assign]
+        return super().step()
+
+
+class _DrawsApart(SimRunner):
+    """A follower keeps another token than its leader has drawn."""
+
+    def wait(self, launched: Any) -> SampledTokens:
+        sampled = super().wait(launched)
+        if self._rank.tp_rank == 0 or self.ended_step < 8:
+            return sampled
+        return msgspec.structs.replace(
+            sampled, token_ids=[token + 1 for token in sampled.token_ids]
+        )
 
 
 class _TakesOldVotes(LockstepMachine):
@@ -345,6 +388,10 @@ BUGS: dict[str, Plants] = {
     "a watchdog without its second clock": _plants(group=_HasOneClock),
     "an abort that leaks blocks": _plants(scheduler=_LeaksOnAbort),
     "a pre-emption that forgets its outputs": _plants(scheduler=_PreemptsToThePrompt),
+    "a token of the host in place of a device's": _plants(scheduler=_FeedsStaleTokens),
+    "blocks that are freed in flight": _plants(scheduler=_FreesWhatIsInFlight),
+    "a pre-emption of what is in flight": _plants(overlapped_engine=_PreemptsWhatIsInFlight),
+    "a follower that draws something else": _plants(runner=_DrawsApart),
     "a vote that heartbeats do not tell of": _plants(leader=_HidesItsVote),
     "a wait for peers that looks like sleep": _plants(leader=_WaitsAsIfAsleep),
     "a plan whose digest is not checked": _plants(follower_loop=_SkipsTheDigest),

@@ -115,13 +115,14 @@ class SimGroup(RankGroup):
     def kill(self) -> None:
         """Do what `ray.kill` does to each."""
         for rank, actor in zip(self.ranks, self._actors, strict=True):
-            rank.process.kill()
+            rank.kill()
             actor.on_death()
 
     # --- what ranks do to each other ------------------------------------------------------------
 
-    def collective(self, rank: SimRank, name: str, num_tokens: int) -> None:
+    def collective(self, rank: SimRank, step: int, name: str, num_tokens: int) -> None:
         """Wait until every rank is in its collective of the same number."""
+        name = f"step {step} {name}"
         index = rank.index
         k = self._num_collectives[index]
         self._num_collectives[index] = k + 1
@@ -133,12 +134,12 @@ class SimGroup(RankGroup):
         met[index] = (name, num_tokens)
         self._in_collective.append(rank)
         if len(met) == len(self.ranks):
-            self._check_padding(name, self._collectives.pop(k))
+            self._check_padding(step, name, self._collectives.pop(k))
             self._end_collective()
-        rank.process.wait()
+        rank.device.process.wait()
 
-    def _check_padding(self, name: str, met: dict[int, tuple[str, int]]) -> None:
-        across = self._agreed[max(self._num_agreed)].num_tokens_across_dp
+    def _check_padding(self, step: int, name: str, met: dict[int, tuple[str, int]]) -> None:
+        across = self._agreed[step].num_tokens_across_dp
         wanted = [num_tokens for num_tokens in across for _ in range(self.tp_size)]
         found = [met[index][1] for index in range(len(self.ranks))]
         if wanted != found:
@@ -146,7 +147,8 @@ class SimGroup(RankGroup):
 
     def _end_collective(self) -> None:
         delay = 0.001 + 0.002 * self.rng.random()
-        met = [(rank.process, rank.process.ticket) for rank in self._in_collective]
+        processes = [rank.device.process for rank in self._in_collective]
+        met = [(process, process.ticket) for process in processes]
         self.loop.after(delay, _wake_all, met)
         self._in_collective = []
 
@@ -179,7 +181,7 @@ class SimGroup(RankGroup):
 
     def _check_divergence(self, leader: SimLeader, outputs: list[EngineOutput]) -> None:
         step = self.diverged_at
-        if leader.last_step >= step and any(output.token_ids for output in outputs):
+        if leader.runner.ended_step >= step and any(output.token_ids for output in outputs):
             raise Violation("divergence ignored", f"{leader.name}: a token of step {step} left")
 
     # --- how ranks end --------------------------------------------------------------------------
@@ -187,6 +189,7 @@ class SimGroup(RankGroup):
     def on_end(self, rank: SimRank, error: Exception | None) -> None:
         """A rank's `run` has ended by itself, in its own process."""
         rank.process.is_dead = True
+        self.loop.after(0.0, rank.device.kill)
         if error is not None and not isinstance(error, StepDivergence | ConnectionError):
             self.loop.fail(Violation("rank failed", f"{rank.name}: {error!r}"))
         self.loop.after(NEWS_S, self._actors[rank.index].on_end, error)
@@ -200,7 +203,7 @@ class SimGroup(RankGroup):
         """Kill one rank's process from outside. Called from the loop."""
         if rank.process.is_dead:
             return
-        rank.process.kill()
+        rank.kill()
         self.loop.after(NEWS_S * self.rng.random(), self._actors[rank.index].on_death)
         self._pull_others(rank)
 
@@ -210,7 +213,7 @@ class SimGroup(RankGroup):
     def _break_collectives(self, name: str) -> None:
         broken, self._in_collective = self._in_collective, []
         for rank in broken:
-            rank.process.interrupt(ConnectionError(f"collective: {name} is gone"))
+            rank.device.process.interrupt(ConnectionError(f"collective: {name} is gone"))
 
     # --- faults -----------------------------------------------------------------------------------
 

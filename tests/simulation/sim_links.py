@@ -124,7 +124,7 @@ class SimSender:
 
     def __init__(self, leader: SimLeader) -> None:
         self._leader = leader
-        self._digester = StepDigester()
+        self._digester = StepDigester(is_overlapped=leader.group.schedule.is_overlapped)
         self._links: dict[int, Link] = {}
         self.reports: deque[tuple[int, bytes]] = deque()
 
@@ -143,6 +143,10 @@ class SimSender:
                 link.strike(self._leader.group, fault, body)
             else:
                 link.send(body)
+
+    def note_drawn(self, token_ids: list[int]) -> None:
+        """Check followers two steps later for having drawn the same."""
+        self._digester.note_drawn(token_ids)
 
     def tell(self, order: KVOrder) -> None:
         """Hand an order to every follower, behind the steps that were sent before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sim_schedule import MAX_MODEL_LEN, VOCAB
 
 from cluster.engine.blocks import SCRATCH
-from cluster.messages import StepPlan
+from cluster.messages import PENDING, StepPlan
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
@@ -37,6 +37,7 @@ class PagedModel:
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         self._block_size = block_size
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._last_tokens = [-1] * max_num_seqs
         self.blocks = [[0] * block_size for _ in range(num_blocks + 1)]
         """The cells of each block: what ranks of other groups read."""
 
@@ -53,10 +54,13 @@ class PagedModel:
             if position:
                 context = blocks[table[(position - 1) // size]][(position - 1) % size]
             for place in range(position, position + num_new):
-                context = hash((context, next(token_ids)))
+                token = next(token_ids)
+                token = self._last_tokens[row] if token == PENDING else token
+                context = hash((context, token))
                 block = table[place // size]
                 assert block != SCRATCH, "KV was written to the scratch block"
                 blocks[block][place % size] = context
             if index >= 0:
-                drawn.append(context % VOCAB)
+                self._last_tokens[row] = context % VOCAB
+                drawn.append(self._last_tokens[row])
         return drawn

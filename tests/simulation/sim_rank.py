@@ -1,8 +1,8 @@
 """Simulated ranks: the real engine, lockstep and follower's loop over the simulated model.
 
-Real are `Engine.step` with scheduler and blocks, `JoinedLockstep` with its machine and dispatch,
-`FollowerLoop` with its digests, `PhaseRecorder`, and every frame on its way. Simulated are the
-model, the time that it takes, and what carries frames.
+Real are `Engine.step`, plain or overlapped, with scheduler and blocks, `JoinedLockstep` with its
+machine and dispatch, `FollowerLoop` with its digests, `PhaseRecorder`, and every frame on its way.
+Simulated are the model, the time that it takes, and what carries frames.
 
 Code of a rank runs in its `Process` and blocks there; what is said to be called from the loop must
 not.
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sim_device import AsyncDevice, HostDevice, Job
 from sim_kv import SimPuller, SimServer
 from sim_links import SimPeers, SimReceiver, SimSender
 from sim_loop import Process, Violation
@@ -76,6 +77,8 @@ class SimRank:
             if schedule.compile_s is None
             else Changeover(last_stage=LAST_STAGE, num_followers=num_followers)
         )
+        device = AsyncDevice if schedule.has_device else HostDevice
+        self.device: AsyncDevice | HostDevice = device(self)
         self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
@@ -95,6 +98,11 @@ class SimRank:
         """What was compiled is loaded. Called from the loop."""
         self.changeover.on_loaded()
         self.ring()
+
+    def kill(self) -> None:
+        """Do what SIGKILL does. Called from the loop."""
+        self.process.kill()
+        self.device.kill()
 
     def run(self) -> None:
         """Step until the group ends."""
@@ -141,30 +149,54 @@ class SimRunner:
         self._rank = rank
         self.phases = rank.phases
         self.steps = StepLog()
+        self.ended_step = 0
+        """The last one that was waited for."""
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
-        """Do what `ModelRunner.execute` does, in its order."""
+        """Launch a step, and wait for it."""
+        return self.wait(self.launch(plan, agreed, confirm))
+
+    def launch(
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+    ) -> tuple[int, Job]:
+        """Do what `ModelRunner.launch` does, in its order."""
         rank, phases = self._rank, self.phases
         across = agreed.num_tokens_across_dp
         if agreed.stage != self.changeover.stage:
             phases.build(agreed.step, 0)
             self._confirm(agreed, confirm)
             confirm = None
-            phases.run()
-            self.enter(agreed.stage, across[rank.dp_rank])
+            phases.run(agreed.step)
+            self.enter(agreed, across[rank.dp_rank])
         phases.build(agreed.step, across[rank.dp_rank])
         rank.pass_time(Phase.BUILDING, 0.0005)
         self._confirm(agreed, confirm)
-        phases.run()
+        phases.run(agreed.step)
         rank.pass_time(Phase.RUNNING, 0.0)
+        job = Job(lambda: self._compute(plan, agreed))
+        rank.device.launch(job)
+        return agreed.step, job
+
+    def _compute(self, plan: StepPlan, agreed: StepAgreement) -> list[int]:
+        """Do what the device does in a step."""
+        rank = self._rank
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
-        self.forward(plan, agreed, self.num_tokens(plan, across))
+        self.forward(plan, agreed, self.num_tokens(plan, agreed.num_tokens_across_dp))
         rank.group.on_sampled(rank, agreed.step, sampled)
-        phases.book()
-        rank.pass_time(Phase.BOOKING, 0.0)
+        return sampled
+
+    def wait(self, launched: tuple[int, Job]) -> SampledTokens:
+        """Do what `ModelRunner.wait` does."""
+        step, job = launched
+        self.phases.run(step)
+        sampled = self._rank.device.wait(job)
+        self.ended_step = step
+        self.phases.end_step(step)
+        self.phases.book(step)
+        self._rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
 
     def _confirm(self, agreed: StepAgreement, confirm: Callable[[], None] | None) -> None:
@@ -180,11 +212,18 @@ class SimRunner:
     def load_slice(self) -> None:
         """What was compiled is loaded at once; see `SimRank.on_compiled`."""
 
-    def enter(self, stage: int, num_tokens: int) -> None:
+    def enter(self, agreed: StepAgreement, num_tokens: int) -> None:
         """Go over to compiled pieces, or capture a graph, which runs its collectives."""
+        stage, device = agreed.stage, self._rank.device
         if stage > 1:
-            self.collective(f"graph {stage - 1}", num_tokens)
+            capture = Job(lambda: self._capture(agreed.step, f"graph {stage - 1}", num_tokens))
+            device.launch(capture)
+            device.wait(capture)
         self.changeover.enter(stage, GRAPHS if stage == LAST_STAGE else None)
+
+    def _capture(self, step: int, name: str, num_tokens: int) -> list[int]:
+        self.collective(step, name, num_tokens)
+        return []
 
     def confirm(self, confirm: Callable[[], None]) -> None:
         """Wait until all hold the step for the same."""
@@ -197,11 +236,11 @@ class SimRunner:
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
         """Run the collectives of a step."""
         for layer in range(COLLECTIVES):
-            self.collective(f"step {agreed.step} layer {layer}", num_tokens)
+            self.collective(agreed.step, f"layer {layer}", num_tokens)
 
-    def collective(self, name: str, num_tokens: int) -> None:
+    def collective(self, step: int, name: str, num_tokens: int) -> None:
         """Wait for all ranks."""
-        self._rank.group.collective(self._rank, name, num_tokens)
+        self._rank.group.collective(self._rank, step, name, num_tokens)
 
 
 class SimLeader(SimRank):
@@ -254,11 +293,13 @@ class SimLeader(SimRank):
                 captured=self.changeover.captured,
             )
             lockstep = Lockstep.joined(self.machine, self.peers, self.phases)
-        self.engine = Engine(
+        self.runner: SimRunner = plants.runner(self)
+        loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
+        self.engine = loop(
             self.scheduler,
             lockstep or Lockstep.alone(self.changeover.captured),
             self.sender or NoFollowers(),
-            plants.runner(self),
+            self.runner,
         )
         super().start()
 
@@ -373,9 +414,10 @@ class SimFollower(SimRank):
             self.name,
             receiver=self.receiver,
             runner=group.plants.runner(self),
-            digester=StepDigester(),
+            digester=StepDigester(is_overlapped=group.schedule.is_overlapped),
             holder=self.server,
             reader=self.puller,
+            is_overlapped=group.schedule.is_overlapped,
         )
 
     def ring(self) -> None:

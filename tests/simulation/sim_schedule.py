@@ -130,6 +130,10 @@ class Schedule:
     faults: list[Fault]
     compile_s: float | None
     """Until a rank has what was compiled while it serves, at most; None: it starts with it."""
+    is_overlapped: bool
+    """Whether a step is planned while the one before runs."""
+    has_device: bool
+    """Whether steps run beside the process that launches them, as with CUDA."""
 
     @property
     def num_ranks(self) -> int:
@@ -165,6 +169,8 @@ def draw_schedule(seed: int) -> Schedule:
         arrivals=[draw_arrival(rng, i, num_requests, has_aborts) for i in range(num_requests)],
         faults=_draw_faults(rng, groups, lease_s),
         compile_s=rng.choice((None, 0.02, 0.3, 1.0)),
+        is_overlapped=rng.random() < 0.5,
+        has_device=rng.random() < 0.6,
     )
 
 

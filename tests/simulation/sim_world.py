@@ -33,6 +33,7 @@ from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
 
 from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder
@@ -66,6 +67,7 @@ class Plants:
     scheduler: Any = Scheduler
     machine: Any = LockstepMachine
     runner: Any = SimRunner
+    overlapped_engine: Any = OverlappedEngine
     leader: Any = SimLeader
     follower: Any = SimFollower
     follower_loop: Any = FollowerLoop
@@ -141,7 +143,7 @@ class World:
             outcome.finding = Violation("error", repr(error))
         for group in self._groups.values():
             for rank in group.ranks:
-                rank.process.kill()
+                rank.kill()
         outcome.simulated_s = self.loop.now
         self.loop.close()
         outcome.num_restarts = len(self._groups) - len(self.pools)

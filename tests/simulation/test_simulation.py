@@ -79,6 +79,8 @@ def test_the_seeds_meet_every_fault_and_every_kind_of_end(tally: runner.Tally) -
     wanted |= {f"struck: {kind} in a transfer" for kind in IN_TRANSFER}
     wanted |= {f"had: {what}" for what in ("aborts", "lost aborts", "pre-emption", "handoff")}
     wanted |= {f"ranks: {n}" for n in (2, 3, 4)} | {f"restarts: {n}" for n in (0, 1, 2)}
+    loops = ("plain", "overlapped")
+    wanted |= {f"steps: {loop}, {device} the host" for loop in loops for device in ("in", "beside")}
     groups = [
         " and ".join(f"{shape.dp_size}x{shape.tp_size}" for shape in shapes) for shapes in SHAPES
     ]

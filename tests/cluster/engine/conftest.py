@@ -23,6 +23,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
 from cluster.messages import (
+    PENDING,
     EngineOutput,
     GenerateRequest,
     KVHandoff,
@@ -104,38 +105,49 @@ class Rank:
         self.window = shape.window
         self.tables: list[list[int]] = [[] for _ in range(shape.max_num_seqs)]
         self.seeds = [0] * shape.max_num_seqs
+        self.last_tokens = [-1] * shape.max_num_seqs
         blocks = range(shape.num_blocks + 1)
         self.cache: list[list[Cell | None]] = [[None] * shape.block_size for _ in blocks]
 
-    def execute(self, plan: StepPlan) -> SampledTokens:
-        """Run a plan: all contexts are read before anything is written."""
+    def launch(self, plan: StepPlan) -> Callable[[], SampledTokens]:
+        """Apply a plan to the rows; return what runs it, as late as one likes."""
         for admission in plan.admitted:
             self.seeds[admission.row] = admission.seed
         for new in plan.new_blocks:
             table = self.tables[new.row]
             assert new.start in (0, len(table)), "a block table grows at its end or starts anew"
             table[new.start :] = new.block_ids
-        pairs = zip(plan.rows, plan.num_computed, strict=True)
-        contexts = [self.context(row, computed) for row, computed in pairs]
+        tables = [self.tables[row].copy() for row in plan.rows]
+        seeds = [self.seeds[row] for row in plan.rows]
+        return lambda: self._run(plan, tables, seeds)
+
+    def _run(self, plan: StepPlan, tables: list[list[int]], seeds: list[int]) -> SampledTokens:
+        """Run a plan: all contexts are read before anything is written."""
+        pairs = zip(tables, plan.num_computed, strict=True)
+        contexts = [self.context(table, computed) for table, computed in pairs]
         tokens, drawn = iter(plan.token_ids), []
         for i, row in enumerate(plan.rows):
             context = contexts[i]
             for position in range(plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]):
                 token = next(tokens)
+                if token == PENDING:
+                    token = self.last_tokens[row]
+                assert token >= 0, "nothing was drawn in this row"
                 context = extend(context, token)
-                block = self.tables[row][position // self.block_size]
+                block = tables[i][position // self.block_size]
                 assert block != SCRATCH, "a token's KV was written to the scratch block"
                 self.cache[block][position % self.block_size] = (token, context)
             if plan.output_index[i] >= 0:
-                drawn.append(draw(self.seeds[row], plan.output_index[i], context))
+                self.last_tokens[row] = draw(seeds[i], plan.output_index[i], context)
+                drawn.append(self.last_tokens[row])
         return SampledTokens(drawn, [], [])
 
-    def context(self, row: int, num_computed: int) -> int:
+    def context(self, table: list[int], num_computed: int) -> int:
         """Return the hash of a row's computed tokens, as read back out of the cache."""
         context: int | None = 0
         start = 0 if self.window is None else max(0, num_computed - self.window + 1)
         for position in range(start, num_computed):
-            block = self.tables[row][position // self.block_size]
+            block = table[position // self.block_size]
             assert block != SCRATCH, "a token inside the window was read from the scratch block"
             cell = self.cache[block][position % self.block_size]
             assert cell is not None, f"block {block} was read before it was written"
@@ -147,10 +159,22 @@ class Rank:
 
 
 class FakeEngine:
-    """A scheduler and its rank, checked at every step."""
+    """A scheduler and its rank, checked at every step.
 
-    def __init__(self, shape: Shape, role: Role = Role.MIXED, **seams: object) -> None:
+    If overlapped, a step runs when it is waited for: after the next one is planned, and after
+    whatever came in between.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        role: Role = Role.MIXED,
+        is_overlapped: bool = False,
+        **seams: object,
+    ) -> None:
         self.shape = shape
+        self.is_overlapped = is_overlapped
+        self.in_flight: tuple[StepPlan, Callable[[], SampledTokens]] | None = None
         self.role = role
         self.rank = Rank(shape)
         self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
@@ -175,24 +199,44 @@ class FakeEngine:
         self.scheduler.add(Submit(request, handoff))
 
     def step(self) -> list[EngineOutput]:
-        """Run one step; fail where an invariant does not hold."""
+        """Run one step; fail where an invariant does not hold.
+
+        If overlapped, the outputs are those of the step before, as from `OverlappedEngine`.
+        """
+        outputs = self._step()
+        self.scheduler.check()
+        self._check_outputs(outputs)
+        num_computed = self.scheduler.stats().prompt_tokens_computed
+        if self.in_flight is None:
+            assert num_computed == self.prompt_tokens_computed
+        return outputs
+
+    def _step(self) -> list[EngineOutput]:
         num_preemptions = self.scheduler.stats().num_preemptions
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule_ahead() if self.is_overlapped else self.scheduler.schedule()
+        if plan is None:
+            return self._retire()
         self.num_steps += 1
         if self.role is not Role.DECODE and plan.admitted:
             assert self.scheduler.stats().num_preemptions == num_preemptions
         self.plans.append(plan)
         self.scheduler.check()
-        if plan.rows or self.num_steps % 2:
-            sampled = self.rank.execute(plan)
-            self._check_plan(plan)
-            outputs = self.scheduler.update(plan, sampled)
-        else:  # nobody has work: the plan reaches no rank
-            outputs = self.scheduler.take_outputs()
-        self.scheduler.check()
-        self._check_outputs(outputs)
-        assert self.scheduler.stats().prompt_tokens_computed == self.prompt_tokens_computed
+        if not plan.rows and self.num_steps % 2 == 0:
+            return self._retire()  # nobody has work: the plan reaches no rank
+        launched = plan, self.rank.launch(plan)
+        self._check_plan(plan)
+        if not self.is_overlapped:
+            self.in_flight = launched
+            return self._retire()
+        outputs = self._retire()
+        self.in_flight = launched
         return outputs
+
+    def _retire(self) -> list[EngineOutput]:
+        if self.in_flight is None:
+            return self.scheduler.take_outputs()
+        (plan, run), self.in_flight = self.in_flight, None
+        return self.scheduler.update(plan, run())
 
     def run(self, max_steps: int = 200) -> dict[str, list[EngineOutput]]:
         """Step until nothing is left; return each request's outputs."""
@@ -223,15 +267,19 @@ class FakeEngine:
 
     def _check_row(self, seq: Sequence, plan: StepPlan, i: int, tokens: list[int]) -> None:
         computed, end = plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]
-        assert computed == seq.num_computed_tokens
-        assert tokens == seq.token_ids[computed:end], "the plan's tokens are not the sequence's"
+        assert end == seq.num_computed_tokens
+        # Of what this step and the one before it draw, the last token is this step's.
+        num_known = seq.num_tokens + seq.num_pending_tokens - (plan.output_index[i] >= 0)
+        wanted = seq.token_ids[computed:end] or [PENDING]
+        assert tokens == wanted, "the plan's tokens are not the sequence's"
         table = self.rank.tables[plan.rows[i]]
         assert len(table) == len(seq.block_table) == -(-end // self.shape.block_size)
         # Ranks are not told of blocks that a window has passed: they read none of them.
         pairs = zip(table, seq.block_table, strict=True)
         assert all(theirs == ours for theirs, ours in pairs if ours), "a rank's row went astray"
-        is_complete = end == seq.num_tokens
-        assert plan.output_index[i] == (seq.num_output_tokens if is_complete else -1)
+        is_complete = end == num_known
+        assert plan.output_index[i] == (num_known - seq.num_prompt_tokens if is_complete else -1)
+        assert end < seq.max_total_len, "a token is computed that no other will follow"
         self.prompt_tokens_computed += max(0, min(end, seq.num_prompt_tokens) - computed)
 
     def _check_outputs(self, outputs: list[EngineOutput]) -> None:
@@ -366,7 +414,14 @@ class Arrival:
 class Pair:
     """A prefill and a decode engine with a holder and a reader between them, on one clock."""
 
-    def __init__(self, prefill: Shape, decode: Shape, weather: Weather, lease_s: float) -> None:
+    def __init__(
+        self,
+        prefill: Shape,
+        decode: Shape,
+        weather: Weather,
+        lease_s: float,
+        is_overlapped: bool = False,
+    ) -> None:
         self.now = 0.0
         self.weather = weather
         self.holder = KVHolder(lease_s, lambda: self.now)
@@ -374,8 +429,12 @@ class Pair:
         block_bytes = 64
         source = KVSource(0, "boot", 1, -1, "tcp://p", RankProcess(1, ""))
         metadata = HandoffMetadata([source], block_bytes, "kv", lease_s)
-        self.prefill = FakeEngine(prefill, Role.PREFILL, holder=self.holder, metadata=metadata)
-        self.decode = FakeEngine(decode, Role.DECODE, reader=self.reader, metadata=metadata)
+        self.prefill = FakeEngine(
+            prefill, Role.PREFILL, is_overlapped, holder=self.holder, metadata=metadata
+        )
+        self.decode = FakeEngine(
+            decode, Role.DECODE, is_overlapped, reader=self.reader, metadata=metadata
+        )
         self.reader.connect(self.prefill, self.decode)
 
     @property

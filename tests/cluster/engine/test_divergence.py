@@ -59,6 +59,22 @@ def test_what_arrives_as_it_was_sent_is_the_leaders_step() -> None:
     follow(PLANS, [(plan, agree(plan)) for plan in PLANS])
 
 
+@pytest.mark.feature("T04")
+def test_who_drew_something_else_is_found_two_steps_later() -> None:
+    """Where steps overlap; by then each rank has waited for the step."""
+    leader, follower = (StepDigester(is_overlapped=True) for _ in range(2))
+    plans = [make_plan(step, rows=[0, 2], token_ids=[-1, 8, 9]) for step in range(1, 6)]
+    for plan in plans:
+        wanted = leader.digest(plan, agree(plan))
+        found = follower.digest(plan, agree(plan))
+        if plan.step < 5:
+            check_digest("rank dp=0 tp=1", wanted, found)
+            leader.note_drawn([plan.step])
+            follower.note_drawn([plan.step + (plan.step == 3)])
+    with pytest.raises(StepDivergence, match=r"rank dp=0 tp=1 step 5: drawn: wanted \d+, found"):
+        check_digest("rank dp=0 tp=1", wanted, found)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

@@ -23,20 +23,28 @@ traces = settings(
 
 
 def run_mixed(
-    sim: SimpleNamespace, trace: list, shape: object, *, forgets: bool = False
+    sim: SimpleNamespace,
+    trace: list,
+    shape: object,
+    *,
+    forgets: bool = False,
+    is_overlapped: bool = False,
 ) -> SimpleNamespace:
     """Run a trace on one engine; return the engine, texts and last outputs.
 
     Args:
         forgets: the scheduler looks up the head of its queue in every step.
+        is_overlapped: each step is planned while the one before is in flight.
     """
-    engine = sim.FakeEngine(shape)
+    engine = sim.FakeEngine(shape, is_overlapped=is_overlapped)
     if forgets:
         engine.scheduler._is_worth_a_try = lambda seq, batch: True
     texts = {a.request.request_id: list(a.request.output_token_ids) for a in trace}
     ends: dict[str, object] = {}
     # The first running sequence is never pre-empted and gains a token in every step.
-    max_steps = 2 + max(a.at for a in trace) + sum(sim.longest_len(a.request) for a in trace)
+    num_tokens = sum(sim.longest_len(a.request) for a in trace)
+    # A step that cannot be planned ahead takes two calls.
+    max_steps = 2 + max(a.at for a in trace) + num_tokens * (2 if is_overlapped else 1)
     now = 0
     while engine.scheduler.has_unfinished or now <= 41:
         engine.scheduler.abort([a.request.request_id for a in trace if a.abort_at == now])
@@ -70,7 +78,7 @@ def test_every_text_is_the_oracles_whatever_the_pool(
 ) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
-    result = run_mixed(sim, trace, shape)
+    result = run_mixed(sim, trace, shape, is_overlapped=data.draw(st.booleans()))
     for arrival in trace:
         request_id = arrival.request.request_id
         end = result.ends[request_id]
@@ -103,7 +111,8 @@ def test_every_text_survives_prefill_handoff_and_loss(
         p_no_renew=data.draw(st.sampled_from([0.0, 0.5, 0.9])),
         max_delay=data.draw(st.integers(0, 6)),
     )
-    pair = sim.Pair(prefill, decode, weather, lease_s=data.draw(st.integers(2, 12)))
+    lease_s, is_overlapped = data.draw(st.integers(2, 12)), data.draw(st.booleans())
+    pair = sim.Pair(prefill, decode, weather, lease_s, is_overlapped)
     router = sim.Router(pair, trace)
     # Every token, and every block that is read, may have to wait for one tick of anything else.
     per_request = 2 * sim.max_model_len + 12 + 6 * weather.max_delay
@@ -119,6 +128,26 @@ def test_every_text_survives_prefill_handoff_and_loss(
         assert engine.finished == engine.submitted
         assert engine.blocks.num_free_blocks == engine.shape.num_blocks
     assert pair.holder.num_held == 0 and not pair.reader.reads
+
+
+@settings(traces, max_examples=300)
+@given(data=st.data())
+def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(
+    sim: SimpleNamespace, data: st.DataObject
+) -> None:
+    """A token that is drawn and dropped is one behind a stop token, or of an aborted request."""
+    trace = data.draw(sim.arrivals())
+    shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
+    result = run_mixed(sim, trace, shape, is_overlapped=True)
+    num_drawn = sum(i >= 0 for plan in result.engine.plans for i in plan.output_index)
+    texts = result.texts.values()
+    num_resumed = sum(len(a.request.output_token_ids) for a in trace)
+    num_wasted = num_drawn - (sum(map(len, texts)) - num_resumed)
+    reasons = [end.finish_reason for end in result.ends.values()]
+    assert 0 <= num_wasted <= reasons.count("stop") + reasons.count("abort")
+    plain = run_mixed(sim, trace, shape)
+    num_drawn = sum(i >= 0 for plan in plain.engine.plans for i in plan.output_index)
+    assert num_drawn == sum(map(len, plain.texts.values())) - num_resumed
 
 
 @settings(traces, max_examples=200)

@@ -23,9 +23,15 @@ PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (
 
 
 def beat(
-    step: int, phase: Phase, phase_s: float, *, expected_s: float = 0.0, is_asleep: bool = False
+    step: int,
+    phase: Phase,
+    phase_s: float,
+    *,
+    expected_s: float = 0.0,
+    is_asleep: bool = False,
+    oldest_step: int | None = None,
 ) -> Heartbeat:
-    return Heartbeat(step, phase, phase_s, expected_s, is_asleep)
+    return Heartbeat(step, phase, phase_s, expected_s, is_asleep, oldest_step)
 
 
 def verdict(*beats: Heartbeat, watchdog_s: float = 10.0) -> str | None:
@@ -118,6 +124,8 @@ def test_of_a_group_that_does_not_advance_the_rank_furthest_behind_is_named(
         (beat(7, AGREEING, 10), beat(7, AGREEING, 11), "dp=1 tp=0"),
         (beat(6, WAITING, 40, is_asleep=True), beat(7, AGREEING, 11), "dp=0 tp=0"),
         (beat(7, RUNNING, 11), beat(7, RUNNING, 11), "dp=0 tp=1"),
+        # Steps overlap: all of them wait for step 7, of which the follower has not heard.
+        (beat(8, AGREEING, 11, oldest_step=7), beat(7, RUNNING, 11, oldest_step=7), "dp=0 tp=1"),
     ],
 )
 def test_a_follower_is_behind_once_its_leader_runs_and_not_before(
@@ -130,6 +138,16 @@ def test_a_follower_is_behind_once_its_leader_runs_and_not_before(
     found = watchdog.on_tick(1.5)
     assert found is not None
     assert found.startswith(f"rank {named} epoch=3: does not advance"), found
+
+
+def test_a_follower_of_a_leader_that_is_ahead_is_not_behind_what_it_has_begun() -> None:
+    leader = beat(8, AGREEING, 11, oldest_step=7)
+    beats = (leader, beat(8, WAITING, 11, oldest_step=7), beat(7, RUNNING, 11, oldest_step=7))
+    watchdog = Watchdog(NAMES, watchdog_s=10.0, now=0.0, leaders=[0, 0, 2])
+    for rank, each in enumerate(beats):
+        watchdog.on_heartbeat(rank, each, 1.0)
+    found = watchdog.on_tick(1.5)
+    assert found is not None and found.startswith("rank dp=1 tp=0 epoch=3: does not advance")
 
 
 def test_nobody_is_named_who_has_time_left_or_nothing_to_do() -> None:
@@ -179,17 +197,52 @@ def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None
     assert phases.heartbeat() == beat(1, AGREEING, 0)
     phases.build(1, 10)
     clock.now = 1.5
-    phases.run()
-    assert phases.heartbeat() == beat(1, RUNNING, 0)
+    phases.run(1)
+    assert phases.heartbeat() == beat(1, RUNNING, 0, oldest_step=1)
     clock.now = 2.5
-    phases.book()
+    phases.end_step(1)
+    phases.book(1)
     assert phases.heartbeat().phase is Phase.BOOKING
     phases.build(2, 40)  # ten tokens took two seconds
-    phases.run()
-    assert phases.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0)
-    phases.book()
+    phases.run(2)
+    assert phases.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0, oldest_step=2)
+    phases.end_step(2)
+    phases.book(2)
     phases.wait(3, is_asleep=False)
     assert phases.heartbeat() == beat(3, WAITING, 0)
+
+
+def test_a_step_that_was_begun_behind_another_is_timed_from_that_ones_end() -> None:
+    clock = Clock()
+    phases = PhaseRecorder(clock)
+    phases.learn(8, 0.8)
+    phases.build(1, 8)
+    phases.build(2, 1)
+    assert phases.heartbeat().expected_s == pytest.approx(0.8 + 0.8)  # both must end
+    clock.now = 0.8
+    phases.end_step(1)
+    phases.book(1)
+    assert phases.heartbeat().expected_s == pytest.approx(0.8)
+    phases.build(3, 8)
+    clock.now = 1.0
+    phases.end_step(2)
+    clock.now = 1.8
+    phases.end_step(3)
+    phases.book(3)
+    assert phases.heartbeat().expected_s == 0
+    assert took(phases, clock, 8, 0.8) == pytest.approx(0.8)
+    assert took(phases, clock, 1, 0.2) == pytest.approx(0.2)
+
+
+def test_a_step_whose_end_nobody_saw_is_not_taken_for_a_long_one() -> None:
+    clock = Clock()
+    phases = PhaseRecorder(clock)
+    phases.learn(8, 0.8)
+    for step, seconds in ((1, 3600.0), (2, 0.4)):
+        phases.build(step, 8)
+        clock.now += seconds
+        phases.end_step(step, is_seen=False)
+    assert took(phases, clock, 8, 0.8) == pytest.approx(0.8 * 0.9 + 0.4 * 0.1)
 
 
 def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -> float:
@@ -197,7 +250,7 @@ def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -
     phases.build(1, num_tokens)
     expected_s = phases.heartbeat().expected_s
     clock.now += seconds
-    phases.book()
+    phases.end_step(1)
     return expected_s
 
 

@@ -128,6 +128,7 @@ class Row:
     compiler: str = "auto"
     loses: int | None = None
     """The prefill rank that forgets the ticket of each request's first attempt."""
+    overlap: bool = False
 
     @property
     def id(self) -> str:
@@ -135,6 +136,7 @@ class Row:
         words += [f"{self.tp}x{self.dp}"] * (self.tp * self.dp > 1)
         words += [self.kv] * bool(self.kv) + [f"loses {self.loses}"] * (self.loses is not None)
         words += [f"O{self.level} {self.mode.name}"] * (self.level > 0 or self.has_graphs)
+        words += ["overlapped"] * self.overlap
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property
@@ -165,6 +167,7 @@ class Row:
             scheduler=SchedulerConfig(load.max_num_seqs, load.max_num_batched_tokens),
             transfer=TransferConfig(transport=self.kv or "auto"),
             parallel=ParallelConfig(self.tp, data_parallel_size=self.dp),
+            overlap=self.overlap,
             compilation=CompilationConfig(
                 level=self.level,
                 cudagraph_mode=self.mode,

@@ -211,10 +211,12 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
             if engine.has_unfinished if at is None else at > step:
                 break
             _submit(leader, run, waiting.pop(0))
-        before = counter.num_cudagraph_replayed
+        before, last = counter.num_cudagraph_replayed, engine.agreed
         for output in engine.step():
             run.outputs[int(output.request_id)].append(output)
-        if engine.agreed is not None and engine.agreed.has_work:
+        # An overlapped loop may have waited for a step alone.
+        is_new = engine.agreed is not last
+        if is_new and engine.agreed is not None and engine.agreed.has_work:
             log.append(msgspec.structs.asdict(engine.agreed))
             replays.append(counter.num_cudagraph_replayed - before)
         step += 1

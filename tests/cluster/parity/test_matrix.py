@@ -152,7 +152,37 @@ def pools() -> Iterator[Any]:
     yield case(Row("tied", "few", 2, kv="shm", loses=1))
 
 
-ROWS = [*one_rank(), *compiled(), *tensor_parallel(), *data_parallel(), *pools()]
+def overlapped() -> Iterator[Any]:
+    """Steps are planned ahead of their tokens: one shape of each family, and each kind of group."""
+    for shape in COMPILED:
+        yield case(Row(shape, "everything", overlap=True), "T04")
+    for load in ("arriving", "chunks of 23", "prefix", "tiny pool", "logprobs", "seeded"):
+        yield case(Row("six heads", load, overlap=True), "T04")
+    yield case(Row("mistral window 7", "tiny pool", overlap=True), "T04")
+    yield case(Row("six heads", "run down", mode=FULL, overlap=True), "T04")
+    yield case(Row("six heads", "run down", level=3, mode=BOTH, overlap=True), "T04", True)
+    for shape, load in (("one kv head", "everything"), ("qwen2 tied", "seeded")):
+        yield case(Row(shape, load, 2, overlap=True), "T04")
+    yield case(Row("llama3 rope", "logprobs", 2, overlap=True), "T04")
+    odd, experts = "odd vocabulary", "mixtral tied eight experts"
+    yield case(Row(odd, "uneven", 1, 2, mode=DECODE_ONLY, overlap=True), "T04")
+    yield case(Row(experts, "uneven", 2, 2, mode=DECODE_ONLY, overlap=True), "T04")
+    yield case(Row("wide heads", "pools", kv="tcp", overlap=True), "T04")
+    yield case(Row("mistral window 7", "pools", kv="shm", overlap=True), "T04")
+    yield case(Row("tied", "pools", 2, kv="shm", overlap=True), "T04")
+    yield case(Row("tied", "cut", kv="shm", overlap=True), "T04")
+    yield case(Row("tied", "cut early", 2, kv="tcp", overlap=True), "T04")
+    yield case(Row("tied", "few", 2, kv="shm", loses=1, overlap=True), "T04")
+
+
+ROWS = [
+    *one_rank(),
+    *compiled(),
+    *tensor_parallel(),
+    *data_parallel(),
+    *pools(),
+    *overlapped(),
+]
 
 
 @pytest.mark.parametrize("row", ROWS)

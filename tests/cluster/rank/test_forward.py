@@ -28,7 +28,7 @@ from compile.context import (
     get_forward_context,
 )
 from compile.counters import counter
-from compile.dispatch import decide
+from compile.dispatch import CapturedGraphs, decide
 from compile.graphs.capture import is_in_capture_window
 from model.layers.attention import Attention, AttentionMetadata
 from model.parallel import Shard
@@ -175,6 +175,9 @@ class Votes:
 
     def confirm(self) -> None:
         self._alone.confirm()
+
+    def dispatch_over(self, captured: CapturedGraphs) -> None:
+        self._alone.dispatch_over(captured)
 
 
 @pytest.fixture

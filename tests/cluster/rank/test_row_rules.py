@@ -23,6 +23,7 @@ from cluster.messages import (
     decode,
     encode,
 )
+from cluster.rank.buffers import Staging
 from cluster.rank.row_rules import RowRulesTables
 
 VOCAB = 152_064
@@ -41,7 +42,7 @@ def admission(row: int, found: LogitRules) -> Admission:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 64, 509])
 def test_no_other_token_is_left(vocab_size: int) -> None:
-    tables = RowRulesTables(2, 8, vocab_size, torch.device("cpu"))
+    tables = RowRulesTables(2, 8, vocab_size, Staging(torch.device("cpu")))
     for allowed in ([0], [vocab_size - 1], [vocab_size // 2], list(range(0, vocab_size, 3))):
         tables.admit(admission(1, rules(allowed, vocab_size)))
         found = tables.adjustments(np.array([0, 1]), np.array([0, 0]))
@@ -51,7 +52,7 @@ def test_no_other_token_is_left(vocab_size: int) -> None:
 
 
 def test_a_bias_counts_among_what_is_allowed() -> None:
-    tables = RowRulesTables(1, 8, 16, torch.device("cpu"))
+    tables = RowRulesTables(1, 8, 16, Staging(torch.device("cpu")))
     mask = (1 << 3 | 1 << 9).to_bytes(2, "little")
     tables.admit(admission(0, LogitRules(0.0, 0.0, 1.0, (3, 5), (2.0, 4.0), mask, 0)))
     found = tables.adjustments(np.array([0]), np.array([0]))
@@ -69,7 +70,7 @@ def test_the_most_that_may_be_asked_for_holds_a_step_up_for_milliseconds() -> No
     frame = encode(Submit(request, None))
     blocks = BlockManager(1000, 16, enable_prefix_caching=True)
     limits = RequestLimits(blocks, 8192, Role.MIXED, None, VOCAB, None)
-    tables = RowRulesTables(4, 64, VOCAB, torch.device("cpu"))
+    tables = RowRulesTables(4, 64, VOCAB, Staging(torch.device("cpu")))
     tables.admit(admission(3, asked))  # the first row makes the tables
     took: list[float] = []
     for _ in range(15):

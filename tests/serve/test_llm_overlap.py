@@ -1,0 +1,171 @@
+"""An engine that plans ahead generates what one does that waits, through the offline API."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from cluster.engine.overlap import OverlappedEngine
+from cluster.messages import PENDING, SampledTokens, StepAgreement, StepPlan
+from cluster.rank.runner import LaunchedStep, ModelRunner
+from serve.llm import LLM, RequestOutput, SamplingParams
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "max_model_len": 96,
+    "block_size": 4,
+    # One longest sequence and little more.
+    "num_kv_blocks": 30,
+    "dtype": "float32",
+    "enforce_eager": True,
+}
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, LLM]:
+    return {overlap: LLM(overlap=overlap, **SIZES) for overlap in ("off", "on")}
+
+
+class Counting:
+    """Notes what an engine's executor is told."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.plans: list[StepPlan] = []
+        self.most_in_flight = 0
+        self._num_in_flight = 0
+
+    def launch(self, plan: StepPlan, agreed: StepAgreement, confirm: Any) -> LaunchedStep:
+        self.plans.append(plan)
+        self._num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+        return self._runner.launch(plan, agreed, confirm)
+
+    def wait(self, launched: LaunchedStep) -> SampledTokens:
+        self._num_in_flight -= 1
+        return self._runner.wait(launched)
+
+    def execute(self, plan: StepPlan, agreed: StepAgreement, confirm: Any) -> SampledTokens:
+        return self.wait(self.launch(plan, agreed, confirm))
+
+
+def of_all_kinds(rng: random.Random, stop: list[int]) -> SamplingParams:
+    """Return parameters whose draws depend on what was drawn before."""
+    return SamplingParams(
+        temperature=rng.choice((0.0, 0.7, 1.0)),
+        top_k=rng.choice((0, 20)),
+        top_p=rng.choice((1.0, 0.9)),
+        seed=rng.randrange(1 << 40),
+        max_tokens=rng.randint(1, 60),
+        min_tokens=rng.choice((0, 0, 1)),
+        stop_token_ids=rng.sample(stop, rng.choice((0, 2))),
+        ignore_eos=rng.random() < 0.7,
+        stop=rng.choice(([], ["e"], ["th", "3"])),
+        presence_penalty=rng.choice((0.0, 1.5)),
+        frequency_penalty=rng.choice((0.0, -0.5, 1.0)),
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        logprobs=rng.choice((None, 2)),
+        prompt_logprobs=rng.choice((None, None, 1)),
+    )
+
+
+def told(output: RequestOutput) -> list[Any]:
+    """Return what a client is told, apart from values that depend on rounding."""
+    [choice] = output.outputs
+    likeliest = [[entry.rank, *entry.top_token_ids] for entry in choice.logprobs]
+    return [choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, likeliest]
+
+
+def values(output: RequestOutput) -> list[float]:
+    """Return all log-probabilities, of prompt and output."""
+    entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
+    return [entry.logprob for entry in entries if entry is not None]
+
+
+@pytest.mark.feature("T04")
+@pytest.mark.parametrize("seed", range(2))
+def test_planning_ahead_changes_no_output(engines: dict[str, LLM], seed: int) -> None:
+    """In a pool that pre-empts: stops, seeds, penalties, limits, log-probabilities."""
+    rng = random.Random(seed)
+    vocab = engines["on"].runner.model_config.vocab_size
+    shared = [rng.randrange(vocab) for _ in range(9)]
+    prompts: list[Any] = []
+    for _ in range(14):
+        own = [rng.randrange(vocab) for _ in range(rng.randint(1, 24))]
+        prompts.append(shared + own if rng.random() < 0.4 else own)
+    params = [of_all_kinds(rng, rng.sample(range(vocab), 40)) for _ in prompts]
+    found = {}
+    for overlap, llm in engines.items():
+        before = llm.engine.stats().num_preemptions
+        found[overlap] = llm.generate(prompts, params)
+        stats = llm.engine.stats()
+        assert stats.num_preemptions > before
+        assert stats.num_free_blocks == stats.num_blocks == SIZES["num_kv_blocks"]
+        assert not llm.engine.has_unfinished
+    for plain, overlapped in zip(found["off"], found["on"], strict=True):
+        assert told(plain) == told(overlapped)
+        assert values(plain) == pytest.approx(values(overlapped), abs=1e-4)
+    reasons = [output.outputs[0].finish_reason for output in found["on"]]
+    assert {"stop", "length"} == set(reasons)
+
+
+@pytest.mark.feature("T04")
+def test_steps_are_planned_before_the_tokens_of_the_last_are_known(
+    engines: dict[str, LLM],
+) -> None:
+    llm = engines["on"]
+    assert isinstance(llm.engine, OverlappedEngine)
+    assert not isinstance(engines["off"].engine, OverlappedEngine)
+    runner = llm.engine.executor
+    llm.engine.executor = counting = Counting(llm.runner)
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    try:
+        [output] = llm.generate([[7, 8, 9]], SamplingParams(**greedy))
+    finally:
+        llm.engine.executor = runner
+    tokens = output.outputs[0].token_ids
+    assert counting.most_in_flight == 2
+    # All but the first step take their token from the one before; none computes the last token.
+    assert [plan.token_ids for plan in counting.plans] == [[7, 8, 9], *[[PENDING]] * 11]
+    assert [plan.output_index for plan in counting.plans] == [[i] for i in range(12)]
+    stopping = SamplingParams(**greedy, stop_token_ids=[tokens[5]])
+    [stopped] = llm.generate([[7, 8, 9]], stopping)
+    assert stopped.outputs[0].token_ids == tokens[: tokens.index(tokens[5]) + 1]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too_planning_ahead_changes_no_token() -> None:
+    """There copies and steps are under way while the host fills the next step's arrays."""
+    rng = random.Random(1)
+    sizes = SIZES | {"device": "cuda", "enforce_eager": False}
+    found = []
+    for overlap in ("off", "on"):
+        llm = LLM(overlap=overlap, **sizes)
+        vocab = llm.runner.model_config.vocab_size
+        rng.seed(1)
+        prompts: Any = [
+            [rng.randrange(vocab) for _ in range(rng.randint(1, 24))] for _ in range(14)
+        ]
+        params = [
+            SamplingParams(temperature=0, max_tokens=rng.randint(1, 60), frequency_penalty=0.5)
+            for _ in prompts
+        ]
+        found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("device", "overlap"), [("cpu", False), ("cuda", True)])
+def test_a_device_that_runs_beside_the_host_is_planned_ahead_by_default(
+    device: str, overlap: bool
+) -> None:
+    from serve.config import deploy_config
+
+    for pool in deploy_config({"device": device}).pools:
+        assert pool.engine.overlap is overlap
+    hashes = {o: deploy_config({"device": device, "overlap": o}).config_hash for o in ("on", "off")}
+    assert hashes["on"] != hashes["off"]
+    auto = deploy_config({"device": device}).config_hash
+    assert auto == hashes["on" if overlap else "off"]
