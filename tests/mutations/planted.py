@@ -241,7 +241,9 @@ MUTATIONS = (
         "captures_are_silent",
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
-        {'progress=None if progress is None else _named(progress, "capturing graphs"),': ""},
+        {
+            'told = None if progress is None else _named(progress, "capturing graphs")': "told = None"
+        },
         (READY,),
     ),
     Mutation(

@@ -11,6 +11,7 @@ import pytest
 
 from cluster.actors.rank_group import GroupReport, RankDied
 from cluster.credentials import Credentials
+from cluster.rank.status import RankStats
 from serve import pools
 from serve.pools import Pool
 from serve.router import PoolUnavailable
@@ -103,7 +104,8 @@ class Group:
     def __init__(self, epoch: int, pool: PoolWithoutRanks | None = None) -> None:
         self.epoch, self.actors, self.is_stopped = epoch, list[Any](), False
         self._pool = pool
-        self._reports = [GroupReport([f"rank of epoch {epoch}"], [])]  # type: ignore[list-item]
+        rank = RankStats(tp_rank=0, dp_rank=0, pid=1, node="", state="ready", epoch=epoch, step=1)
+        self._reports = [GroupReport([rank], [])]
 
     async def report(self) -> GroupReport:
         if not self._reports or self._pool is not None:

@@ -60,7 +60,7 @@ def test_a_border_takes_no_more_than_its_share(
         sender.send_multipart(pack(encode(Abort([str(i)])), CREDENTIALS))
     time.sleep(1.0)  # all have come
     borders = take_all(inbox, 3 * MAX_INBOX_FRAMES)
-    assert max(map(len, borders)) == MAX_INBOX_FRAMES
+    assert max(map(len, borders)) <= MAX_INBOX_FRAMES
     assert [a.request_ids for border in borders for a in border] == [
         [str(i)] for i in range(3 * MAX_INBOX_FRAMES)
     ]
