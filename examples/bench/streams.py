@@ -15,7 +15,7 @@ each server and number of streams, the medians of all repetitions:
     gap p99   milliseconds between two chunks of a stream, 99th percentile
     cpu       processor seconds of the server per 1,000 output tokens
     chunks    per 100 output tokens
-    ready     seconds from the command to the first answer
+    ready     seconds from the command to the first answer, with nothing left to compile
 
 A repetition during which other processes took more than a tenth of a core does not count and is
 run again, at most twice.
@@ -147,8 +147,13 @@ class Server:
             self.model = msgspec.json.decode(models.body)["data"][0]["id"]
             body = {"model": self.model, "prompt": [11, 12], "max_tokens": 1}
             answer = await ask(self.address, "POST", PATH, msgspec.json.encode(body))
-            return answer.status == 200
+            return answer.status == 200 and not await self._is_compiling()
         return False
+
+    async def _is_compiling(self) -> bool:
+        """Return whether it serves, as ours may, while it still compiles."""
+        ready = await ask(self.address, "GET", "/ready")
+        return ready.status == 200 and msgspec.json.decode(ready.body)["compiling"] is True
 
     def _processes(self) -> list[psutil.Process]:
         with suppress(psutil.Error):

@@ -241,9 +241,7 @@ MUTATIONS = (
         "captures_are_silent",
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
-        {
-            'told = None if progress is None else _named(progress, "capturing graphs")': "told = None"
-        },
+        {'None if progress is None else _named(progress, "capturing graphs")': "None"},
         (READY,),
     ),
     Mutation(
