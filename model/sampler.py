@@ -100,6 +100,8 @@ class SamplingTensors:
     any_min_p: bool
     adjustments: Adjustments | None
     """None where no row wants any."""
+    allowed: torch.Tensor | None = None
+    """int32 [B, at least V / 32]: bit i % 32 of word i // 32 allows token i; None allows all."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def costliest_sampling(num_rows: int, vocab_size: int, device: torch.device) -> 
                 is_in_prompt=torch.zeros(shape, dtype=torch.bool, device=device),
             ),
         ),
+        allowed=torch.full((num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device),
     )
 
 
@@ -152,12 +155,15 @@ def sample(logits: torch.Tensor, tensors: SamplingTensors) -> SamplerOutput:
     """Draw one token per row. logits: float32 [B, V], raw.
 
     The order is vLLM's: bias and allowed tokens, the mask of stop tokens before `min_tokens`,
-    repetition, frequency and presence penalty; the likeliest token of these for greedy rows; for
-    the others temperature, min-p, top-k, top-p. Logprobs are those of the raw logits.
+    repetition, frequency and presence penalty; what is allowed of these alone, and the likeliest of
+    that for greedy rows; for the others temperature, min-p, top-k, top-p. Logprobs are those of the
+    raw logits.
     """
     adjusted = logits
     if tensors.adjustments is not None:
         adjusted = adjust_logits(logits, tensors.adjustments)
+    if tensors.allowed is not None:
+        adjusted = adjusted.masked_fill(~unpack_bits(tensors.allowed, logits.shape[1]), -torch.inf)
     token_ids = likeliest(adjusted)
     if not tensors.all_greedy:
         drawn = _draw(_filtered_probs(adjusted, tensors), tensors.uniform)
@@ -165,6 +171,20 @@ def sample(logits: torch.Tensor, tensors: SamplingTensors) -> SamplerOutput:
     if tensors.num_logprobs < 0:
         return SamplerOutput(token_ids, None, None, None, None)
     return score(logits, token_ids, tensors.num_logprobs)
+
+
+def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Return the first bits of each row, the lowest of a word first, as bool [B, num_bits].
+
+    words: int32 [B, W]
+    """
+    if words.device.type == "cpu":
+        # Eight at a time; torch would make four bytes of each.
+        octets = words.numpy().view(np.uint8)
+        bits = np.unpackbits(octets, axis=1, count=num_bits, bitorder="little")
+        return torch.from_numpy(bits).bool()
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :num_bits].bool()
 
 
 _WIDTH = 512

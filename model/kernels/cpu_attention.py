@@ -1,6 +1,6 @@
-"""Paged decode attention and the write of KV on CPU: C++ where it is built, torch elsewhere.
+"""Paged attention and the write of KV on CPU: C++ where it is built, torch elsewhere.
 
-Both functions take what their twins in `paged_attention` take and leave the same values behind, so
+All functions take what their twins in `paged_attention` take and leave the same values behind, so
 a caller does not know which one ran. What a kernel does not serve (other dtypes, other devices,
 rows that are not contiguous) goes to the twin.
 
@@ -90,6 +90,91 @@ def _decode_sizes(
         num_heads,
         cache_shape[2],
         dim,
+        *k_cache[:3],
+        cache_shape[1],
+        *q[:2],
+        *out[:2],
+        block_table[0],
+        num_threads,
+        sliding_window,
+    )
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int | None = None,
+) -> None:
+    """Attend as `paged_attention.paged_prefill` does; rows behind the last sequence become zero."""
+    kernel = native_function("paged_prefill", q.dtype) if q.device.type == "cpu" else None
+    sizes = None
+    if kernel is not None and q.dtype == k_cache.dtype:
+        sizes = _prefill_sizes(
+            q.shape,
+            seq_lens.shape,
+            k_cache.shape,
+            q.stride(),
+            k_cache.stride(),
+            v_cache.stride(),
+            block_table.stride(),
+            cu_seqlens_q.stride(),
+            seq_lens.stride(),
+            out.stride(),
+            torch.get_num_threads(),
+            sliding_window or 0,
+        )
+    if kernel is None or sizes is None:
+        where = (k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
+        twin.paged_prefill(q, k, v, *where, scale, out, sliding_window)
+        out[int(cu_seqlens_q[-1]) :].zero_()
+        return
+    kernel(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_table.data_ptr(),
+        cu_seqlens_q.data_ptr(),
+        seq_lens.data_ptr(),
+        out.data_ptr(),
+        sizes,
+        scale,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _prefill_sizes(
+    q_shape: Strides,
+    seqs_shape: Strides,
+    cache_shape: Strides,
+    q: Strides,
+    k_cache: Strides,
+    v_cache: Strides,
+    block_table: Strides,
+    cu_seqlens_q: Strides,
+    seq_lens: Strides,
+    out: Strides,
+    num_threads: int,
+    sliding_window: int,
+) -> ctypes.Array[ctypes.c_int64] | None:
+    """Return what the kernel is told of shapes and strides; None if it does not serve them."""
+    if q_shape[2] > MAX_HEAD_DIM or k_cache != v_cache:
+        return None
+    if not _has_rows(q, k_cache, block_table, cu_seqlens_q, seq_lens, out):
+        return None
+    return int64_array(
+        q_shape[0],
+        seqs_shape[0],
+        q_shape[1],
+        cache_shape[2],
+        q_shape[2],
         *k_cache[:3],
         cache_shape[1],
         *q[:2],

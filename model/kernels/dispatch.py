@@ -1,12 +1,13 @@
-"""Which kernel computes what: Triton on a GPU, `cpu_attention` and torch functions elsewhere.
+"""Which kernel computes what: Triton on a GPU, `cpu_*` and torch functions elsewhere.
 
 On a GPU nothing here waits for the device. Grids follow from tensor shapes and from host integers,
 never from what a tensor holds. Triton is imported by the first tensor that needs it; a machine
 without a GPU may be without it.
 
 Functions of attention and of experts run inside an op and are plain; so are those of sampling,
-which comes behind the graph. Those of other layers are traced, so on a GPU they are opaque ops;
-elsewhere torch functions are traced, and the ops equal them.
+which comes behind the graph. Those of other layers are traced, so on a GPU they are opaque ops.
+On a CPU torch functions are traced, because Inductor fuses them with their neighbours, and cannot
+look into an op; where nothing is traced the ops run there too, each of them one pass in C++.
 
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, D head dim, N blocks in the pool,
 B tokens per block, M columns of the block table.
@@ -18,12 +19,18 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from compile.passes.fuse_add_rms_norm import OP_NAME as FUSED_ADD_RMS_NORM
-from model.kernels import cpu_attention, elementwise, filters, paged_attention, sparse_mlp
+from model.kernels import cpu_attention, cpu_elementwise, filters, sparse_mlp
+from model.kernels.native import native_library
 
 
 def uses_triton(x: torch.Tensor) -> bool:
     """Return whether Triton kernels compute on this tensor's device."""
     return x.is_cuda
+
+
+def uses_ops(x: torch.Tensor) -> bool:
+    """Return whether layers call the ops of this module on this tensor, not torch functions."""
+    return uses_triton(x) or (not torch.compiler.is_compiling() and native_library() is not None)
 
 
 # --- attention ------------------------------------------------------------------------------
@@ -54,19 +61,24 @@ def rope_and_write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-) -> torch.Tensor:
-    """Write turned keys and values into their slots, on a GPU; return the turned queries.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write turned keys and values into their slots; return queries and keys for attention.
 
-    Elsewhere turning is traced with the layers around it, outside of the attention op.
+    Both are turned, but for keys on a GPU, where attention reads them in the cache alone.
 
     Args:
         q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
         k_cache, v_cache: [N, B, Hkv, D], any strides but the last
         slot_mapping: int64 [T], block * B + offset
     """
-    from model.kernels import triton_rope
+    if uses_triton(q):
+        from model.kernels import triton_rope
 
-    return triton_rope.rope_and_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+        args = (cos, sin, k_cache, v_cache, slot_mapping)
+        return triton_rope.rope_and_write_kv(q, k, v, *args), k
+    q, k = cpu_elementwise.rotate(q, k, cos, sin)
+    cpu_attention.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q, k
 
 
 def paged_decode(
@@ -112,8 +124,7 @@ def paged_prefill(
 
         triton_prefill.paged_prefill(q, *where, scale, out, sliding_window)
     else:
-        paged_attention.paged_prefill(q, k, v, *where, scale, out, sliding_window)
-        out[int(cu_seqlens_q[-1]) :].zero_()
+        cpu_attention.paged_prefill(q, k, v, *where, scale, out, sliding_window)
 
 
 # --- experts --------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ def filter_top_k_top_p(
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not uses_triton(x):
-        return elementwise.rms_norm(x, weight, eps).contiguous()
+        return cpu_elementwise.rms_norm(x, weight, eps)
     from model.kernels import triton_elementwise
 
     return triton_elementwise.rms_norm(x, weight, eps)
@@ -186,7 +197,7 @@ def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     if not uses_triton(x):
-        return elementwise.rms_norm(residual.add_(x), weight, eps).contiguous()
+        return cpu_elementwise.add_rms_norm(x, residual, weight, eps)
     from model.kernels import triton_elementwise
 
     return triton_elementwise.add_rms_norm(x, residual, weight, eps)
@@ -200,7 +211,7 @@ def _add_rms_norm_fake(
 
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if not uses_triton(gate_up):
-        return elementwise.silu_and_mul(gate_up)
+        return cpu_elementwise.silu_and_mul(gate_up)
     from model.kernels import triton_elementwise
 
     return triton_elementwise.silu_and_mul(gate_up)
@@ -226,5 +237,7 @@ silu_and_mul = direct_register_custom_op(
     "silu_and_mul", _silu_and_mul, fake_impl=_silu_and_mul_fake
 )
 # The op of a graph pass, which knows torch alone.
-direct_register_custom_op(FUSED_ADD_RMS_NORM, elementwise.add_rms_norm, dispatch_key="CPU")
+direct_register_custom_op(
+    FUSED_ADD_RMS_NORM, cpu_elementwise.fused_add_rms_norm, dispatch_key="CPU"
+)
 direct_register_custom_op(FUSED_ADD_RMS_NORM, _fused_add_rms_norm_cuda, dispatch_key="CUDA")

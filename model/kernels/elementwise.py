@@ -1,18 +1,14 @@
-"""Norms and activations in torch functions: what a CPU's graph is traced from.
+"""Norms, activations and rotary positions in torch functions: what a CPU's graph is traced from.
 
-A Triton kernel on a GPU rounds where these round, to the model's dtype. What graph passes put into
-compiled graphs ends in C++ on a CPU, where it is built (`add_rms_norm`).
+A kernel on a GPU or in C++ rounds where these round, to the model's dtype.
 
-Shapes: T tokens, E hidden size.
+Shapes: T tokens, H heads, D head dim.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from compile.passes.fuse_add_rms_norm import add_rms_norm as twin
-from model.kernels.native import int64_array, native_function
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -28,22 +24,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of the sum, and the sum: in C++ where it is built, in torch elsewhere.
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (x[i], x[i + D / 2]) by its position's angle, halves as Hugging Face does.
 
-    Graph passes put the op that ends here into compiled graphs; a model does not call it.
-
-    x, residual: [T, E]; weight: [E].
+    x: [T, H, D]; cos, sin: [T, 1, D / 2]
     """
-    kernel = native_function("add_rms_norm", x.dtype) if x.ndim == 2 else None
-    is_served = x.stride(-1) == residual.stride(-1) == weight.stride(-1) == 1
-    is_served = is_served and x.dtype == residual.dtype == weight.dtype
-    if kernel is None or not is_served or x.shape != residual.shape:
-        return twin(x, residual, weight, eps)
-    normed, summed = x.new_empty(x.shape), x.new_empty(x.shape)
-    sizes = int64_array(*x.shape, x.stride(0), residual.stride(0), torch.get_num_threads())
-    pointers = (t.data_ptr() for t in (x, residual, weight, normed, summed))
-    kernel(*pointers, sizes, eps)
-    return normed, summed
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat(
+        (torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)), dim=-1
+    )

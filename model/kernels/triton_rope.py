@@ -1,4 +1,4 @@
-"""Rotary positions and the KV write in one launch; the twin of `layers.rotary.rotate`
+"""Rotary positions and the KV write in one launch; the twin of `elementwise.rotate`
 followed by `paged_attention.write_kv`.
 
 A program takes one token and one KV head: it turns the head's query heads, turns the key and

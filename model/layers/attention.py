@@ -17,7 +17,7 @@ from torch import nn
 from compile.context import get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.kernels import dispatch
-from model.layers.rotary import rotate
+from model.kernels.elementwise import rotate
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Attention(nn.Module):
 
         q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]. Returns [T, H, D].
         """
-        if cos is not None and sin is not None and not dispatch.uses_triton(q):
-            # Traced here, turning fuses with its neighbours; a GPU does it while it writes KV.
+        if cos is not None and sin is not None and not dispatch.uses_ops(q):
+            # Traced here, turning fuses with its neighbours; an op does it while it writes KV.
             q, k, cos, sin = rotate(q, cos, sin), rotate(k, cos, sin), None, None
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         unified_attention_with_output(q, k, v, output, self.layer_name, cos, sin)
@@ -129,7 +129,7 @@ def _unified_attention_with_output(
     metadata: AttentionMetadata = context.attn_metadata
     caches = (cache.k_cache, cache.v_cache)
     if cos is not None and sin is not None:
-        q = dispatch.rope_and_write_kv(q, k, v, cos, sin, *caches, metadata.slot_mapping)
+        q, k = dispatch.rope_and_write_kv(q, k, v, cos, sin, *caches, metadata.slot_mapping)
     else:
         dispatch.write_kv(k, v, *caches, metadata.slot_mapping)
     layer.attend(q, k, v, output, *caches, metadata)

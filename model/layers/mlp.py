@@ -53,7 +53,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
     gate_up: [..., 2 * n], gate first. Returns [..., n].
     """
-    if dispatch.uses_triton(gate_up):
+    if dispatch.uses_ops(gate_up):
         gated: torch.Tensor = dispatch.silu_and_mul(gate_up)
         return gated
     return elementwise.silu_and_mul(gate_up)

@@ -22,7 +22,7 @@ class RMSNorm(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]"""
-        if dispatch.uses_triton(x):
+        if dispatch.uses_ops(x):
             normed: torch.Tensor = dispatch.rms_norm(x, self.weight, self.eps)
             return normed
         return elementwise.rms_norm(x, self.weight, self.eps)
@@ -32,7 +32,7 @@ class RMSNorm(WeightedLayer):
 
         x, residual: [T, hidden_size]
         """
-        if dispatch.uses_triton(x):
+        if dispatch.uses_ops(x):
             return dispatch.add_rms_norm(x, residual, self.weight, self.eps), residual
         residual = residual + x
         return self(residual), residual

@@ -1,9 +1,9 @@
-"""Rotary position embedding (RoFormer; Su et al., 2021), turning halves as Hugging Face does.
+"""The angles of rotary position embedding (RoFormer; Su et al., 2021).
 
 A token's angles follow from its position alone, in every kind of scaling, so that its key can be
 cached, shared between sequences and moved between processes.
 
-Shapes: T tokens, H heads, D head dim.
+Shapes: T tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -102,14 +102,3 @@ def _yarn_dim(rope: YarnRope, num_turns: float, head_dim: int) -> float:
     """Return the dimension whose angle turns so often in the original length."""
     wavelength = rope.original_len / (num_turns * 2 * math.pi)
     return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (x[i], x[i + D / 2]) by its position's angle.
-
-    x: [T, H, D]; cos, sin: [T, 1, D / 2]
-    """
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat(
-        (torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)), dim=-1
-    )

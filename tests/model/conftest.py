@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +16,7 @@ import transformers
 
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
+from model.kernels import dispatch, native
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
@@ -172,6 +174,31 @@ class Paged:
 def paged() -> type[Paged]:
     """The runner's class."""
     return Paged
+
+
+@pytest.fixture
+def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that nothing traces call the functions that tracing sees: results equal to the bit."""
+    monkeypatch.setattr(dispatch, "uses_ops", dispatch.uses_triton)
+
+
+@pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
+def fewer_lanes(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Builds the kernels for a processor whose registers are narrower than this one's may be."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the flags are x86's")
+    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
+    cached = (native.native_library, native.native_function)
+    for each in cached:
+        each.cache_clear()
+    assert native.native_library() is not None
+    yield
+    monkeypatch.undo()
+    for each in cached:
+        each.cache_clear()
 
 
 def _run_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:

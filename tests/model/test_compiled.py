@@ -14,6 +14,8 @@ from compile.pieces.decorator import compile_as_is
 from compile.pieces.split import placeholders
 from compile.scope import CompileScope, Opened, Runnable, compile_scope
 
+pytestmark = pytest.mark.usefixtures("torch_functions")
+
 
 class Tools:
     """A toolchain that runs pieces as they were traced."""

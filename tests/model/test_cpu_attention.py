@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import random
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from model.kernels import cpu_attention, native, packed_linear
 from model.kernels import paged_attention as twin
@@ -58,7 +57,7 @@ class Case:
         self.scale = dim**-0.5
 
     def check(self, window: int | None = None) -> None:
-        """Compare with the twin, to which unused slots are zero."""
+        """Compare decodes with the twin's, to which unused slots are zero."""
         found = torch.full_like(self.q.contiguous(), torch.nan)
         wanted = torch.full_like(found, torch.nan)
         args = self.table, self.lengths, self.scale
@@ -66,6 +65,39 @@ class Case:
         k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
         k[0], v[0] = 0.0, 0.0
         twin.paged_decode(self.q, k, v, *args, wanted, window)
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+class Chunks(Case):
+    """The same, of which each sequence's last tokens are queries; three rows are padding."""
+
+    def __init__(self, lengths: list[int], queries: list[int], **shape: Any) -> None:
+        super().__init__(lengths, **shape)
+        heads, dim = self.q.shape[1:]
+        self.queries = torch.randn(sum(queries) + 3, heads + 2, dim).to(self.q.dtype)[:, :heads]
+        self.bounds = torch.tensor([0, *queries]).cumsum(0).int()
+        block_size = self.k.shape[1]
+        at = [torch.arange(n - m, n) for n, m in zip(lengths, queries, strict=True)]
+        blocks = [row[i // block_size].long() for row, i in zip(self.table, at, strict=True)]
+        slots = torch.cat(blocks), torch.cat(at) % block_size
+        self.new_k, self.new_v = self.k[slots], self.v[slots]
+
+    def attend(self, window: int | None = None) -> torch.Tensor:
+        """Return what the kernel makes of it."""
+        out = torch.full_like(self.queries.contiguous(), torch.nan)
+        where = (self.k, self.v, self.table, self.bounds, self.lengths, self.scale)
+        cpu_attention.paged_prefill(self.queries, self.new_k, self.new_v, *where, out, window)
+        return out
+
+    def check(self, window: int | None = None) -> None:
+        """Compare with the twin."""
+        found, num_tokens = self.attend(window), int(self.bounds[-1])
+        wanted = torch.zeros_like(found)
+        k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
+        where = (k, v, self.table, self.bounds, self.lengths, self.scale)
+        new = (self.queries[:num_tokens], self.new_k, self.new_v)
+        twin.paged_prefill(*new, *where, wanted[:num_tokens], window)
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -78,13 +110,20 @@ def _seed() -> None:
 @pytest.fixture
 def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a silent fall back to the torch function fail."""
-    decode = twin.paged_decode
+    decode, prefill = twin.paged_decode, twin.paged_prefill
 
-    def refuse(q: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
+    def refuse_decode(q: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
         assert not k.isnan().any(), "the torch function ran in the kernel's place"
         decode(q, k, *args)
 
-    monkeypatch.setattr(twin, "paged_decode", refuse)
+    def refuse_prefill(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, *args: Any
+    ) -> None:
+        assert not k_cache.isnan().any(), "the torch function ran in the kernel's place"
+        prefill(q, k, v, k_cache, *args)
+
+    monkeypatch.setattr(twin, "paged_decode", refuse_decode)
+    monkeypatch.setattr(twin, "paged_prefill", refuse_prefill)
 
 
 @pytest.mark.usefixtures("no_twin")
@@ -101,31 +140,14 @@ def test_wide_heads_sum_in_several_rounds(dim: int, dtype: torch.dtype) -> None:
     Case([7, 33], dim=dim, dtype=dtype).check()
 
 
-@pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
-def fewer_lanes(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Builds the kernels for a processor whose registers are narrower than this one's may be."""
-    if platform.machine() != "x86_64":
-        pytest.skip("the flags are x86's")
-    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
-    cached = (native.native_library, native.native_function, cpu_attention._decode_sizes)
-    for each in cached:
-        each.cache_clear()
-    assert native.native_library() is not None
-    yield
-    monkeypatch.undo()
-    for each in cached:
-        each.cache_clear()
-
-
 @pytest.mark.usefixtures("fewer_lanes", "no_twin")
 def test_kernels_are_right_for_narrower_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for dim in (12, 16, 32, 64, 80, 128, 256):
             for window in (None, 6):
                 Case([0, 1, 3, 5, 16, 40], group=3, dim=dim, dtype=dtype).check(window)
+                shape: dict[str, Any] = {"group": 3, "dim": dim, "dtype": dtype}
+                Chunks([5, 90, 140, 7], [5, 80, 2, 0], **shape).check(window)
         monkeypatch.setattr(packed_linear, "_is_ours", lambda _: True)
         for shape in ((100, 37), (70, 515)):
             weight, x = torch.randn(shape).to(dtype), torch.randn(45, shape[1]).to(dtype)
@@ -229,3 +251,94 @@ def test_nothing_before_a_sliding_window_is_read(window: int, dtype: torch.dtype
     again = torch.empty_like(out)
     cpu_attention.paged_decode(*args, again, window)
     assert torch.equal(out, again)
+
+
+# --- chunks of prompts ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_twin")
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_chunks_equal_their_twin_on_random_shapes(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
+    queries = [data.draw(st.integers(0, length)) for length in lengths]
+    Chunks(
+        lengths,
+        queries,
+        group=data.draw(st.integers(1, 8)),
+        kv_heads=data.draw(st.integers(1, 4)),
+        dim=data.draw(st.sampled_from([8, 20, 33, 64, 80, 128, 256])),
+        block_size=data.draw(st.sampled_from([1, 3, 16, 32])),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    ).check(window=data.draw(st.none() | st.integers(1, 40) | st.integers(41, 400)))
+
+
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_chunk_is_worked_on_in_stretches(dtype: torch.dtype) -> None:
+    Chunks([700, 130], [700, 129], group=7, dtype=dtype).check()
+    Chunks([600], [450], group=1, kv_heads=1, dtype=dtype).check(100)
+
+
+@pytest.mark.usefixtures("no_twin")
+@pytest.mark.parametrize("window", [1, 5, 17, 64, 100])
+def test_chunks_read_nothing_before_their_first_window(window: int) -> None:
+    lengths, queries = [9, 31, 190, 300], [4, 31, 60, 7]
+    case = Chunks(lengths, queries)
+    before = case.attend(window)
+    for row, length, n in zip(case.table, lengths, queries, strict=True):
+        at = torch.arange(max(length - n - window + 1, 0))
+        for cache in (case.k, case.v):
+            cache[row[at // 4].long(), at % 4] = torch.nan
+        row[: len(at) // 4] = 0
+    assert torch.equal(case.attend(window), before)
+    assert before.isfinite().all()
+
+
+def test_more_threads_change_nothing_in_chunks() -> None:
+    case = Chunks([300, 7, 64], [300, 7, 60], group=4)
+    try:
+        outs = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outs.append(case.attend())
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(*outs)
+
+
+def test_a_chunk_does_not_depend_on_its_neighbours() -> None:
+    case = Chunks([120, 40, 77], [100, 40, 3])
+    together = case.attend()
+    alone = Chunks([40], [40])
+    alone.k, alone.v, alone.table = case.k, case.v, case.table[1:2]
+    alone.queries = case.queries[100:140]
+    assert torch.equal(alone.attend(), together[100:140])
+
+
+def test_chunks_with_large_scores_neither_overflow_nor_vanish() -> None:
+    case = Chunks([140, 3], [140, 2])
+    case.queries.mul_(1e3)
+    case.check()
+
+
+@pytest.mark.parametrize("kind", ["float16", "wide heads"])
+def test_chunks_that_the_kernel_does_not_serve_go_to_the_twin(kind: str) -> None:
+    is_half = kind == "float16"
+    case = Chunks(
+        [9, 20],
+        [9, 4],
+        dim=16 if is_half else 272,
+        dtype=torch.float16 if is_half else torch.float32,
+    )
+    for tensor in (case.k, case.v):
+        tensor.nan_to_num_(0.0)
+    found, wanted = case.attend(), torch.zeros_like(case.queries.contiguous())
+    where = (case.k, case.v, case.table, case.bounds, case.lengths, case.scale)
+    twin.paged_prefill(case.queries[:13], case.new_k, case.new_v, *where, wanted[:13])
+    assert torch.equal(found, wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.kernels import elementwise
+from model.kernels import cpu_elementwise
 from model.kernels.native import native_function
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
@@ -26,10 +26,10 @@ def test_the_kernel_equals_the_torch_functions(
     weight = torch.randn(shape[1], generator=generator).to(dtype)
     torch.set_num_threads(num_threads)
     try:
-        normed, summed = elementwise.add_rms_norm(x, residual, weight, 1e-5)
+        normed, summed = cpu_elementwise.fused_add_rms_norm(x, residual, weight, 1e-5)
     finally:
         torch.set_num_threads(1)
-    wanted, wanted_sum = elementwise.twin(x, residual, weight, 1e-5)
+    wanted, wanted_sum = cpu_elementwise.added_twin(x, residual, weight, 1e-5)
     assert torch.equal(summed, wanted_sum)
     torch.testing.assert_close(normed, wanted, rtol=TOLERANCE[dtype], atol=1e-6)
     for found, twin in ((normed, wanted), (summed, wanted_sum)):
@@ -38,7 +38,7 @@ def test_the_kernel_equals_the_torch_functions(
 
 def test_a_row_of_zeros_is_no_division_by_zero() -> None:
     zeros = torch.zeros(2, 16)
-    normed, summed = elementwise.add_rms_norm(zeros, zeros, torch.ones(16), 1e-5)
+    normed, summed = cpu_elementwise.fused_add_rms_norm(zeros, zeros, torch.ones(16), 1e-5)
     assert not normed.any() and not summed.any()
 
 
@@ -53,6 +53,8 @@ def test_what_the_kernel_does_not_serve_goes_to_the_torch_functions(kind: str) -
         x, residual, weight = x.half(), residual.half(), weight.half()
     else:
         weight = weight.double()
-    found = elementwise.add_rms_norm(x, residual, weight, 1e-5)
-    for part, wanted in zip(found, elementwise.twin(x, residual, weight, 1e-5), strict=True):
+    found = cpu_elementwise.fused_add_rms_norm(x, residual, weight, 1e-5)
+    for part, wanted in zip(
+        found, cpu_elementwise.added_twin(x, residual, weight, 1e-5), strict=True
+    ):
         assert torch.equal(part, wanted) and part.is_contiguous()

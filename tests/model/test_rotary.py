@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model.config import ModelConfig
-from model.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+from model.kernels.elementwise import rotate
+from model.layers.rotary import RotaryEmbedding, inverse_frequencies
 from model.rope import ROPE_TYPES, DynamicRope, YarnRope
 
 SCALINGS = [kind for kind in ROPE_TYPES if kind != "default"]

@@ -56,8 +56,6 @@ struct Words {
 
 inline void split(const float* w, f32v (&parts)[1]) { parts[0] = load(w); }
 
-inline f32v add_product(f32v sums, f32v part, float x) { return sums + part * x; }
-
 #if defined(__AVX512BF16__)
 
 template <>
@@ -68,10 +66,6 @@ struct Words<bf16> {
 };
 
 inline void split(const bf16* w, u32v (&parts)[1]) { memcpy(parts, w, sizeof parts); }
-
-inline f32v add_product(f32v sums, u32v part, uint32_t x) {
-  return (f32v)_mm512_dpbf16_ps((__m512)sums, (__m512bh)part, (__m512bh)_mm512_set1_epi32(x));
-}
 
 // What a row [inputs] has for step i, zeros behind the inputs.
 inline uint32_t input_at(const bf16* x, int64_t i, int64_t inputs) {

@@ -9,7 +9,6 @@
 
 #include <cfloat>
 #include <cmath>
-#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -28,37 +27,6 @@ struct Paged {
            head * head_stride;
   }
 };
-
-// exp of x <= 0: 2^n * p(r) with |r| <= ln 2 / 2 (Cephes). Underflows to 0, keeps a NaN.
-inline f32v exp_of_negative(f32v x) {
-  const f32v lowest = f32v{} - 87.0f;
-  const i32v is_tiny = x < lowest;
-  const f32v clamped = is_tiny ? lowest : x;
-  const i32v n = __builtin_convertvector(clamped * 1.44269504f - 0.5f, i32v);
-  const f32v whole = __builtin_convertvector(n, f32v);
-  const f32v r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  f32v p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const f32v power = (f32v)((n + 127) << 23);
-  const f32v value = is_tiny ? f32v{} : p * power;
-  return x != x ? x : value;
-}
-
-// A vector of f(0), f(1) and so on. Written out, for a shuffle by it to be one instruction: a loop
-// that fills the vector is not seen through.
-template <class F, size_t... J>
-inline i32v by_lane(F f, std::index_sequence<J...>) {
-  return i32v{f((int)J)...};
-}
-
-template <class F>
-inline i32v by_lane(F f) {
-  return by_lane(f, std::make_index_sequence<LANES>());
-}
 
 // Sums of the lanes of each of LANES vectors: a tree that folds pairs of vectors into one.
 template <int N>
@@ -79,18 +47,6 @@ inline f32v sums(const f32v* rows) {
 template <>
 inline f32v sums<1>(const f32v* rows) {
   return rows[0];
-}
-
-inline f32v larger(f32v a, f32v b) { return a > b ? a : b; }
-inline f32v plus(f32v a, f32v b) { return a + b; }
-
-// Folds the lanes of a vector into one value by halves.
-template <f32v (*COMBINE)(f32v, f32v)>
-inline float fold(f32v v) {
-  for (int half = LANES / 2; half; half /= 2) {
-    v = COMBINE(v, __builtin_shuffle(v, by_lane([=](int i) { return i ^ half; })));
-  }
-  return v[0];
 }
 
 // Copies a row of D values into vectors, zeros behind it.

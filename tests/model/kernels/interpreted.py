@@ -36,12 +36,12 @@ from model.kernels import (
     triton_rope,
     triton_routing,
 )
+from model.kernels.elementwise import rotate
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
 from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
-from model.layers.rotary import rotate
 from model.weights import load_model
 
 CPU = torch.device("cpu")

@@ -1,0 +1,143 @@
+"""Where nothing is compiled, an engine on a CPU computes its layers in C++, and greedy tokens are
+those of transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from model.kernels import cpu_attention, cpu_elementwise, native
+from serve.llm import LLM, SamplingParams
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 96,
+    "intermediate_size": 152,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    # So wide that outputs of different prompts differ.
+    "initializer_range": 0.2,
+}
+LENGTHS = (3, 150, 70, 1)
+NUM_TOKENS = 12
+ELEMENTWISE = {"rms_norm", "add_rms_norm", "silu_and_mul", "rope"}
+ATTENTION = {"paged_prefill", "paged_decode"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the calls of C++ kernels by name."""
+    if native.native_library() is None:
+        pytest.skip("needs the C++ kernels, found none")
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, dtype: torch.dtype) -> Callable[..., None]:
+        kernel = native.native_function(name, dtype)
+        assert kernel is not None
+
+        def call(*args: Any) -> None:
+            counts[name] += 1
+            kernel(*args)
+
+        return call
+
+    for module in (cpu_attention, cpu_elementwise):
+        monkeypatch.setattr(module, "native_function", counted)
+    return counts
+
+
+def checkpoint(directory: Path, family: str, **particular: Any) -> Any:
+    """Write a random checkpoint with the bundled tokenizer; return transformers' model."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | particular))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(directory)
+    for file in TINY.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return model
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """Return the tokens that transformers generates, each from a forward of everything before."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("family", "particular"),
+    [
+        ("Llama", {"attention_bias": True}),
+        ("Qwen3", {"head_dim": 20}),
+        ("Mistral", {"sliding_window": 40}),
+    ],
+)
+@pytest.mark.parametrize("graphs", ["NONE", "FULL_DECODE_ONLY"])
+def test_an_eager_engine_answers_as_transformers_with_kernels_in_use(
+    tmp_path: Path, calls: Counter[str], family: str, particular: dict[str, Any], graphs: str
+) -> None:
+    reference = checkpoint(tmp_path, family, **particular)
+    llm = LLM(
+        tmp_path,
+        dtype="float32",
+        max_num_seqs=4,
+        kv_memory="32MiB",
+        max_num_batched_tokens=64,
+        compilation_config={"level": 0, "cudagraph_mode": graphs},
+    )
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 640, (n,), generator=generator).tolist() for n in LENGTHS]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    calls.clear()
+    outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == greedy(reference, prompt)
+    assert set(calls) == ELEMENTWISE | ATTENTION
+    # Every layer of every step: one gate, one turn, and one norm with an addition.
+    layers = SHAPE["num_hidden_layers"]
+    assert calls["silu_and_mul"] == calls["rope"] == calls["add_rms_norm"] > NUM_TOKENS * layers
+    assert calls["silu_and_mul"] % layers == 0
+    per_step = layers + 1 + (2 * layers if family == "Qwen3" else 0)
+    assert calls["rms_norm"] == calls["silu_and_mul"] // layers * per_step
+
+
+def test_traced_pieces_hold_torch_functions(tmp_path: Path, calls: Counter[str]) -> None:
+    """Inductor fuses them, and could not look into an op."""
+    reference = checkpoint(tmp_path, "Llama")
+    llm = LLM(
+        tmp_path,
+        dtype="float32",
+        max_num_seqs=4,
+        kv_memory="32MiB",
+        compilation_config={
+            "level": 3,
+            "cudagraph_mode": "NONE",
+            "use_inductor": False,
+            "passes": (),
+            "cache_dir": str(tmp_path / "cache"),
+        },
+    )
+    calls.clear()
+    prompt = list(range(3, 60))
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    [output] = llm.generate([prompt], params)
+    assert output.outputs[0].token_ids == greedy(reference, prompt)
+    assert set(calls) == ATTENTION
