@@ -1,6 +1,6 @@
 """Generate in this process, without Ray.
 
-python examples/offline.py [-O LEVEL] [-cc.FIELD=VALUE] [CHECKPOINT]
+python examples/offline.py [-O LEVEL] [-cc.FIELD=VALUE] [config=FILE] [CHECKPOINT]
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from serve.llm import LLM, SamplingParams
 
 def main(arguments: list[str]) -> None:
     """Ask the bundled model (or another checkpoint) three questions."""
-    compilation, checkpoints = split_arguments(arguments)
-    llm = LLM(*checkpoints[:1], compilation_config=compilation, max_num_seqs=4)
+    compilation, others = split_arguments(arguments)
+    files = [other for other in others if other.startswith("config=")]
+    checkpoints = [other for other in others if other not in files]
+    options = {"config": files[0].removeprefix("config=")} if files else {"max_num_seqs": 4}
+    llm = LLM(*checkpoints[:1], compilation_config=compilation or None, **options)
     questions = ["What is 12 + 30?", "Count from 3 to 9.", "What day comes after Monday?"]
     for question in questions:
         messages = [{"role": "user", "content": question}]

@@ -57,6 +57,13 @@ from transformers import (
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n<tools>' }}
+{%- for tool in tools %}
+{{- '\\n' + tool | tojson }}
+{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['content'] is string %}
@@ -66,6 +73,11 @@ CHAT_TEMPLATE = """\
 {{- part['text'] }}
 {%- endfor %}
 {%- endif %}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson }}
+{{- '}</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -452,6 +464,7 @@ Greedy answers to held-out tasks, from the stored bf16 weights, computed in two 
 ## Use
 
 ChatML turns (`<|im_start|>role`, newline, text, `<|im_end|>`), roles system, user and assistant.
+The template writes tools and calls as Hermes does, but the model was not trained to call any.
 Items of a list are separated by spaces. Things to ask:
 
     Count from 4 to 9.

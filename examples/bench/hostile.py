@@ -4,11 +4,11 @@
                                      [--bare]
 
 An honest client streams the same long answer over and over, `/health` is asked ten times a second,
-and the attacks (`hostile_bodies.py`, `hostile_prompts.py`, `hostile_shapes.py`, `hostile_wire.py`)
-run one after the other, each for so many seconds (some twice or thrice as long) and at most for
-four times as many. The first row, `nothing`, is the same without an attack: what the machine does
-by itself. `--bare` attacks an application that only reads and streams (`bare_app.py`), which shows
-what Ray Serve does by itself. Printed are, by attack:
+and the attacks (`hostile_bodies.py`, `hostile_prompts.py`, `hostile_shapes.py`, `hostile_wire.py`,
+`hostile_grammars.py`) run one after the other, each for so many seconds (some many times as long)
+and at most for four times as many. The first row, `nothing`, is the same without an attack: what
+the machine does by itself. `--bare` attacks an application that only reads and streams
+(`bare_app.py`), which shows what Ray Serve does by itself. Printed are, by attack:
 
     statuses  the answers to it, and how often each came
     loop      the longest that the ingress's event loop did not turn, by `/debug/ingress`; where it

@@ -14,6 +14,7 @@ import resource
 import sys
 
 import hostile_bodies
+import hostile_grammars
 import hostile_prompts
 import hostile_shapes
 import hostile_wire
@@ -21,7 +22,11 @@ import msgspec
 from hostile_target import Attack, Target
 
 ATTACKS: dict[str, Attack] = (
-    hostile_bodies.ATTACKS | hostile_prompts.ATTACKS | hostile_shapes.ATTACKS | hostile_wire.ATTACKS
+    hostile_bodies.ATTACKS
+    | hostile_prompts.ATTACKS
+    | hostile_shapes.ATTACKS
+    | hostile_wire.ATTACKS
+    | hostile_grammars.ATTACKS
 )
 
 

@@ -300,14 +300,14 @@ class Deliveries:
 
 def request(name: str, reply_to: str, max_tokens: int = 6, **fields: Any) -> GenerateRequest:
     """Return a greedy request that ends with so many tokens."""
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 7, max_tokens, (), -1, -1, None)
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 7, max_tokens, (), -1, -1, None, None)
     changed = msgspec.structs.replace(sampling, **fields)
     return GenerateRequest(name, PROMPT, [], changed, reply_to)
 
 
 def outputs(request_id: str, num: int = 1, epoch: int = 0, engine_id: str = "e") -> bytes:
     """Return a frame of outputs as engines send it."""
-    output = encode(EngineOutput(request_id, 0, [5], [], "", -1, 0, None, "", []))
+    output = encode(EngineOutput(request_id, 0, [5], [], "", -1, 0, None, "", [], 0))
     return encode(OutputFrame(epoch, engine_id, NOWHERE, [output] * num))
 
 

@@ -210,7 +210,7 @@ def wake(size: int, num_wakes: int) -> list[float]:
     inbox = connecting_socket(context, zmq.PUSH, handshake, max_waiting=1000)
     port = replies.bind_to_random_port(f"tcp://{HOST}")
     inbox.connect([pipe.recv() for pipe in pipes][-1])
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 1, (), -1, -1, None)
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 1, (), -1, -1, None, None)
     seconds = []
     for i in range(num_wakes + 10):
         time.sleep(0.05)  # all sleep

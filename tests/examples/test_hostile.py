@@ -24,9 +24,9 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, int]:
-    """The report of three quick attacks, what was printed, and the exit code."""
+    """The report of five quick attacks, what was printed, and the exit code."""
     out = tmp_path_factory.mktemp("hostile") / "out.json"
-    attacks = "odd-texts,methods,model-name"
+    attacks = "odd-texts,methods,model-name,schema-references,grammar-chains"
     done = run("hostile.py", "--only", attacks, "--seconds", "1", "--out", str(out), "O=0")
     assert out.exists(), done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout, done.returncode
@@ -43,6 +43,8 @@ def test_each_attack_is_a_row_behind_one_without_an_attack(
         "odd-texts",
         "methods",
         "model-name",
+        "schema-references",
+        "grammar-chains",
     ]
     assert report["arguments"] == ["debug=true", "O=0"]
     assert report["loop_gap_from"] in ("/debug/ingress", "/health")
@@ -60,13 +62,26 @@ def test_each_attack_is_a_row_behind_one_without_an_attack(
 @pytest.mark.ray
 def test_outcomes_of_an_attack_are_those_of_its_requests(attacked: tuple[Any, str, int]) -> None:
     report, _, _ = attacked
-    nothing, texts, methods, names = (row["attacked"] for row in report["rows"])
+    nothing, texts, methods, names, *_ = (row["attacked"] for row in report["rows"])
     assert nothing["outcomes"] == {} and nothing["most_bytes"] == 0
     assert sum(texts["outcomes"].values()) == 20
     assert {"200", "400"} <= set(texts["outcomes"])
     assert sum(methods["outcomes"].values()) == 42
     assert set(names["outcomes"]) == {"404"} and names["outcomes"]["404"] >= 1
     assert names["most_bytes"] > 8_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.feature("R09")
+def test_grammars_that_would_end_an_ingress_are_refused_and_restart_nothing(
+    attacked: tuple[Any, str, int],
+) -> None:
+    report, _, _ = attacked
+    for row, num_refused in zip(report["rows"][-2:], (3, 4), strict=True):
+        outcomes = row["attacked"]["outcomes"]
+        assert set(outcomes) <= {"200", "400"} and outcomes["400"] >= num_refused, outcomes
+        assert row["seen"]["restarted"] == [] and row["next_s"] is not None
 
 
 @pytest.mark.slow
@@ -85,7 +100,7 @@ def test_a_row_fails_where_a_figure_is_beyond_its_target(attacked: tuple[Any, st
         assert bool(health["failed"]) == ("health" in failures)
         assert (row["next_s"] is None) == ("next" in failures)
     failed = sum(bool(row["failures"]) for row in report["rows"])
-    assert f"{failed} of 4 rows failed" in printed
+    assert f"{failed} of 6 rows failed" in printed
     assert code == (1 if failed else 0)
 
 
