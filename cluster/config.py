@@ -164,6 +164,8 @@ class EngineConfig:
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; longer if
     steps of that size have taken a fifth of it."""
+    log_format: str = "text"
+    """Of the ranks' logs: text or json."""
 
     def __post_init__(self) -> None:
         if not 0 < self.watchdog_s < math.inf:

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 9
 
 MAX_TEMPERATURE = 1e6
 """Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
@@ -35,6 +35,9 @@ MAX_STOP_IDS = 512
 """256 of a request's own, and the model's end tokens."""
 MAX_LOGPROBS = 20
 """More candidates per token are more bytes than text."""
+MAX_GRAMMAR_CHARS = 1 << 18
+"""Of a grammar as engines take it: four times what a request may bring, since JSON in JSON has
+escapes."""
 MAX_ABORTS = 1024
 """In one frame: each of them is looked for in the queue."""
 MAX_PID = 1 << 22
@@ -95,6 +98,18 @@ class LogitRules(Wire, frozen=True):
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
+class Grammar(Wire, frozen=True):
+    """What a sequence's text must be, compiled by each engine that draws its tokens.
+
+    How far a sequence has got in it follows from its output tokens alone.
+    """
+
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+    """As the grammar library takes it."""
+    end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
+    """Tokens that may be drawn where the text may end, and nowhere else."""
+
+
 class Sampling(Wire, frozen=True):
     """How one sequence's tokens are drawn and when it ends; fully resolved by the front end."""
 
@@ -118,6 +133,8 @@ class Sampling(Wire, frozen=True):
     """The same for each prompt token but the first."""
     rules: LogitRules | None
     """None if logits stay as they are."""
+    grammar: Grammar | None
+    """None if any text will do."""
 
 
 class GenerateRequest(Wire, frozen=True):
@@ -276,6 +293,9 @@ class EngineOutput(Wire, frozen=True):
     prompt_logprobs: list[TokenLogprobs]
     """Beside a request's first output token, if asked for: of each prompt token but the first. On
     the wire those of a long prompt stand in outputs of their own before it, in the same frame."""
+    queued_us: Count
+    """Beside an engine's first output token: microseconds from the request's arrival until it got a
+    row. 0 with all others."""
 
 
 class OutputFrame(Wire, frozen=True, tag=True):

@@ -6,6 +6,7 @@ source that a C++ or Triton compiler turns into code when it is loaded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -52,3 +53,7 @@ class CompilationCounter:
 
 counter = CompilationCounter()
 """The one of this process."""
+cache_misses: Counter[str] = Counter()
+"""Why this process compiled although there is a cache, by reason: `COLD`, `UNREADABLE`, or the part
+of the key that changed."""
+COLD, UNREADABLE = "cold", "unreadable"

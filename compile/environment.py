@@ -82,7 +82,7 @@ def codegen_variables() -> dict[str, str]:
     return {name: os.environ.get(name, "") for name in CODEGEN}
 
 
-LOGGERS = ("lockstep", "cluster", "compile", "model")
+LOGGERS = ("lockstep", "serve", "cluster", "compile", "model")
 """The roots of Lockstep's loggers."""
 
 

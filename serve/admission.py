@@ -116,6 +116,11 @@ class Admission:
         """When sequences ended while others waited, in the last `RATE_WINDOW_S`."""
         self._waiting_since: float | None = None
 
+    @property
+    def num_requests(self) -> int:
+        """How many have a place, those included whose answer is on its way."""
+        return len(self._places)
+
     def enter(self) -> Place:
         """Return a new request's place.
 

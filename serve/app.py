@@ -3,6 +3,7 @@
 Annotations stay live here: with postponed ones Ray Serve would not see the builder's parameter.
 """
 
+import atexit
 import sys
 from typing import Any
 
@@ -14,45 +15,55 @@ from ray.serve.config import BackpressureConfig
 from cluster.actors.placement import rank_bundles
 from cluster.config import DEFAULT_NUM_CPUS, ConfigError
 from serve.config import DeployConfig, PoolConfig, deploy_config
+from serve.draining import INGRESS, drain
 from serve.ingress import RETRY_AFTER_S, Ingress
 from serve.pools import Pool
+from serve.start_progress import draw_on_terminal
 
 MAX_ONGOING = 100_000
 """Open calls of a pool. The ingress bounds queues; a second bound would hide requests from it."""
 MAX_REFUSALS = 128
-"""Requests that the ingress may be refusing, or answering about its health, beside those that it
+"""Requests that an ingress may be refusing, or answering about its health, beside those that it
 has admitted."""
 MAX_AT_PROXY = 256
 """Requests that wait at Ray's proxy for an ingress that has as many as it takes; more get 429 from
 the proxy, and callers by handle `BackPressureError`. Each costs proxy and ingress some
 milliseconds, whatever becomes of it."""
 
+GRACEFUL_S = 20
+"""How long requests that run may take when their application is ended; then they are cut off."""
+
 
 def deploy(args: dict[str, Any]) -> Application:
-    """Build the application from key=value or YAML arguments.
+    """Build the application from key=value or YAML arguments, or those in `config=FILE`.
 
     Bad arguments end the process with exit code 1 and one line on stderr, before Ray starts;
     inside a cluster (`serve deploy`) they are raised.
     """
     try:
-        return build(deploy_config(args))
+        config = deploy_config(args)
     except ConfigError as error:
         if ray.is_initialized():
             raise
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
+    if not ray.is_initialized():  # this is `serve run`, and no cluster that builds a YAML
+        atexit.register(drain, config.drain_timeout_s)
+        draw_on_terminal()
+    return build(config)
 
 
 def build(config: DeployConfig) -> Application:
-    """Build the application: an ingress over one deployment per pool."""
+    """Build the application: ingresses over one deployment per pool."""
     handles = {
         pool.name: _pool_deployment(pool).bind(pool, config.config_hash) for pool in config.pools
     }
     ingress = ray_serve.deployment(
-        name="Ingress",
-        num_replicas=1,
+        name=INGRESS,
+        num_replicas=config.num_ingresses,
+        graceful_shutdown_timeout_s=GRACEFUL_S,
         ray_actor_options={"num_cpus": DEFAULT_NUM_CPUS},
-        max_ongoing_requests=config.max_live + MAX_REFUSALS,
+        max_ongoing_requests=sum(config.ingress_share) + MAX_REFUSALS,
         max_queued_requests=MAX_AT_PROXY,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         # Each line would be streamed to the terminal of `serve run`, and hundreds of clients that
@@ -73,5 +84,5 @@ def _pool_deployment(pool: PoolConfig) -> Deployment:
         max_ongoing_requests=MAX_ONGOING,
         logging_config={"enable_access_log": False},
         health_check_period_s=1,
-        graceful_shutdown_timeout_s=20,
+        graceful_shutdown_timeout_s=GRACEFUL_S,
     )(Pool)

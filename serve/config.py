@@ -1,8 +1,8 @@
 """The arguments of `deploy` and of `LLM`: strict, and resolved into engine configurations.
 
 Arguments come as text (`serve run serve.app:deploy max_num_seqs=8 prefill.replicas=2`) or typed
-and nested (YAML). Every error is one line, `FIELD: wanted ..., found ...`, and is raised before
-anything is started.
+and nested (YAML), and `config=FILE` adds those of a file. Every error is one line,
+`FIELD: wanted ..., found ...`, and is raised before anything is started.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from cluster.config import (
     TransferConfig,
 )
 from cluster.engine.blocks import check_num_blocks
+from cluster.logs import FORMATS
 from cluster.messages import PROTOCOL_VERSION
 from model.config import ModelConfig, fingerprint
 from model.fields import ModelError
@@ -42,13 +43,21 @@ from serve.compilation import (
     resolved,
     shared_facts,
 )
+from serve.config_file import read_file
 from serve.keys import check_keys, read_keys
+from serve.openai.reasoning import ReasoningFormat
+from serve.openai.tool_parser import ToolFormat
 from serve.routing import Routing
+from serve.tracing import check_endpoint
 
 BUNDLED_NAME = "lockstep-tiny"
+TOOL_CALL_PARSERS = ("auto", *(known.value for known in ToolFormat))
+REASONING_PARSERS = tuple(known.value for known in ReasoningFormat)
 BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 """A GPU's longer steps compute more tokens a second. A CPU's do not, while the first token of every
 prompt in them, and the next one of every stream, waits for their end."""
+MAX_INGRESSES = 64
+"""Engines send to 128 addresses, and while a deployment is replaced both have theirs."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +80,15 @@ class PoolArgs(_Strict, frozen=True):
     machine."""
 
 
+class IngressArgs(_Strict, frozen=True):
+    """`ingress.*`."""
+
+    replicas: int = 1
+    """Processes that take requests and send tokens; as many as sequences decode at once, and at
+    most 64. What may run and wait is divided among them, and so bounds the sequences of one
+    request."""
+
+
 class KVArgs(_Strict, frozen=True):
     """`kv.*`."""
 
@@ -87,8 +105,9 @@ class DeployArgs(_Strict, frozen=True):
     model: str | None = None
     """A directory with `config.json`, safetensors and tokenizer (Llama, Mistral, Mixtral, Qwen2,
     Qwen3, Qwen3-MoE); null: the bundled model."""
-    served_model_name: str | None = None
-    """What requests call the model; null: the last part of its path."""
+    served_model_name: str | list[str] | None = None
+    """What requests call the model; of several names, in a list or separated by commas, the first
+    is reported. Null: the last part of its path."""
     device: str = "auto"
     """`cpu` or `cuda`; `auto` is what the machine that deploys has, and is refused where that one
     has no GPU and others do."""
@@ -123,6 +142,8 @@ class DeployArgs(_Strict, frozen=True):
     """The decode pool."""
     mixed: PoolArgs = PoolArgs()
     """The mixed pool."""
+    ingress: IngressArgs = IngressArgs()
+    """What clients reach."""
     lockstep: str = "on"
     """`off`: data-parallel engines of a dense model step apart; those of a model with experts
     cannot."""
@@ -148,6 +169,8 @@ class DeployArgs(_Strict, frozen=True):
     beyond that a request gets 429."""
     request_timeout_s: float = 600.0
     """For receiving a request, and again for answering it to the last byte."""
+    drain_timeout_s: float = 30.0
+    """How long what runs may take once `serve run` got SIGTERM; new requests get 503 meanwhile."""
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
     what the step should take, if that is longer."""
@@ -164,17 +187,35 @@ class DeployArgs(_Strict, frozen=True):
     are seen in `ps`."""
     api_keys_file: str | None = None
     """A file with one key a line, read again when it changes."""
-    open_paths: str | list[str] = "/health,/ready,/version"
+    open_paths: str | list[str] = "/,/page.css,/page.js,/status,/health,/ready,/version,/metrics"
     """Paths that need no key."""
     allowed_hosts: str | list[str] = ""
     """Without keys: names that requests may call this server by, beside addresses and private
     names; `*` allows all."""
     allowed_origins: str | list[str] = ""
     """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
+    log_format: str = "text"
+    """Of the log: `text`, or `json` for an object a line."""
+    log_requests: str = "on"
+    """`on`: a line for each request, with its ids, tokens, times and engines, and nothing of
+    prompts, answers or keys; `off`: none."""
+    otlp_traces_endpoint: str | None = None
+    """Where the ingress sends a trace of each request by OTLP, if the extra `tracing` is installed:
+    `http://localhost:4317` (gRPC) or `http://localhost:4318/v1/traces` (HTTP, which has a path);
+    null: nowhere. Sampling and the rest follow the environment's `OTEL_*`."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: `hermes` (also Qwen), `llama3_json` or `mistral`; `auto`: as
+    its chat template writes them."""
+    reasoning_parser: str = "none"
+    """How a model that thinks writes its reasoning, which answers then have apart from the content:
+    `deepseek_r1` (an answer begins with it) or `qwen3` (where it is opened by `<think>`)."""
     debug: bool = False
     """Serve `GET /debug/ranks` (what each rank compiled, captured and replayed, and its last 1,000
     agreements) and `GET /debug/ingress` (what it holds, how long tokens of streams wait for one
     another, and its event loop's longest pause)."""
+    config: str | None = None
+    """A YAML file of these arguments ([bundled.yaml](../examples/configs/bundled.yaml)); none may
+    be given both in it and beside it. `LLM` takes the same file."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +232,11 @@ class AccessConfig:
     allowed_origins: tuple[str, ...] = ()
     """Other servers whose pages may ask."""
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
 
 @dataclass(frozen=True)
 class PoolConfig:
@@ -204,6 +250,12 @@ class PoolConfig:
     routing: Routing = Routing.LEAST_REQUESTS
     """How requests are spread over the group's data-parallel ranks."""
 
+    @property
+    def max_running(self) -> int:
+        """Sequences that run in it at once."""
+        per_group = self.engine.scheduler.max_num_seqs * self.engine.parallel.data_parallel_size
+        return self.replicas * per_group
+
 
 @dataclass(frozen=True)
 class DeployConfig:
@@ -213,7 +265,8 @@ class DeployConfig:
     that may talk to each other.
     """
 
-    served_model_name: str
+    served_model_names: tuple[str, ...]
+    """What requests may call the model; the first is what answers say."""
     model_path: str
     vocab_size: int
     """Token ids that the model knows, fewer or more than its tokenizer's."""
@@ -227,10 +280,23 @@ class DeployConfig:
     request_timeout_s: float
     max_body_bytes: int
     max_answer_bytes: int
+    drain_timeout_s: float = 30.0
+    num_ingresses: int = 1
     stream_interval: int = 1
+    log_format: str = "text"
+    log_requests: bool = True
+    otlp_traces_endpoint: str = ""
+    """Empty: nothing is traced."""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "none"
     debug: bool = False
     is_device_guessed: bool = False
     """`device` was auto, and was resolved on the machine that `deploy` ran on."""
+
+    @property
+    def served_model_name(self) -> str:
+        """What answers call the model."""
+        return self.served_model_names[0]
 
     @property
     def max_model_len(self) -> int:
@@ -238,16 +304,32 @@ class DeployConfig:
         return self.pools[0].engine.max_model_len
 
     @property
+    def cache_info(self) -> tuple[tuple[str, str], ...]:
+        """What the metric `cache_config_info` tells of the KV cache."""
+        engine = self.pools[0].engine
+        return (
+            ("block_size", str(engine.cache.block_size)),
+            ("cache_dtype", engine.dtype),
+            ("enable_prefix_caching", str(engine.cache.enable_prefix_caching)),
+            ("gpu_memory_utilization", str(engine.cache.gpu_memory_utilization)),
+        )
+
+    @property
     def max_running(self) -> int:
         """Sequences that can decode at once."""
-        pool = self.pools[-1]
-        per_group = pool.engine.scheduler.max_num_seqs * pool.engine.parallel.data_parallel_size
-        return pool.replicas * per_group
+        return self.pools[-1].max_running
 
     @property
     def max_live(self) -> int:
         """Sequences that run or wait at once."""
         return self.max_running + self.max_queued_requests
+
+    @property
+    def ingress_share(self) -> tuple[int, int]:
+        """How many sequences of one ingress may run and wait; those of all are never more than
+        `max_live`."""
+        running = self.max_running // self.num_ingresses
+        return running, self.max_live // self.num_ingresses - running
 
 
 def bundled_model() -> Path:
@@ -269,9 +351,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     if args.pools not in ("pd", "mixed"):
         raise ConfigError("pools", "pd or mixed", args.pools)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
-    for other in {"prefill", "decode", "mixed"} - set(names):
-        if getattr(args, other) != PoolArgs():
-            raise ConfigError(other, f"nothing where pools={args.pools}", "arguments")
+    _check_other_pools(args, names)
     num_ranks = sum(_num_ranks(name, getattr(args, name)) for name in names)
     roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
     if args.pools == "pd":
@@ -280,7 +360,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     model_path = Path(pools[0].engine.model_path)
     model = ModelConfig.from_dir(model_path)
     return DeployConfig(
-        served_model_name=args.served_model_name or _served_name(args.model),
+        served_model_names=_served_names(args),
         model_path=str(model_path),
         vocab_size=model.vocab_size,
         max_prompt_len=model.max_prompt_len,
@@ -290,9 +370,16 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         max_queued_requests=_at_least("max_queued_requests", args.max_queued_requests, 0),
         max_queue_wait_s=_at_least("max_queue_wait_s", args.max_queue_wait_s, 0.001),
         request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
+        drain_timeout_s=_at_least("drain_timeout_s", args.drain_timeout_s, 0.0),
         max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
         max_answer_bytes=_at_least("max_answer_bytes", args.max_answer_bytes, 1 << 16),
+        num_ingresses=_num_ingresses(args.ingress.replicas, pools[-1].max_running),
         stream_interval=_at_least("stream_interval", args.stream_interval, 1),
+        log_format=args.log_format,
+        log_requests=args.log_requests == "on",
+        otlp_traces_endpoint=check_endpoint(args.otlp_traces_endpoint or ""),
+        tool_call_parser=_one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS),
+        reasoning_parser=_one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS),
         debug=args.debug,
         is_device_guessed=args.device == "auto",
     )
@@ -304,10 +391,11 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: as `deploy_config`.
     """
-    args = parse_args({"pools": "mixed", **raw})
+    args = parse_args(raw, pools="mixed")
     if args.pools != "mixed":
         raise ConfigError("pools", "mixed for an engine in process", args.pools)
-    for name in ("tensor_parallel_size", "data_parallel_size"):
+    _check_other_pools(args, ("mixed",))
+    for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
             raise ConfigError(f"mixed.{name}", "1 for an engine in process", size)
     engine = _pool_config("mixed", args, Role.MIXED, num_ranks=1, is_served=False).engine
@@ -317,13 +405,20 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     return engine
 
 
-def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
+def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
     """Turn key=value text or typed nested values into `DeployArgs`.
 
     A text value that parses as a JSON list, object or null is taken as JSON; all other text is
     converted to the field's type.
+
+    Args:
+        raw: what is given, with `config` a file of more.
+        defaults: what holds where neither says anything.
     """
-    nested = _nest(raw)
+    nested = {**defaults, **_nest(raw)}
+    for name in ("lockstep", "overlap", "log_requests"):
+        if isinstance(value := nested.get(name), bool):
+            nested[name] = "on" if value else "off"  # as YAML reads these words
     try:
         args = msgspec.convert(nested, DeployArgs, strict=False)
     except msgspec.ValidationError as error:
@@ -337,6 +432,10 @@ def parse_args(raw: Mapping[str, Any]) -> DeployArgs:
         raise ConfigError("lockstep", "on or off", args.lockstep)
     if args.overlap not in ("auto", "on", "off"):
         raise ConfigError("overlap", "auto, on or off", args.overlap)
+    if args.log_format not in FORMATS:
+        raise ConfigError("log_format", " or ".join(FORMATS), args.log_format)
+    if args.log_requests not in ("on", "off"):
+        raise ConfigError("log_requests", "on or off", args.log_requests)
     return args
 
 
@@ -369,7 +468,8 @@ ALIASES = {
 def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     given: set[tuple[str, ...]] = set()
-    for key, value in raw.items():
+    in_file = read_file(raw["config"]) if raw.get("config") is not None else {}
+    for key, value in (*raw.items(), *in_file.items()):
         head, *rest = str(key).split(".")
         path = (*ALIASES.get(head, (head,)), *rest)
         value = _text_value(value)
@@ -388,7 +488,7 @@ def _insert(
         if value or is_mentioned:
             return
     if path in given:
-        raise ConfigError(".".join(path), "one value", "it twice, dotted and nested")
+        raise ConfigError(".".join(path), "one value", "it twice")
     given.add(path)
     for key in path[:-1]:
         nested = nested.setdefault(key, {})
@@ -432,7 +532,7 @@ def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
 
 
 def _fields_at(field: str) -> tuple[str, ...]:
-    kinds = {"kv": KVArgs, "": DeployArgs}
+    kinds = {"ingress": IngressArgs, "kv": KVArgs, "": DeployArgs}
     return kinds.get(field, PoolArgs).__struct_fields__
 
 
@@ -483,6 +583,7 @@ def _pool_config(
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
         overlap=args.overlap == "on" or (args.overlap == "auto" and device == "cuda"),
         watchdog_s=args.watchdog_s,
+        log_format=args.log_format,
     )
     threads = args.threads_per_rank
     if threads is None:
@@ -494,6 +595,12 @@ def _pool_config(
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
     num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)
     return PoolConfig(name, pool.replicas, num_cpus, engine, _routing(name, pool.routing))
+
+
+def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
+    for other in ("prefill", "decode", "mixed"):
+        if other not in names and getattr(args, other) != PoolArgs():
+            raise ConfigError(other, f"nothing where pools={args.pools}", "arguments")
 
 
 def _lockstep(lockstep: str, model: ModelConfig) -> bool:
@@ -517,6 +624,14 @@ def _num_ranks(name: str, pool: PoolArgs) -> int:
     replicas = int(_at_least(f"{name}.replicas", pool.replicas, 1))
     # An impossible size is refused where the pool is built.
     return replicas * max(pool.tensor_parallel_size, 1) * max(pool.data_parallel_size, 1)
+
+
+def _num_ingresses(found: int, max_running: int) -> int:
+    most = min(MAX_INGRESSES, max_running)
+    if not 1 <= found <= most:
+        wanted = f"1 to {most} where {max_running} sequences decode at once"
+        raise ConfigError("ingress.replicas", wanted, found)
+    return found
 
 
 def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
@@ -583,6 +698,12 @@ def _device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _one_of(field: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ConfigError(field, f"one of {', '.join(known)}", value)
+    return value
+
+
 def _at_least(field: str, value: Any, least: float) -> Any:
     if not (math.isfinite(value) and value >= least):
         raise ConfigError(field, f"a finite number of at least {least:g}", value)
@@ -610,9 +731,16 @@ def _texts(value: str | list[str]) -> tuple[str, ...]:
     return tuple(stripped for part in parts if (stripped := part.strip()))
 
 
-def _served_name(model: str | None) -> str:
-    """Return the last component of the path as it was given, even if it is a link."""
-    return BUNDLED_NAME if model is None else Path(model).expanduser().absolute().name
+def _served_names(args: DeployArgs) -> tuple[str, ...]:
+    """Return what is asked for, or the path's last component as it was given, even if a link."""
+    if args.served_model_name:
+        names = _texts(args.served_model_name)
+        if not names or len(set(names)) < len(names):
+            raise ConfigError("served_model_name", "different names", args.served_model_name)
+        return names
+    if args.model is None:
+        return (BUNDLED_NAME,)
+    return (Path(args.model).expanduser().absolute().name,)
 
 
 def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:

@@ -50,6 +50,8 @@ LONG = 256 * 1024
 """Characters or bytes above which work is long."""
 MAX_LONG_WAITING = 16
 """Pieces of long work at once: one runs, the others wait; more get 429."""
+MAX_GRAMMARS_WAITING = 256
+"""Grammars that are compiled at once: one is, by another process, the others wait; more get 429."""
 WORK_TIMEOUT_S = 30.0
 """How long work may wait and run in a thread; then its request gets 429."""
 RETRY_AFTER_S = 5.0
@@ -57,8 +59,10 @@ RETRY_AFTER_S = 5.0
 NUM_SHORT_THREADS = 2
 FREE_STREAMS = 4
 """So many streams send each token as it comes."""
-CHUNK_COST = 0.0007
+CHUNK_COST = 0.001
 """Seconds of a core that a chunk costs Ray's Python proxy and the ingress together."""
+HAPROXY_CHUNK_COST = 0.00035
+"""The same behind HAProxy."""
 CHUNK_SHARE = 0.25
 """Of one core, for chunks of all streams of an ingress."""
 MAX_TICK_S = 0.1
@@ -80,7 +84,9 @@ class WorkThreads:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "short-work")
         self._long = ThreadPoolExecutor(1, "long-work")
+        self._grammars = ThreadPoolExecutor(1, "grammars")
         self._num_long = 0
+        self._num_grammars = 0
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
         """Return what `work` returns.
@@ -103,6 +109,21 @@ class WorkThreads:
             return await _run(self._long, work)
         finally:
             self._num_long -= 1
+
+    async def run_grammar(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which waits for a grammar to be compiled.
+
+        Raises:
+            Overloaded: too many wait, or this did not end in `WORK_TIMEOUT_S`.
+        """
+        if self._num_grammars >= MAX_GRAMMARS_WAITING:
+            wanted = f"at most {MAX_GRAMMARS_WAITING} grammars being compiled"
+            raise Overloaded(RETRY_AFTER_S, f"wanted {wanted}, found one more")
+        self._num_grammars += 1
+        try:
+            return await _run(self._grammars, lambda _: work())
+        finally:
+            self._num_grammars -= 1
 
 
 async def _run(executor: ThreadPoolExecutor, work: Callable[[Check], T]) -> T:
@@ -140,12 +161,18 @@ class Pace:
 
     async def wait(self) -> None:
         """Wait for a turn of the loop that has room, which may be this one."""
-        if self._left:
-            self._take()
+        if self.take():
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
+
+    def take(self) -> bool:
+        """Return whether this turn of the loop has room, which is taken."""
+        if not self._left:
+            return False
+        self._take()
+        return True
 
     def _take(self) -> None:
         if self._left == self._per_turn:
@@ -164,7 +191,9 @@ class Pace:
 class SharedTick:
     """When streams that run go on: at once while few run, else all together."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_cost: float = CHUNK_COST) -> None:
+        """Start without streams. chunk_cost: seconds of a core that each chunk takes."""
+        self._chunk_cost = chunk_cost
         self.num_streams = 0
         """Sequences whose tokens are streamed now; one request may have many."""
         self._waiting: list[Callable[[], None]] = []
@@ -174,7 +203,7 @@ class SharedTick:
         """Seconds between two ticks: so many that sending takes `CHUNK_SHARE` of a core."""
         if self.num_streams <= FREE_STREAMS:
             return 0.0
-        return min(self.num_streams * CHUNK_COST / CHUNK_SHARE, MAX_TICK_S)
+        return min(self.num_streams * self._chunk_cost / CHUNK_SHARE, MAX_TICK_S)
 
     @contextmanager
     def streaming(self, num: int) -> Iterator[None]:

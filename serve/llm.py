@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,17 @@ from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from serve.config import engine_config
 from serve.sampling import Resolver, SamplingParams
+from serve.structured import GrammarChecks, StructuredOutputsParams, check
 from serve.text import StopStrings, TextStream
 from serve.tokenizer import Tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 Prompt = str | Sequence[int]
 
@@ -93,6 +101,8 @@ class LLM:
         self.tokenizer = Tokenizer.from_dir(Path(self.config.model_path))
         self.runner = ModelRunner(self.config)
         self.engine = assemble_engine(self.config, self.runner)
+        assert self.runner.grammars is not None, "the only rank samples"
+        self._grammars = GrammarChecks(partial(check, self.runner.grammars.vocabulary))
         self._ids = count()
 
     def generate(
@@ -155,6 +165,7 @@ class LLM:
             max_model_len=self.config.max_model_len,
             vocab_size=self.runner.model_config.vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
+            grammar_text=self._grammars.text,
         )
         samplings, stop = resolver.choices(len(ids)), StopStrings(params.stop_strings)
         output = RequestOutput(f"offline-{next(self._ids)}", text, ids, [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -17,10 +18,12 @@ import zmq
 import zmq.asyncio
 from ray import serve as ray_serve
 
-from cluster.actors.rank_group import GroupReport, RankDied, RankGroup
+from cluster.actors.load_progress import LoadProgress
+from cluster.actors.rank_group import GroupReport, RankDied, RankGroup, place_in_group
 from cluster.actors.secret import application_secret
 from cluster.actors.status_board import BoardClient, ReplicaReport
 from cluster.credentials import Credentials
+from cluster.logs import configure_logs
 from cluster.messages import (
     Abort,
     EndedFrame,
@@ -66,6 +69,7 @@ class Pool:
         self, pool: PoolConfig, config_hash: str
     ) -> None:
         context = ray_serve.get_replica_context()
+        configure_logs(pool.engine.log_format)
         self._pool = pool
         self._replica_id = context.replica_id.unique_id
         self._board = BoardClient(context.app_name)
@@ -76,6 +80,10 @@ class Pool:
         self._credentials = Credentials(config_hash, secret)
         self._handshake = CurveHandshake(secret)
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
+        self._restarts: Counter[str] = Counter()
+        """By the rank that a group's end was blamed on."""
+        self._is_stuck = False
+        """Whether the watchdog ended the last group that ended."""
         num_leaders = pool.engine.parallel.data_parallel_size
         self._router = LeaderRouter(pool.routing, num_leaders)
         self._zmq = zmq.asyncio.Context()
@@ -198,6 +206,8 @@ class Pool:
         num_failures = 0
         reason = await self._group.wait_for_end()
         while not self._is_stopping():
+            self._is_stuck = self._group.is_named_by_watchdog
+            self._restarts[place_in_group(reason)] += 1
             self._lose("restarting", reason)
             self._group = self._new_group(self._group.epoch + 1)
             try:
@@ -246,7 +256,7 @@ class Pool:
         """Push this replica's figures to the board for as long as it lives."""
         reported, group, state = self._group, GroupReport([], []), self._state
         clock = asyncio.get_running_loop().time
-        answered_at = clock()
+        answered_at = entered_at = clock()
         while True:
             if self._group is not reported:  # the ranks of the one before are dead
                 reported, group = self._group, GroupReport([], [])
@@ -255,20 +265,40 @@ class Pool:
                 group = await reported.report()
                 answered_at = clock()
             # Loading imports torch, which keeps a rank from answering for seconds.
+            if not group.ranks and self._state in ("loading", "restarting"):
+                group = GroupReport([], [_starting(reported)])
             is_stuck = self._state == "ready" and clock() - answered_at > STUCK_AFTER_S
             # A pool that is ready before its ranks say so would seem to compile nothing.
             have_told = bool(group.ranks) and all(rank.state == "ready" for rank in group.ranks)
+            told = state
             if is_stuck:
                 state = "stuck"
             elif self._state != "ready" or have_told:
                 state = self._state
+            if state != told:
+                entered_at = clock()
             name, replica_id = self._pool.name, self._replica_id
-            report = ReplicaReport(name, replica_id, state, group, self._error, self._config_hash)
+            report = ReplicaReport(
+                name,
+                replica_id,
+                state,
+                group.aged(clock() - answered_at),
+                error=self._error,
+                config_hash=self._config_hash,
+                is_stuck=self._is_stuck and state != "ready",
+                in_state_s=clock() - entered_at,
+                counts={("rank_restarts_total", rank): n for rank, n in self._restarts.items()},
+            )
             await self._board.push(report, self._group.actors)
             await asyncio.sleep(REPORT_PERIOD_S)
 
     def _spawn(self, coroutine: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
+
+
+def _starting(group: RankGroup) -> LoadProgress:
+    """Tell of ranks that have not said a word yet: their processes start, and import torch."""
+    return LoadProgress("starting ranks", 0, max(1, len(group.actors)))
 
 
 def hold_s(lease_s: float) -> float:

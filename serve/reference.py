@@ -24,16 +24,25 @@ from typing import Any
 import msgspec
 
 from cluster.config import ConfigError
+from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
 from compile.config import FIELDS, CompilationConfig, CompilationConfigError
 from compile.resolve import PRESETS
 from serve.compilation import given_fields, requested
-from serve.config import ALIASES, DeployArgs, KVArgs, PoolArgs
-from serve.openai import schema
-from serve.sampling import ParameterError
+from serve.config import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.openai import responses_request, schema, tokenizing
+from serve.openai.fields import FieldTable
+from serve.parameters import ParameterError
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
-CLUSTER_FILES = ("config", "engine/watchdog", "actors/rank_group", "actors/placement")
+CLUSTER_FILES = (
+    "config",
+    "engine/watchdog",
+    "actors/rank_group",
+    "actors/placement",
+    "grammars",
+    "rank/grammar_masks",
+)
 """Those outside of serve/ whose limits a user meets."""
 
 
@@ -54,14 +63,16 @@ def _sections() -> Iterator[str]:
 
 ## Arguments of `deploy`
 
-They are `key=value` with dots (`serve run serve.app:deploy decode.replicas=2`), or YAML
-([tiny.yaml](../examples/configs/tiny.yaml)), and strict: an unknown key, a value of the wrong type
-or a field given twice ends the start with exit code 1 and one line,
-`FIELD: wanted ..., found ...`. What is named here but not built yet is refused by name. Defaults
-are in JSON."""
+They are `key=value` with dots (`serve run serve.app:deploy decode.replicas=2`), or YAML, as a file
+of their own (`config=FILE`) or in one of Ray Serve ([tiny.yaml](../examples/configs/tiny.yaml)).
+They are strict: an unknown key, a value of the wrong type or a field given twice ends the start
+with exit code 1 and one line, `FIELD: wanted ..., found ...`. What is named here but not built yet
+is refused by name. Defaults are in JSON."""
     yield _fields(DeployArgs)
     yield "### `prefill.*`, `decode.*`, `mixed.*`"
     yield _fields(PoolArgs)
+    yield "### `ingress.*`"
+    yield _fields(IngressArgs)
     yield "### `kv.*`"
     yield _fields(KVArgs)
     yield "### `compilation.*`"
@@ -88,16 +99,58 @@ A null is the same as leaving a field out; an unknown field gets 400. Both
     yield "### Of a message, and of a part of its content"
     yield _fields(schema.Message)
     yield _fields(schema.TextPart)
+    yield "### Of `tools`, of `function` in one, and of a `tool_choice` that names a function"
+    yield _fields(schema.Tool)
+    yield _fields(schema.Function)
+    yield _fields(schema.NamedToolChoice)
+    yield _fields(schema.FunctionName)
+    yield "### Of a message's `tool_calls`, and of `function` in one"
+    yield _fields(schema.ToolCall)
+    yield _fields(schema.CalledFunction)
     yield "### Of completions"
     yield _fields(schema.CompletionRequest, _completion, without=shared)
+    yield "### Of responses"
+    yield _fields(responses_request.ResponsesRequest, _response)
     yield "### Of `stream_options`"
     yield _fields(schema.StreamOptions)
+    yield "### Of `POST /tokenize`"
+    yield _fields(tokenizing.TokenizeRequest)
+    yield "### Of `POST /detokenize`"
+    yield _fields(tokenizing.DetokenizeRequest)
+    yield "### Of `response_format`, and of its `json_schema`"
+    yield _fields(schema.ResponseFormat)
+    yield _fields(schema.JsonSchemaFormat)
+    yield "### Of `structured_outputs`"
+    yield _fields(schema.StructuredOutputs)
     yield """\
 ### Without effect
 
-OpenAI or vLLM know these fields, and Lockstep has not built them yet: each is accepted at the
-values below, which change nothing, and gets 400 at any other."""
+OpenAI or vLLM know these fields, and Lockstep has not built them: each is accepted at the values
+below, which change nothing, and gets 400 at any other."""
     yield _table("field | accepted | of", _inert())
+    yield """\
+`anything` is accepted of fields that cannot change an answer. So it is of those that clients add to
+messages which they send back: `provider_specific_fields` and `parsed` of a message,
+`provider_specific_fields` and `index` of a tool call, `provider_specific_fields` and
+`parsed_arguments` of its function."""
+    yield f"""\
+## Metrics
+
+`GET /metrics`, for Prometheus, as text or as OpenMetrics. Every metric also has the labels
+{" and ".join(f"`{label}`" for label in COMMON_LABELS)}: an engine as in `prefill-0-0` (pool,
+replica, data-parallel rank), or `{INGRESS}`. Names that vLLM has are vLLM's with `{PREFIX}` in
+place of `vllm:`. Ray's own endpoints have them as gauges that begin with `lockstep_`."""
+    yield _table("metric | kind | labels | buckets | meaning", _metrics())
+
+
+def _metrics() -> Iterator[tuple[str, ...]]:
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        bounds = "1, 2, 5, ... to the model's length"
+        if metric.bounds:
+            bounds = ", ".join(f"{bound:g}" for bound in metric.bounds)
+        buckets = bounds if metric.kind == HISTOGRAM else ""
+        yield f"`{PREFIX}{metric.name}`", metric.kind, labels, buckets, metric.meaning
 
 
 def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
@@ -169,8 +222,8 @@ def _bounds(build: Callable[..., object], name: str) -> str:
         build(**{name: object()})
     except (ConfigError, CompilationConfigError, ParameterError) as error:
         return error.wanted
-    except TypeError:
-        pass  # Keys are read before the content is checked.
+    except (AttributeError, TypeError):
+        pass  # Keys and fields are read before the content is checked.
     return ""
 
 
@@ -182,6 +235,11 @@ def _chat(**given: Any) -> object:
 def _completion(**given: Any) -> object:
     fields: dict[str, Any] = {"prompt": "", **given}
     return schema.CompletionRequest(**fields).sampling_params()
+
+
+def _response(**given: Any) -> object:
+    fields = {"max_tokens" if name == "max_output_tokens" else name: given[name] for name in given}
+    return responses_request.ResponsesChat(messages=[], **fields).sampling_params()
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
@@ -204,10 +262,23 @@ def _limits() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _inert() -> Iterator[tuple[str, str, str]]:
-    chat, completion = schema.CHAT_FIELDS.inert, schema.COMPLETION_FIELDS.inert
+    chat, completion = (
+        _without_effect(schema.CHAT_FIELDS),
+        _without_effect(schema.COMPLETION_FIELDS),
+    )
     for name, values in (chat | completion).items():
         of = "both" if name in chat and name in completion else "chat" if name in chat else "texts"
-        yield f"`{name}`", " or ".join(_value("", value) for value in (*values, None)), of
+        yield f"`{name}`", values, of
+    for name, values in _without_effect(responses_request.RESPONSES_FIELDS).items():
+        yield f"`{name}`", values, "responses"
+
+
+def _without_effect(table: FieldTable) -> dict[str, str]:
+    inert = {
+        name: " or ".join(_value("", value) for value in (*values, None))
+        for name, values in table.inert.items()
+    }
+    return inert | {name: "anything" for name in sorted(table.ignored)}
 
 
 def main() -> None:

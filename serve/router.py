@@ -19,6 +19,7 @@ A request may kill its ranks, and with them the requests beside it. After `SHARE
 these is a suspect and goes on trial: one at a time, until it has its next tokens. A request that
 survives its trial is free again, however often other requests kill its ranks; one whose ranks die
 in `MAX_FAILED_TRIALS` trials of its own is the cause.
+The dock is that of all ingresses (`dock.py`), as ranks serve them all.
 
 A mixed pool is the same with one stage.
 """
@@ -35,6 +36,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.messages import EngineOutput, FinishReason, GenerateRequest, KVHandoff, Submit, encode
+from serve.records import SequenceRecord
 from serve.tokens import Mailbox, TokenSocket
 
 log = logging.getLogger("lockstep.router")
@@ -79,21 +81,39 @@ class PoolHandle(Protocol):
         """Start the call; the result is awaitable and has `cancel()`."""
 
 
+class Dock(Protocol):
+    """What the request that is on trial holds. `asyncio.Lock` is one, of a single router."""
+
+    async def acquire(self) -> Any:
+        """Wait until it is free, and take it."""
+
+    def release(self) -> None:
+        """Let the next one have it."""
+
+
 class Router:
     """Runs requests through prefill and decode pools, or through a mixed one."""
 
-    def __init__(self, pools: dict[str, PoolHandle], tokens: TokenSocket) -> None:
+    def __init__(
+        self, pools: dict[str, PoolHandle], tokens: TokenSocket, dock: Dock | None = None
+    ) -> None:
         self._pools = pools
         self._first = "mixed" if "mixed" in pools else "prefill"
         self._tokens = tokens
-        self._dock = asyncio.Lock()
+        self._dock = dock or asyncio.Lock()
         """Held by the request that is on trial."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, record: SequenceRecord | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the request's outputs; the last one has a finish reason.
 
         Closing the iterator aborts the request everywhere.
+
+        Args:
+            record: notes its way.
         """
+        record = record or SequenceRecord()
         outputs = list(request.output_token_ids)
         losses = _Losses()
         for number in count():
@@ -107,7 +127,8 @@ class Router:
             if trial is not None:
                 await trial.begin()
             try:
-                async with aclosing(self._attempt(attempt)) as attempt_outputs:
+                record.on_attempt()
+                async with aclosing(self._attempt(attempt, record)) as attempt_outputs:
                     async for output in attempt_outputs:
                         output = _in_place(output, len(outputs))
                         if output.finish_reason in LOST:
@@ -118,6 +139,7 @@ class Router:
                         yield msgspec.structs.replace(output, request_id=request.request_id)
                         if output.finish_reason:
                             return
+                record.on_lost(str(output.finish_reason))
                 losses.add(output.finish_reason, trial)
             finally:
                 if trial is not None:
@@ -130,16 +152,23 @@ class Router:
             log.warning("%s: %s; it is prefilled again", attempt.request_id, output.error)
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
 
-    async def _attempt(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def _attempt(
+        self, request: GenerateRequest, record: SequenceRecord
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Run one prefill and what follows; the last output tells how it ended, or was lost."""
         mailbox = self._tokens.open(request.request_id)
         calls: list[_Call] = []
-        has_ended = False
+        has_ended, is_first = False, True
         try:
             calls.append(self._submit(self._first, request, None, mailbox))
             while not has_ended:
                 output = await mailbox.get()
+                if is_first and output.token_ids:
+                    record.on_engine_output(output.queued_us)
+                    is_first = False
                 if output.finish_reason == FinishReason.HANDOFF:
+                    record.on_handover()
+                    is_first = True
                     request = _with_outputs(request, output)
                     calls.append(self._submit("decode", request, output.handoff, mailbox))
                     output = msgspec.structs.replace(
@@ -148,6 +177,7 @@ class Router:
                 has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
                 yield output
         finally:
+            record.on_engines(self._tokens.engines_of(mailbox))
             self._tokens.close(mailbox)
             if not has_ended:
                 # Lost, or its client left: engines that hold some of it must let go.
@@ -200,7 +230,7 @@ class _Trial:
     """A suspect's attempt, while no other suspect runs. Invariant: `is_open` while it holds the
     dock."""
 
-    def __init__(self, dock: asyncio.Lock) -> None:
+    def __init__(self, dock: Dock) -> None:
         self._dock = dock
         self._num_tokens = 0
         self.is_open = False
@@ -335,4 +365,5 @@ def _ended(request_id: str, reason: FinishReason, error: str) -> EngineOutput:
         handoff=None,
         error=error,
         prompt_logprobs=[],
+        queued_us=0,
     )

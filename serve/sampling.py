@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from cluster.messages import LogitRules, Sampling
+from cluster.messages import Grammar, LogitRules, Sampling
+from serve.parameters import ParameterError
+from serve.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
 """Texts in `stop`; each is looked for after every token."""
@@ -43,20 +45,6 @@ are still finite."""
 MAX_PENALTY = 2
 """OpenAI's bound on presence and frequency penalty, either way."""
 _SEED_MASK = 2**64 - 1
-
-
-class ParameterError(ValueError):
-    """A parameter cannot be met; `param` names it, the message says wanted and found."""
-
-    def __init__(self, param: str, wanted: str, found: object) -> None:
-        super().__init__(f"{param}: wanted {wanted}, found {found}")
-        self.param = param
-        self.wanted = wanted
-        self.found = found
-
-    def renamed(self, param: str) -> ParameterError:
-        """Return the same error under the name by which the user knows the parameter."""
-        return ParameterError(param, self.wanted, self.found)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each prompt token but the first."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must be; None: anything."""
 
     def __post_init__(self) -> None:
         wanted = f"a number from 0 to {MAX_TEMPERATURE:g}"
@@ -125,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, "true or false", repr(value))
+        if self.structured_outputs is not None:
+            _check_structured(self)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -147,10 +139,16 @@ class Resolver:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        grammar_text: Callable[[StructuredOutputsParams], str],
     ) -> None:
+        """Check and compute what does not depend on the prompt.
+
+        Args:
+            grammar_text: returns a grammar as engines take it; raises ParameterError.
+        """
         _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-        eos = () if params.ignore_eos else tuple(eos_token_ids)
+        eos = () if params.ignore_eos else tuple(i for i in eos_token_ids if i < vocab_size)
         if params.min_tokens and params.allowed_token_ids:
             is_left = not set(params.allowed_token_ids) <= {*params.stop_token_ids, *eos}
             wanted = "a token that may come before min_tokens, which no stop token may"
@@ -159,6 +157,12 @@ class Resolver:
         self._max_model_len = max_model_len
         self._stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
         self._rules = _rules(params)
+        self._grammar: Grammar | None = None
+        if params.structured_outputs is not None:
+            if not eos:
+                found = "a model without an end token"
+                raise ParameterError("structured_outputs", "a model whose texts end", found)
+            self._grammar = Grammar(grammar_text(params.structured_outputs), eos)
 
     def choices(self, prompt_len: int, max_tokens_left: int | None = None) -> list[Sampling]:
         """Return what the engine needs for each choice to a prompt of `prompt_len` tokens.
@@ -184,6 +188,7 @@ class Resolver:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             rules=self._rules,
+            grammar=self._grammar,
         )
         return [first, *(_another_choice(first, index) for index in range(1, params.n))]
 
@@ -276,6 +281,17 @@ def _check_penalties(params: SamplingParams) -> None:
     least, most = 1 / MAX_REPETITION, MAX_REPETITION
     wanted = f"a number from {least:g} to {most:g}"
     _check_number("repetition_penalty", params.repetition_penalty, wanted, least, most)
+
+
+def _check_structured(params: SamplingParams) -> None:
+    """Refuse what would leave no token to draw, or no end, where a grammar decides both."""
+    wanted, found = StructuredOutputsParams.__name__, params.structured_outputs
+    is_one = isinstance(found, StructuredOutputsParams)
+    _require(is_one, "structured_outputs", f"a {wanted}", repr(found)[:100])
+    for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
+        value = getattr(params, name)
+        text = str(value)[:100]
+        _require(value == none, name, "none with structured output, which decides it", text)
 
 
 def _check_logit_bias(logit_bias: object) -> None:

@@ -51,9 +51,11 @@ class TextStream:
         skip_special_tokens: bool,
         min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._num_unstoppable = min_tokens
-        self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_token_ids)
+        self._detokenizer = detokenizer(tokenizer, skipped - shown_token_ids, prompt_token_ids)
         self._matcher = StopMatcher(stop, include_stop)
         self._include_stop = include_stop
         self._is_finished = False
@@ -68,11 +70,13 @@ class TextStream:
         params: SamplingParams,
         stop: StopStrings,
         prompt_token_ids: Sequence[int],
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> TextStream:
         """Return the text of one choice behind its prompt as its request wants it.
 
         Args:
             stop: made of the request's stop strings, once for all its choices.
+            shown_token_ids: special tokens that are text in any case.
         """
         return cls(
             tokenizer,
@@ -81,6 +85,7 @@ class TextStream:
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
             prompt_token_ids=prompt_token_ids,
+            shown_token_ids=shown_token_ids,
         )
 
     def push(self, token_ids: Sequence[int], *, stop_token_id: int = -1) -> TextDelta:
@@ -233,24 +238,26 @@ class Detokenizer(Protocol):
 
 
 def detokenizer(
-    tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+    tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
 ) -> Detokenizer:
     """Return the detokenizer that fits the tokenizer, for what follows a prompt.
+
+    The tokens in `skipped` have no text.
 
     Not tokenizers' DecodeStream: it decodes all bytes again for as long as they make no character,
     raises where a byte-fallback run turns out to be invalid, and has no flush.
     """
     if tokenizer.is_byte_level:
-        return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens, prompt_token_ids)
+        return ByteLevelDetokenizer(tokenizer, skipped)
+    return WindowDetokenizer(tokenizer, skipped, prompt_token_ids)
 
 
 class ByteLevelDetokenizer:
     """For byte-level vocabularies, where text is the tokens' bytes joined: constant per token."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
@@ -272,10 +279,10 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._token_ids = self._end_of(prompt_token_ids)
         self._num_context = len(self._token_ids)
         self._context = self._decode()

@@ -11,15 +11,21 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+from serve.grammar_process import GrammarProcess
+from serve.structured import GrammarChecks
 
 PIECE_CHARS = 1 << 16
 """Characters of a long text that are tokenized at once to count its tokens: tens of milliseconds,
 and 30 MB at most."""
 CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
+
+
+_PROBE = "probe_function"
 
 
 class TooManyTokens(ValueError):
@@ -38,13 +44,29 @@ class ChatTemplateError(ValueError):
     """The checkpoint has no chat template, or the template refuses these messages."""
 
 
+class WrittenTools(NamedTuple):
+    """What a chat template makes of a tool, and of a call of it."""
+
+    has_tools: bool
+    """It writes the tools that it is given."""
+    call: str
+    """The text of a call in an earlier turn; empty where it writes none."""
+
+
 class Tokenizer:
     """A fast (Rust) tokenizer with what serving needs of it.
 
     Invariant: no truncation and no padding is set on the Rust tokenizer.
     """
 
-    def __init__(self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...], path: Path | None = None
+    ) -> None:
+        """Serve a loaded tokenizer; without the checkpoint's `path` there are no grammars."""
+        self.grammar_process = GrammarProcess(path or Path())
+        """Compiles those of requests; not started yet."""
+        self.grammars = GrammarChecks(self.grammar_process.text)
+        """What it found of them."""
         self._hf = hf_tokenizer
         self._rust = hf_tokenizer.backend_tokenizer
         self._rust.no_truncation()
@@ -58,6 +80,7 @@ class Tokenizer:
         self.is_byte_level = _is_byte_level(self._rust.decoder)
         self._token_bytes: dict[int, bytes] = {}
         self._takes_parts: dict[str | None, bool] = {}
+        self._written_tools: dict[str | None, WrittenTools] = {}
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Self:
@@ -82,7 +105,8 @@ class Tokenizer:
                 f"tokenizer: wanted one with a tokenizer.json in {path}, "
                 f"found {type(hf_tokenizer).__name__}, which has no fast version"
             )
-        return cls(hf_tokenizer, _eos_token_ids(Path(path), hf_tokenizer.eos_token_id))
+        eos_token_ids = _eos_token_ids(Path(path), hf_tokenizer.eos_token_id)
+        return cls(hf_tokenizer, eos_token_ids, Path(path))
 
     @property
     def has_chat_template(self) -> bool:
@@ -117,6 +141,36 @@ class Tokenizer:
             is_verbatim = "'type'" in text or '"type"' in text
             self._takes_parts[chat_template] = "probe" in text and not is_verbatim
         return self._takes_parts[chat_template]
+
+    def written_tools(self, chat_template: str | None = None) -> WrittenTools:
+        """Return what a template writes of tools and calls, tried on one of each."""
+        if chat_template not in self._written_tools:
+            self._written_tools[chat_template] = self._write_tools(chat_template)
+        return self._written_tools[chat_template]
+
+    def _write_tools(self, chat_template: str | None) -> WrittenTools:
+        question = {"role": "user", "content": "probe"}
+        schema = {"type": "object", "properties": {"probe": {"type": "string"}}}
+        function = {"name": _PROBE, "description": "probe", "parameters": schema}
+        tools = [{"type": "function", "function": function}]
+        called = {"name": _PROBE, "arguments": {"probe": "x"}}
+        # The length is the one that Mistral's templates want.
+        call = {"id": "abcdefghi", "type": "function", "function": called}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        with_tools = self._try(question, chat_template=chat_template, tools=tools)
+        with_call = self._try(question, answer, chat_template=chat_template)
+        # A template may write an id, or a message as a whole, where it writes no calls.
+        return WrittenTools(_PROBE in with_tools, with_call if _PROBE in with_call else "")
+
+    def _try(self, *messages: dict[str, Any], **kwargs: Any) -> str:
+        try:
+            return self._render(messages, **kwargs)
+        except Exception:  # a program of the checkpoint, as in `apply_chat_template`
+            return ""
+
+    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
+        """Return the special tokens that are spelt as one of these texts."""
+        return frozenset(i for i in self.special_token_ids if self.token(i) in texts)
 
     def encode(
         self,

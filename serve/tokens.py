@@ -64,6 +64,8 @@ class Mailbox:
         self.request_id = request_id
         self.inboxes: list[str] = []
         """Of the engines that have sent outputs of the request in its present stage."""
+        self.all_inboxes: list[str] = []
+        """Of those that have sent any."""
         self.num_ends = 0
         """Stages whose last output has come."""
         self._tick = tick
@@ -77,6 +79,7 @@ class Mailbox:
         """Add an output; `inbox` is the engine's address."""
         if inbox and inbox not in self.inboxes:
             self.inboxes.append(inbox)
+            self.all_inboxes.append(inbox)
         if output.finish_reason == FinishReason.HANDOFF:
             self.inboxes.clear()
         if output.prompt_logprobs and not output.token_ids and not output.finish_reason:
@@ -158,6 +161,11 @@ class TokenSocket:
     def close(self, mailbox: Mailbox) -> None:
         """Drop the mailbox; what still arrives for it is dropped too, and its engine told so."""
         self._mailboxes.pop(mailbox.request_id, None)
+
+    def engines_of(self, mailbox: Mailbox) -> list[str]:
+        """Return the engines that have sent outputs for a mailbox, by their names."""
+        names = {inbox: engine for engine, (_, inbox) in self._newest.items()}
+        return [names[inbox] for inbox in mailbox.all_inboxes if inbox in names]
 
     async def caught_up(self) -> None:
         """Return when all that has come by now is in its mailbox.

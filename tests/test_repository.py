@@ -29,14 +29,16 @@ RUNTIME = {
     "msgspec",
     "pyzmq",
     "numpy",
+    "llguidance",
 }
-EXTRAS = {"test", "bench", "nixl", "gpu"}
+EXTRAS = {"test", "bench", "nixl", "gpu", "tracing"}
 IMPORTED_AS = {"ray[serve]": "ray", "pyzmq": "zmq"}
 # Modules that the packages may import because a runtime dependency brings them.
 BROUGHT_BY = {
     "fastapi": "ray",
     "starlette": "ray",
     "uvicorn": "ray",
+    "prometheus_client": "ray",
     "yaml": "ray",
     "jinja2": "torch",
     "tokenizers": "transformers",
@@ -44,7 +46,7 @@ BROUGHT_BY = {
 }
 DISTRIBUTION = {"yaml": "pyyaml"}
 # Modules of the extras: their absence is an error where they are used, never at import.
-OPTIONAL = {"nixl", "pynvml", "psutil", "tabulate"}
+OPTIONAL = {"nixl", "pynvml", "psutil", "tabulate", "opentelemetry"}
 
 
 def project() -> dict[str, Any]:

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.actors.artifact_board import RayExchange
+from cluster.actors.load_progress import LoadClock, LoadProgress
 from cluster.config import EngineConfig
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.watchdog import Heartbeat, Phase
+from cluster.logs import configure_logs
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.status import RankStats
-from compile.environment import apply_log_level
 
 if TYPE_CHECKING:
     from cluster.rank.follower import Follower
@@ -36,15 +38,6 @@ class RankPlace:
     dp_rank: int
     tp_rank: int
     epoch: int
-
-
-@dataclass(frozen=True)
-class LoadProgress:
-    """How far a rank has come before it is ready."""
-
-    what: str
-    done: int
-    total: int
 
 
 class RankActor:
@@ -61,7 +54,7 @@ class RankActor:
     ) -> None:
         """Wait to be told what to load; `is_on_one_node`: the whole group is."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        apply_log_level()
+        configure_logs(config.log_format)
         # Read when torch is loaded, which happens in `load` and not before.
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
         self._config = config
@@ -71,7 +64,7 @@ class RankActor:
         self._is_on_one_node = is_on_one_node
         self._exchange = None if artifact_board is None else RayExchange(artifact_board)
         self._state = "starting"
-        self._progress = LoadProgress("starting", 0, 1)
+        self._progress = LoadClock("starting")
         self._endpoints: LeaderEndpoints | None = None
         self._rank: Leader | Follower | None = None
 
@@ -145,15 +138,19 @@ class RankActor:
         finally:
             self._state = "stopped"
 
-    def stats(self) -> tuple[RankStats, LoadProgress | None]:
-        """Return counters, and progress while the rank is not ready, or compiles."""
+    def stats(self) -> tuple[RankStats, LoadProgress | None, Counts]:
+        """Return figures, progress while the rank is not ready or compiles, and its counts."""
         place, node = self._place, ray.get_runtime_context().get_node_id()
         if self._state == "ready" and self._rank is not None:
             stats = self._rank.stats(
                 tp_rank=place.tp_rank, dp_rank=place.dp_rank, pid=os.getpid(), node=node
             )
             progress = self._rank.compile_progress()
-            return stats, None if progress is None else LoadProgress(*progress)
+            if progress is None:
+                return stats, None, self._rank.counts()
+            self._progress.note(*progress)
+            told = self._progress.read(place.dp_rank, place.tp_rank)
+            return stats, told, self._rank.counts()
         stats = RankStats(
             tp_rank=place.tp_rank,
             dp_rank=place.dp_rank,
@@ -163,7 +160,7 @@ class RankActor:
             epoch=place.epoch,
             step=0,
         )
-        return stats, self._progress
+        return stats, self._progress.read(place.dp_rank, place.tp_rank), {}
 
     def heartbeat(self) -> Heartbeat | None:
         """Return what the step thread does; None before the rank loads weights, and after its end.
@@ -188,7 +185,7 @@ class RankActor:
             self._rank.stop()
 
     def _on_progress(self, what: str, done: int, total: int) -> None:
-        self._progress = LoadProgress(what, done, total)
+        self._progress.note(what, done, total)
 
 
 RemoteRank = ray.remote(

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -24,9 +25,11 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
+from cluster.actors.load_progress import LoadProgress
 from cluster.actors.placement import bundles_by_node, is_on_one_node
-from cluster.actors.rank_actor import LoadProgress, RankPlace, RemoteRank
+from cluster.actors.rank_actor import RankPlace, RemoteRank
 from cluster.config import EngineConfig
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
@@ -58,6 +61,12 @@ class GroupReport:
 
     ranks: list[RankStats]
     loading: list[LoadProgress]
+    counts: list[Counts] = field(default_factory=list)
+    """What each rank has counted since it was started, in the order of `ranks`."""
+
+    def aged(self, seconds: float) -> GroupReport:
+        """Return it with the times of what loads as they are so long after."""
+        return replace(self, loading=[progress.aged(seconds) for progress in self.loading])
 
 
 class RankGroup:
@@ -85,6 +94,8 @@ class RankGroup:
         self._parallel = config.parallel
         self._watchdog_s = config.watchdog_s
         self._is_stopping = False
+        self.is_named_by_watchdog = False
+        """Whether the watchdog ended the group: a rank did not answer, or not advance."""
         self.inboxes: list[str] = []
         self.places = [
             RankPlace(dp_rank, tp_rank, epoch)
@@ -184,6 +195,7 @@ class RankGroup:
         if not self._is_stopping:
             self.kill()
         if named is not None:
+            self.is_named_by_watchdog = True
             return named
         assert first is not None
         cause = tasks[first].result().cause or "stopped"
@@ -249,12 +261,12 @@ class RankGroup:
         """
         refs = [actor.stats.options(concurrency_group="ctl").remote() for actor in self._actors]
         answers = await asyncio.wait_for(asyncio.gather(*refs), STATS_TIMEOUT_S)
-        ranks = [stats for stats, _ in answers]
-        loading = [progress for _, progress in answers if progress is not None]
+        ranks = [stats for stats, _, _ in answers]
+        loading = [progress for _, progress, _ in answers if progress is not None]
         if any(rank.compile_error for rank in ranks):
             # Ranks go over together, or none does.
             ranks, loading = [replace(rank, compiling=False) for rank in ranks], []
-        return GroupReport(ranks, loading)
+        return GroupReport(ranks, loading, [counts for _, _, counts in answers])
 
     @property
     def actors(self) -> list[Any]:
@@ -357,6 +369,12 @@ def _cause(error: BaseException) -> str:
     """Return the last line that says something: Ray puts the whole remote traceback before it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
+
+
+def place_in_group(reason: str) -> str:
+    """Return the rank that the end of a group was blamed on, as `dp=0 tp=1`, or `unknown`."""
+    found = re.match(r"rank (dp=\d+ tp=\d+) epoch=", reason)
+    return found[1] if found else "unknown"
 
 
 def _name(place: RankPlace) -> str:

@@ -1,25 +1,41 @@
-"""`StatusBoard`: the small named actor where pools tell how they are.
+"""`StatusBoard`: the small named actor where pools and ingresses tell how they are.
 
-The ingress owns it and answers `/ready` from it; pool replicas push to it ten times a second
-from their first line on, so that loading shows progress before anything can be asked.
+The first ingress to come owns it, and all answer `/ready` from it; pool replicas push to it four
+times a second from their first line on, so that loading shows progress before anything can be
+asked. If its owner dies, the next ingress to ask makes another one.
+
+It also adds up what ranks and ingresses have counted (`cluster/counts.py`), because it alone hears
+of all of them. Whatever it has told is kept before (`kept_totals.py`), so totals go on where they
+were if it is made anew.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any, Protocol
 
 import ray
 
+from cluster.actors.kept_totals import KeptTotals
+from cluster.actors.load_progress import LoadProgress
 from cluster.actors.rank_group import GroupReport
+from cluster.actors.ray_metrics import RayMetrics
+from cluster.actors.turns import Turns
+from cluster.counts import Counts, Ledger
+from cluster.metrics import INGRESS, Described, EngineGauges, MetricsSnapshot
 
 NAMESPACE = "lockstep"
 OUTDATED = "outdated"
 """The state of a replica of another deployment under the same name."""
+EXPORT_PERIOD_S = 5.0
+"""How often figures go to Ray's metrics."""
+SAVE_PERIOD_S = 5.0
+"""How often totals are kept that nobody asks for."""
 LOST_AFTER_S = 5.0
 """A replica that is silent this long is gone. One whose ranks do not answer still pushes, at least
-once in `STATS_TIMEOUT_S`."""
+once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +50,162 @@ class ReplicaReport:
     error: str = ""
     config_hash: str = ""
     """Of its deployment."""
+    is_stuck: bool = False
+    """The watchdog ended its group, which does not serve again yet."""
+    counts: Counts = field(default_factory=dict)
+    """What the replica itself has counted."""
+    in_state_s: float = 0.0
+    """How long it has been in this state."""
+
+
+@dataclass(frozen=True)
+class IngressReport:
+    """One ingress: what it loads, how many sequences it has, and what it counted."""
+
+    ingress_id: str
+    pid: int
+    node: str
+    config_hash: str
+    loading: tuple[LoadProgress, ...]
+    """Empty once it can answer."""
+    num_live: int
+    """Sequences that it has admitted."""
+    is_watched: bool
+    """Somebody looks at its status page."""
+    counts: Counts | None
+    """None: as it said last."""
+
+
+class TotalsKeeper(Protocol):
+    """Where totals survive the board."""
+
+    def load(self) -> Ledger:
+        """Return the ledger that was saved last, or a new one."""
+
+    def save(self, ledger: Ledger) -> None:
+        """Keep a ledger in place of the one before."""
 
 
 class StatusBoard:
-    """The last report of every pool replica, by pool and replica id."""
+    """The last report of every pool replica, by pool and replica id, and the totals of all.
 
-    def __init__(self, pools: list[str]) -> None:
+    Invariant: `metrics` returns no total that was not kept before.
+    """
+
+    def __init__(
+        self,
+        pools: list[str],
+        kept: TotalsKeeper | None = None,
+        ray_metrics: RayMetrics | None = None,
+    ) -> None:
+        """Start without reports.
+
+        Args:
+            kept: where totals go on from, and are saved; None: from zero, nowhere.
+            ray_metrics: gets all figures from time to time.
+        """
+        self._kept = kept
+        self._ray_metrics = ray_metrics
+        self._exported_at = time.monotonic()
+        self._ledger = Ledger() if kept is None else kept.load()
+        self._has_grown = False
+        self._saved_at = time.monotonic()
+        self._places: dict[str, dict[str, int]] = {}
+        """By pool and replica id its number, the lowest that none had when it came."""
         self._reports: dict[str, dict[str, tuple[float, ReplicaReport]]] = {p: {} for p in pools}
         self._actors: dict[str, dict[str, list[Any]]] = {}
+        self._ingresses: dict[str, tuple[float, IngressReport]] = {}
+        """By their ids, in the order in which they came."""
+        self._turns = Turns(LOST_AFTER_S)
 
     def push(self, report: ReplicaReport) -> None:
-        """Replace the replica's last report."""
+        """Replace the replica's last report, and add what was counted since."""
         self._reports.setdefault(report.pool, {})[report.replica_id] = (time.monotonic(), report)
+        place, source = self._place(report.pool, report.replica_id), report.replica_id
+        self._add(source, _engine(report.pool, place, 0), report.counts)
+        for rank, counts in zip(report.group.ranks, report.group.counts, strict=False):
+            of_rank = f"{source}/{rank.dp_rank}/{rank.tp_rank}/{rank.epoch}/{rank.pid}"
+            self._add(of_rank, _engine(report.pool, place, rank.dp_rank), counts)
+        now = time.monotonic()
+        if now - self._saved_at > SAVE_PERIOD_S:
+            self._save()
+        if self._ray_metrics is not None and now - self._exported_at > EXPORT_PERIOD_S:
+            self._ray_metrics.export(self._now())
+            self._exported_at = time.monotonic()
 
     def remove(self, pool: str, replica_id: str) -> None:
         """Forget a replica that ended on purpose."""
         self._reports.get(pool, {}).pop(replica_id, None)
         self._actors.get(pool, {}).pop(replica_id, None)
+        self._places.get(pool, {}).pop(replica_id, None)
 
     def register(self, pool: str, replica_id: str, actors: list[Any]) -> None:
         """Remember a replica's rank actors: those of its newest epoch."""
         self._actors.setdefault(pool, {})[replica_id] = actors
+
+    def count(self, ingress_id: str, counts: Counts) -> None:
+        """Add what an ingress has counted since it said so last."""
+        self._add(f"ingress/{ingress_id}", INGRESS, counts)
+
+    def poll(self, report: IngressReport) -> dict[str, Any]:
+        """Take an ingress's report, and return the body of `/ready` as its deployment sees it.
+
+        In `figures` it also has those of the status page, while somebody looks at one: with
+        several ingresses each look may reach another.
+        """
+        now = time.monotonic()
+        self._ingresses[report.ingress_id] = (now, report)
+        if report.counts is not None:
+            self.count(report.ingress_id, report.counts)
+        body = self.snapshot(report.config_hash)
+        reports = [known for _, known in self._ingresses.values()]
+        is_watched = any(known.is_watched for known in reports)
+        return {**body, "figures": self.figures() if is_watched else None}
+
+    def take_turn(self, ingress_id: str) -> bool:
+        """Return whether this ingress may try a request that may kill its ranks (`router.py`)."""
+        return self._turns.take(ingress_id)
+
+    def give_turn_back(self, ingress_id: str) -> None:
+        """Let the next ingress try one."""
+        self._turns.give_back(ingress_id)
+
+    def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
+        """Take an ingress's counts, and return the totals and gauges of all."""
+        self.count(ingress_id, counts)
+        self._forget_lost(time.monotonic())
+        self._save()
+        return self._now()
+
+    def _now(self) -> MetricsSnapshot:
+        engines = {
+            _engine(pool, self._place(pool, replica_id), rank.dp_rank): EngineGauges(
+                num_running=rank.num_running,
+                num_waiting=rank.num_waiting,
+                num_waiting_for_kv=rank.num_waiting_for_kv,
+                num_blocks=rank.num_blocks,
+                num_free_blocks=rank.num_free_blocks,
+            )
+            for pool, by_id in self._reports.items()
+            for replica_id, (_, report) in by_id.items()
+            for rank in report.group.ranks
+            if rank.tp_rank == 0 and rank.state == "ready"
+        }
+        return MetricsSnapshot(self._ledger.totals, engines)
+
+    def _add(self, source: str, engine: str, counts: Counts) -> None:
+        self._has_grown |= self._ledger.add(source, engine, counts)
+
+    def _save(self) -> None:
+        if self._has_grown and self._kept is not None:
+            self._kept.save(self._ledger)
+        self._has_grown, self._saved_at = False, time.monotonic()
+
+    def _place(self, pool: str, replica_id: str) -> int:
+        places = self._places.setdefault(pool, {})
+        if replica_id not in places:
+            places[replica_id] = next(i for i in count() if i not in places.values())
+        return places[replica_id]
 
     def actors(self) -> dict[str, dict[str, list[Any]]]:
         """Return the rank actors by pool and replica."""
@@ -72,19 +223,66 @@ class StatusBoard:
             for pool, by_id in self._reports.items()
         }
         loading = [
-            {"what": f"{pool}: {p.what}", "done": p.done, "total": p.total}
+            {**asdict(p), "what": f"{pool}: {p.what}", "pool": pool, "replica": replica_id}
             for pool, by_id in self._reports.items()
-            for _, report in by_id.values()
+            for replica_id, (_, report) in by_id.items()
             for p in report.group.loading
         ]
+        ingresses = [
+            report
+            for _, report in self._ingresses.values()
+            if config_hash in (None, report.config_hash)
+        ]
+        loading += [
+            {**asdict(p), "pool": None, "replica": report.ingress_id}
+            for report in ingresses
+            for p in report.loading
+        ]
         status = {"status": _status(pools), "compiling": _is_compiling(pools)}
-        return {**status, "pools": pools, "loading": loading}
+        return {
+            **status,
+            "pools": pools,
+            "ingresses": [_ingress(report) for report in ingresses],
+            "loading": loading,
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was counted, as the status page shows it: of the ingresses and each engine.
+
+        Unlike those of `metrics`, these totals may fall when the board is made anew.
+        """
+        totals = self._ledger.totals
+        return {
+            "at": time.monotonic(),
+            "ingress": _flat(totals.get(INGRESS, {}), _INGRESS_FIGURES),
+            "engines": [
+                {
+                    "pool": pool,
+                    "replica": replica_id,
+                    "dp_rank": dp_rank,
+                    **_engine_figures(totals.get(_engine(pool, place, dp_rank), {})),
+                }
+                for pool, places in self._places.items()
+                for replica_id, place in places.items()
+                for dp_rank in self._dp_ranks(pool, replica_id)
+            ],
+        }
+
+    def _dp_ranks(self, pool: str, replica_id: str) -> list[int]:
+        """Return the data-parallel ranks of a replica; those of one that is rebuilt are unknown."""
+        _, report = self._reports.get(pool, {}).get(replica_id, (0.0, None))
+        return [] if report is None else sorted({rank.dp_rank for rank in report.group.ranks})
 
     def _forget_lost(self, now: float) -> None:
+        for ingress_id, (polled_at, _) in list(self._ingresses.items()):
+            if now - polled_at > LOST_AFTER_S:
+                del self._ingresses[ingress_id]
         for by_id in self._reports.values():
             for replica_id, (pushed_at, _) in list(by_id.items()):
                 if now - pushed_at > LOST_AFTER_S:
                     del by_id[replica_id]
+                    for places in self._places.values():
+                        places.pop(replica_id, None)
                     for actors in self._actors.values():
                         actors.pop(replica_id, None)
 
@@ -94,12 +292,21 @@ def board_name(app_name: str) -> str:
     return f"status:{app_name}"
 
 
-def create_board(app_name: str, pools: list[str]) -> Any:
+def has_board(app_name: str) -> bool:
+    """Return whether an application's board exists."""
+    try:
+        ray.get_actor(board_name(app_name), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def create_board(app_name: str, pools: list[str], described: Described) -> Any:
     """Create the application's board, or return the one that exists."""
     remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
     return remote.options(
         name=board_name(app_name), namespace=NAMESPACE, get_if_exists=True
-    ).remote(pools)
+    ).remote(pools, KeptTotals(app_name), RayMetrics(described))
 
 
 class BoardClient:
@@ -132,16 +339,63 @@ class BoardClient:
             self._board.remove.remote(pool, replica_id)
 
 
+def _engine(pool: str, place: int, dp_rank: int) -> str:
+    return f"{pool}-{place}-{dp_rank}"
+
+
+_INGRESS_FIGURES = ("generation_tokens_total", "prompt_tokens_total", "request_success_total")
+_ENGINE_FIGURES = (
+    *("scheduled_tokens_total", "padding_tokens_total", "prompt_tokens_computed_total"),
+    *("votes_total", "dp_wait_seconds_total", "compilations_total", "late_compilations_total"),
+    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("kv_transfers_total", "kv_transfer_failures_total", "rank_restarts_total"),
+)
+
+
+def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
+    """Return sums over labels; 0 of what nobody counted."""
+    sums = dict.fromkeys(names, 0.0)
+    for (name, *_), value in counts.items():
+        if name in sums:
+            sums[name] += value
+    return sums
+
+
+def _engine_figures(counts: Counts) -> dict[str, Any]:
+    """Return an engine's sums, its steps by mode and its graph replays by agreed size."""
+    steps: dict[str, float] = {}
+    replays: dict[str, float] = {}
+    for (name, *labels), value in counts.items():
+        if name == "steps_total":
+            steps[labels[0]] = steps.get(labels[0], 0.0) + value
+        elif name == "graph_replays_total":
+            replays[labels[1]] = replays.get(labels[1], 0.0) + value
+    return {**_flat(counts, _ENGINE_FIGURES), "steps": steps, "replays": replays}
+
+
 def _replica(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
     is_ours = config_hash in (None, report.config_hash)
     entry: dict[str, Any] = {
         "id": report.replica_id,
         "state": report.state if is_ours else OUTDATED,
+        "in_state_s": report.in_state_s,
         "ranks": [asdict(rank) for rank in report.group.ranks],
     }
+    if report.is_stuck:
+        entry["stuck"] = True
     if report.error:
         entry["error"] = report.error
     return entry
+
+
+def _ingress(report: IngressReport) -> dict[str, Any]:
+    return {
+        "id": report.ingress_id,
+        "state": "loading" if report.loading else "ready",
+        "pid": report.pid,
+        "node": report.node,
+        "num_live": report.num_live,
+    }
 
 
 def _is_compiling(pools: dict[str, Any]) -> bool:

@@ -34,6 +34,8 @@ class RequestLimits:
     """What a ticket must say; None if the engine takes no sequences over."""
     vocab_size: int | None
     """Token ids from here on are refused; None takes all (a model would not)."""
+    has_grammars: bool
+    """Whether a request may have one."""
     max_prompt_len: int | None
     """The longest prompt whose KV the model can compute; None: any."""
 
@@ -93,8 +95,12 @@ class RequestLimits:
         if rules is not None and len(rules.bias_token_ids) != len(rules.biases):
             wanted = f"{len(rules.bias_token_ids)}, one per token"
             return f"rules.biases: wanted {wanted}, found {len(rules.biases)}"
+        if sampling.grammar is not None and not self.has_grammars:
+            return "grammar: wanted none on an engine that compiles none, found one"
         if vocab_size is None:
             return ""
+        if error := _find_grammar_error(sampling, vocab_size):
+            return error
         for field in ("num_logprobs", "num_prompt_logprobs"):
             if (found := getattr(sampling, field)) > vocab_size:
                 return f"{field}: wanted at most {vocab_size} (the vocabulary), found {found}"
@@ -113,6 +119,22 @@ class RequestLimits:
         if not error and SCRATCH in handoff.block_ids[self.blocks.first_needed(num_tokens) :]:
             error = "handoff.block_ids: wanted all blocks of the sliding window, found scratch"
         return error
+
+
+def _find_grammar_error(sampling: Sampling, vocab_size: int) -> str:
+    """Return what keeps a grammar from always having a token to draw, or nothing."""
+    grammar, rules = sampling.grammar, sampling.rules
+    if grammar is None:
+        return ""
+    if not grammar.end_token_ids:
+        return "grammar.end_token_ids: wanted at least one, found none"
+    if (largest := max(grammar.end_token_ids)) >= vocab_size:
+        return f"grammar.end_token_ids: wanted ids below {vocab_size}, found {largest}"
+    if not set(grammar.end_token_ids) <= set(sampling.stop_token_ids):
+        return "grammar.end_token_ids: wanted some of stop_token_ids, found another"
+    if rules is not None and (rules.allowed_tokens or rules.min_tokens):
+        return "grammar: wanted none with allowed_tokens or min_tokens, found one"
+    return ""
 
 
 def _find_mask_error(rules: LogitRules, stop_token_ids: tuple[int, ...], vocab_size: int) -> str:

@@ -3,7 +3,7 @@
 The life of a request:
 
 1. `add` checks it (`RequestLimits`). A bad one ends with an error output, a good one queues in
-   order of arrival.
+   order of arrival; one with a grammar as soon as that is compiled (`_take_compiled`).
 2. With a handoff it waits for its KV: as soon as blocks are free a read starts (`_start_read`),
    and when that has ended well the sequence is ready for a row (`_take_finished_reads`).
 3. Without a handoff it is admitted (`_admit`): the prefix cache gives it computed head blocks, and
@@ -29,11 +29,12 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager, TicketedSequences
+from cluster.engine.grammars import Grammars, MaskedRow
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus, last_output
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
@@ -68,6 +69,7 @@ class SchedulerStats:
     num_running: int
     num_waiting: int
     """Waiting for a row or for KV."""
+    num_waiting_for_kv: int
     held_tickets: int
     num_blocks: int
     num_free_blocks: int
@@ -86,9 +88,9 @@ class Scheduler:
     With `schedule_ahead`, one more plan may be made before an `update`; a step is in flight from
     its plan to its update, and updates come in the order of plans.
 
-    Invariant: an unfinished sequence is in exactly one of `_waiting`, `_reading`, `_ready`,
-    `running`; every submitted request gets exactly one output with a finish reason. What a step in
-    flight computes keeps its blocks and its row.
+    Invariant: an unfinished sequence is in exactly one of `_compiling`, `_waiting`, `_reading`,
+    `_ready`, `running`; every submitted request gets exactly one output with a finish reason. What
+    a step in flight computes keeps its blocks and its row.
     """
 
     def __init__(
@@ -104,12 +106,16 @@ class Scheduler:
         reader: KVReader | None,
         vocab_size: int | None = None,
         max_prompt_len: int | None = None,
+        clock: Callable[[], float] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Start without sequences.
 
         Args:
             vocab_size: token ids from here on are refused; None takes all (a model would not).
             max_prompt_len: the longest prompt whose KV the model can compute; None: any.
+            clock: tells how long sequences wait; None: nobody wants to know.
+            grammars: compiles them and fills masks; None refuses requests with a grammar.
 
         Raises:
             ValueError: a role lacks what it hands KV over with.
@@ -123,6 +129,7 @@ class Scheduler:
         self._role = role
         self._epoch = epoch
         self._reader = reader
+        self._clock = clock or (lambda: 0.0)
         self._limits = RequestLimits(
             blocks=blocks,
             max_model_len=max_model_len,
@@ -130,10 +137,14 @@ class Scheduler:
             reads=metadata if reader is not None else None,
             vocab_size=vocab_size,
             max_prompt_len=max_prompt_len,
+            has_grammars=grammars is not None,
         )
+        self._grammars = grammars
         self._step = 0
         self._num_arrivals = 0
         self._unfinished: dict[str, Sequence] = {}
+        self._compiling: dict[str, Sequence] = {}
+        """Those whose grammars are being compiled; then they queue."""
         self._waiting: deque[Sequence] = deque()
         """In order of arrival: to be admitted, or to start a read."""
         self._blocked: _HeadNeed | None = None
@@ -213,18 +224,21 @@ class Scheduler:
             self._in_flight[plan.step] = sequences
             for seq, num_new, index in zip(sequences, plan.num_new, plan.output_index, strict=True):
                 seq.launch(plan.step, num_new, index >= 0)
+            if self._grammars is not None:
+                _fill_masks(self._grammars, plan, sequences)
         return plan
 
     def schedule_ahead(self) -> StepPlan | None:
         """Choose the next step's batch although a step may be in flight.
 
         Returns None, and plans nothing, where the result of that step is needed first: a running
-        sequence lacks blocks and would pre-empt another, or all that run may end with it.
+        sequence lacks blocks and would pre-empt another, one has a grammar, whose mask follows from
+        the token that is being drawn, or all that run may end with it.
         """
         if not self._in_flight:
             return self.schedule()
         self._take_what_ended()
-        if not self._fits_ahead():
+        if any(self._needs_token(seq) for seq in self.running) or not self._fits_ahead():
             return None
         plan = self.schedule()
         if plan.rows:
@@ -250,7 +264,11 @@ class Scheduler:
                 self._prompt_tokens_computed += end - start
             if seq.status is RUNNING:
                 self._confirm(seq)
-                if has_drawn:
+                if has_drawn and seq.matcher is not None and seq.matcher.error:
+                    outputs.append(seq.ended(FinishReason.ERROR, f"grammar: {seq.matcher.error}"))
+                    self._end(seq, FinishReason.ERROR)
+                    num_running -= 1
+                elif has_drawn:
                     logprobs = sampled.logprobs[drawn] if sampled.logprobs else None
                     outputs.append(self._append(seq, sampled.token_ids[drawn], logprobs))
                     num_running -= seq.status is not RUNNING
@@ -275,9 +293,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the gauges and counters of now."""
+        # Other threads ask too, and may come between two changes.
+        num_waiting = max(0, len(self._unfinished) - len(self.running))
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self._unfinished) - len(self.running),
+            num_waiting=num_waiting,
+            num_waiting_for_kv=min(len(self._reading), num_waiting),
             held_tickets=self._held.num_tickets,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
@@ -291,7 +312,8 @@ class Scheduler:
         """Assert the invariants of queues, rows and blocks. For tests."""
         queued = [*self._waiting, *self._ready, *self.running]
         reading = [seq for seq in self._reading.values() if seq.status is not FINISHED]
-        unfinished = sorted(seq.request_id for seq in queued + reading)
+        compiling = self._compiling.values()
+        unfinished = sorted(seq.request_id for seq in [*queued, *reading, *compiling])
         assert unfinished == sorted(self._unfinished), "a sequence is lost or queued twice"
         for seq in self._waiting:
             assert not seq.block_table and not seq.num_computed_tokens, "waits with blocks"
@@ -329,9 +351,37 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         self._num_arrivals += 1
         self._unfinished[seq.request_id] = seq
-        self._waiting.append(seq)
+        seq.arrived_at = self._clock()
+        if self._is_compiled(seq):
+            self._waiting.append(seq)
+        else:
+            self._compiling[seq.request_id] = seq
         if seq.handoff is not None and self._reader is not None:
             self._reader.expect(seq.request_id, seq.handoff)
+
+    def _is_compiled(self, seq: Sequence) -> bool:
+        """Return whether a sequence may queue: it needs no grammar, or has it now."""
+        grammar = seq.request.sampling.grammar
+        if grammar is None or self._grammars is None:
+            return True
+        seq.grammar = self._grammars.compile(seq.request_id, grammar)
+        return seq.grammar is not None
+
+    def _take_compiled(self) -> None:
+        if self._grammars is None or not self._compiling:
+            return
+        for result in self._grammars.take_compiled():
+            seq = self._compiling.pop(result.request_id, None)
+            if seq is None:
+                continue
+            if result.compiled is not None:
+                seq.grammar = result.compiled
+                insort(self._waiting, seq, key=_arrival)
+                continue
+            if seq.handoff is not None and self._reader is not None:
+                self._reader.cancel(seq.request_id)
+            self._finish(seq, FinishReason.ERROR)
+            self._emit(seq, FinishReason.ERROR, result.error)
 
     # --- aborting ---------------------------------------------------------------------------
 
@@ -342,7 +392,10 @@ class Scheduler:
         if seq.status is WAITING_FOR_KV and self._reader is not None:
             self._reader.cancel(seq.request_id)
         is_waiting = False
-        if seq.status is RUNNING:
+        if self._compiling.pop(seq.request_id, None) is not None:
+            assert self._grammars is not None
+            self._grammars.forget(seq.request_id)
+        elif seq.status is RUNNING:
             self.running.remove(seq)
         elif seq.block_table and not is_reading:
             self._ready.remove(seq)
@@ -359,6 +412,7 @@ class Scheduler:
 
     def _take_what_ended(self) -> None:
         self._held.free_ended()
+        self._take_compiled()
         self._take_finished_reads()
         self._seat_ready()
 
@@ -417,6 +471,10 @@ class Scheduler:
         """Return whether a sequence leaves its row with its pending token, whatever that is."""
         is_full = len(seq.token_ids) + seq.num_pending_tokens >= seq.max_total_len
         return is_full or self._role is Role.PREFILL
+
+    def _needs_token(self, seq: Sequence) -> bool:
+        """Return whether a sequence's next step needs its pending token on the host."""
+        return seq.grammar is not None and seq.num_pending_tokens > 0 and not self._may_end(seq)
 
     def _fits_ahead(self) -> bool:
         """Return whether free blocks hold what running sequences compute next.
@@ -566,6 +624,8 @@ class Scheduler:
         seq.status = RUNNING
         seq.row = heapq.heappop(self._free_rows)
         seq.is_on_ranks = False
+        if seq.queued_us < 0:
+            seq.queued_us = int((self._clock() - seq.arrived_at) * 1e6)
         self.running.append(seq)
 
     # --- booking the result -----------------------------------------------------------------
@@ -585,6 +645,7 @@ class Scheduler:
         prompt_logprobs = seq.prompt_logprobs
         if prompt_logprobs:
             seq.prompt_logprobs = []
+        queued_us, seq.queued_us = seq.queued_us, 0
         if token in seq.stop_token_ids:
             stop_token_id = token
             self._end(seq, FinishReason.STOP)
@@ -603,6 +664,7 @@ class Scheduler:
             handoff,
             "",
             prompt_logprobs,
+            queued_us,
         )
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
@@ -620,6 +682,7 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.status = FINISHED
         seq.finish_reason = reason
+        seq.matcher = None
         del self._unfinished[seq.request_id]
 
     def _emit(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
@@ -696,6 +759,20 @@ class _EarlyAborts:
             return False
         del self._ids[request_id]
         return True
+
+
+def _fill_masks(grammars: Grammars, plan: StepPlan, sequences: list[Sequence]) -> None:
+    """Begin to fill the masks of what a plan samples, if anything of it has a grammar."""
+    num_rows = 0
+    rows: list[MaskedRow] = []
+    for seq, index in zip(sequences, plan.output_index, strict=True):
+        if index < 0:
+            continue
+        if seq.grammar is not None:
+            rows.append(seq.masked_row(num_rows))
+        num_rows += 1
+    if rows:
+        grammars.fill(plan.step, num_rows, rows)
 
 
 def _num_uncomputed(seq: Sequence) -> int:

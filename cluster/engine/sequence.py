@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.engine.grammars import Compiled, MaskedRow, Matcher
 from cluster.messages import (
     PENDING,
     Admission,
@@ -30,7 +31,8 @@ class SequenceStatus(Enum):
     """Where a sequence stands on this engine."""
 
     WAITING = "waiting"
-    """Wants a row. Holds no blocks, unless its KV was read from a prefill rank."""
+    """Wants a row, and before that its grammar compiled if it has one. Holds no blocks, unless its
+    KV was read from a prefill rank."""
     WAITING_FOR_KV = "waiting_for_kv"
     """Its KV will be, or is being, read from a prefill rank."""
     RUNNING = "running"
@@ -51,12 +53,15 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "block_hashes",
         "block_table",
         "finish_reason",
+        "grammar",
         "handoff",
         "is_on_ranks",
         "last_step",
+        "matcher",
         "max_total_len",
         "num_cached_tokens",
         "num_committed_blocks",
@@ -66,6 +71,7 @@ class Sequence:
         "num_pending_tokens",
         "num_prompt_tokens",
         "prompt_logprobs",
+        "queued_us",
         "request",
         "row",
         "status",
@@ -98,6 +104,10 @@ class Sequence:
         them."""
         self.last_step = 0
         """The last step that was scheduled to compute it."""
+        self.arrived_at = 0.0
+        """By the scheduler's clock."""
+        self.queued_us = -1
+        """Microseconds until it first got a row; -1 before, and 0 once an output has told it."""
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
         self.block_table: list[int] = []
@@ -116,6 +126,10 @@ class Sequence:
         self.finish_reason = FinishReason.NONE
         self.prompt_logprobs: list[TokenLogprobs] = []
         """As far as they are computed and not delivered."""
+        self.grammar: Compiled | None = None
+        """What its text must be, once it is compiled; None if there is no such thing."""
+        self.matcher: Matcher | None = None
+        """Its place in the grammar, while it runs."""
 
     @property
     def request_id(self) -> str:
@@ -169,8 +183,22 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_committed_blocks = 0
         self.prompt_logprobs = []
+        self.matcher = None
         self.handoff = None
         self.status = SequenceStatus.WAITING
+
+    def masked_row(self, index: int) -> MaskedRow:
+        """Return what fills the mask of its next token, the `index`-th that the step samples.
+
+        Its grammar is compiled. The matcher counts the tokens in what is returned as given.
+        """
+        grammar = self.request.sampling.grammar
+        assert grammar is not None and self.grammar is not None
+        if self.matcher is None:
+            self.matcher = self.grammar.start(grammar.end_token_ids)
+        new = self.token_ids[self.num_prompt_tokens + self.matcher.num_tokens :]
+        self.matcher.num_tokens += len(new)
+        return MaskedRow(index, self.matcher, new)
 
     def ended(self, reason: FinishReason, error: str) -> EngineOutput:
         """Return the last output of the request, if it ends without a token."""
@@ -194,6 +222,7 @@ def last_output(
         handoff=None,
         error=error,
         prompt_logprobs=[],
+        queued_us=0,
     )
 
 

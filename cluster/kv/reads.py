@@ -27,6 +27,8 @@ CHUNK_BYTES = 8 << 20
 MAX_CHUNK_BLOCKS = 4096
 """In one call, which names each by an id and a generation: together less than one part of a message
 may have (`wire/sockets.py`)."""
+ABORTED = "aborted"
+"""The error of a read whose request was."""
 ANSWER_TIMEOUT_S = 5.0
 """A holder that is silent this long is taken for dead: its thread does nothing but answer."""
 
@@ -70,6 +72,7 @@ class _Pull:
     num_read: int = 0
     num_asked: int = 0
     has_started: bool = False
+    started_at: float = 0.0
     is_cancelled: bool = False
     asked_at: float = float("inf")
     """When the call that is not answered yet was sent."""
@@ -107,6 +110,12 @@ class KVPulls:
         self._finished: list[KVReadResult] = []
         self.bytes_received = 0
         """Bytes copied in reads that were believed."""
+        self.num_reads = 0
+        """Reads that were believed."""
+        self.num_failed = 0
+        """Reads that were not, or did not end; those that were aborted apart."""
+        self.read_s = 0.0
+        """Seconds from the start of a read that was believed to its end, summed up."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Keep the ticket's lease alive until the read starts or is cancelled."""
@@ -123,7 +132,7 @@ class KVPulls:
         if pull is None:
             self._report(request_id, "kv ticket: wanted one that is expected, found none")
             return
-        pull.has_started = True
+        pull.has_started, pull.started_at = True, self._clock()
         pull.source_indices, pull.dst_blocks = source_indices, dst_blocks
         if pull.error:
             self._release(pull)
@@ -160,6 +169,8 @@ class KVPulls:
         elif answer.call == KVRelease.__name__:
             if not pull.is_cancelled and not pull.error:
                 self.bytes_received += pull.num_read * self._block_bytes
+                self.num_reads += 1
+                self.read_s += self._clock() - pull.started_at
             self._finish(pull)
 
     def on_tick(self) -> None:
@@ -272,7 +283,7 @@ class KVPulls:
     def _finish(self, pull: _Pull) -> None:
         self._forget(pull)
         if pull.has_started:
-            self._report(pull.request_id, "aborted" if pull.is_cancelled else pull.error)
+            self._report(pull.request_id, ABORTED if pull.is_cancelled else pull.error)
 
     def _forget(self, pull: _Pull) -> None:
         del self._pulls[pull.request_id]
@@ -283,4 +294,5 @@ class KVPulls:
             self._answered.pop(pull.source, None)
 
     def _report(self, request_id: str, error: str) -> None:
+        self.num_failed += error not in ("", ABORTED)
         self._finished.append(KVReadResult(request_id, ok=not error, error=error))

@@ -30,12 +30,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cluster.config import EngineConfig
+from cluster.logs import configure_logs
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import StepForward
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepInputs
-from compile.environment import apply_log_level
+from compile.counters import cache_misses
 from compile.scope import compile_scope
 from model.parallel import Shard
 from model.weights import blank_model
@@ -143,6 +144,9 @@ class CompileProcess:
         told = json.loads(line)
         if "error" in told:
             return str(told["error"])
+        if "misses" in told:
+            cache_misses.update(told["misses"])
+            return ""
         self.done, self.total = told["done"], told["total"]
         return ""
 
@@ -160,8 +164,8 @@ def main() -> int:
     """Compile what standard input describes; return the process's exit code."""
     os.nice(NICENESS)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    apply_log_level()
     job: CompileJob = pickle.load(sys.stdin.buffer)
+    configure_logs(job.config.log_format)
     threading.Thread(target=_end_with_the_rank, daemon=True).start()
     # What libraries print must not be taken for progress.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -177,6 +181,8 @@ def main() -> int:
         lines = [line for line in str(error).splitlines() if line.strip()]
         tell(error=f"{type(error).__name__}: {lines[0] if lines else ''}")
         return 1
+    finally:
+        tell(misses=cache_misses)
     return 0
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import zmq
 
 from cluster.config import EngineConfig
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDigester
 from cluster.engine.watchdog import Heartbeat
@@ -136,6 +137,10 @@ class Follower:
             compiling=self.runner.compile_progress is not None,
             compile_error=self.runner.compile_error,
         )
+
+    def counts(self) -> Counts:
+        """Return what the rank has counted; its leader counts the steps. Any thread may call it."""
+        return self._worker.counts()
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 import zmq
 
 from cluster.config import EngineConfig, Role
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
@@ -46,7 +47,17 @@ from cluster.group_messages import (
 )
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
-from cluster.messages import Abort, FrameError, Inbound, KVSource, Submit, Watch, asker_of, decode
+from cluster.messages import (
+    MAX_GRAMMAR_CHARS,
+    Abort,
+    FrameError,
+    Inbound,
+    KVSource,
+    Submit,
+    Watch,
+    asker_of,
+    decode,
+)
 from cluster.rank.channel import NoFollowers
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
@@ -226,6 +237,20 @@ class Leader:
             **{name: numbers[name] for name in _SCHEDULER_STATS},
         )
 
+    def counts(self) -> Counts:
+        """Return what the rank has counted. Any thread may call it."""
+        scheduled, phases = self.engine.stats(), self.runner.phases
+        return {
+            ("num_preemptions_total",): scheduled.num_preemptions,
+            ("prefix_cache_queries_total",): scheduled.prefix_queries,
+            ("prefix_cache_hits_total",): scheduled.prefix_hits,
+            ("prompt_tokens_computed_total",): scheduled.prompt_tokens_computed,
+            ("votes_total",): phases.num_votes,
+            ("dp_wait_seconds_total",): phases.vote_wait_s,
+            **self.runner.step_counts.counts(),
+            **self._worker.counts(),
+        }
+
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self._worker.heartbeat()
@@ -398,6 +423,7 @@ _SCHEDULER_STATS = (
     "num_free_blocks",
     "num_running",
     "num_waiting",
+    "num_waiting_for_kv",
     "held_tickets",
     "prompt_tokens_computed",
 )
@@ -439,6 +465,8 @@ def assemble_engine(
         reader=reader,
         vocab_size=runner.model_config.vocab_size,
         max_prompt_len=model.max_prompt_len,
+        clock=time.monotonic,
+        grammars=runner.grammars,
     )
     lockstep = lockstep or Lockstep.alone(runner.forward.captured)
     loop = OverlappedEngine if config.overlap else Engine
@@ -513,6 +541,7 @@ def max_submit_bytes(max_model_len: int, vocab_size: int) -> int:
 
     A token takes up to 5 bytes; in a handed over sequence with blocks of one token, its block's id
     and generation take as much again each. A mask of allowed tokens takes a bit for each token of
-    the vocabulary. The rest is for biases, stop tokens and the ranks that hold the KV.
+    the vocabulary, and a grammar up to 4 bytes a character. The rest is for biases, stop tokens and
+    the ranks that hold the KV.
     """
-    return (256 << 10) + vocab_size // 8 + 16 * max_model_len
+    return (256 << 10) + 4 * MAX_GRAMMAR_CHARS + vocab_size // 8 + 16 * max_model_len

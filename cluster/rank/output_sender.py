@@ -228,6 +228,7 @@ def _bare(output: EngineOutput) -> EngineOutput:
         handoff=None,
         error=output.error,
         prompt_logprobs=[],
+        queued_us=0,
     )
 
 
@@ -259,6 +260,7 @@ def _pieces(output: EngineOutput) -> list[EngineOutput]:
         finish_reason=FinishReason.NONE,
         stop_token_id=-1,
         handoff=None,
+        queued_us=0,
     )
     starts = range(0, len(entries), size)
     pieces = [replace(ahead, prompt_logprobs=entries[i : i + size]) for i in starts[:-1]]

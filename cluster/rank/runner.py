@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ from cluster.engine.blocks import check_num_blocks
 from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepLog
 from cluster.engine.lockstep import get_dp_padding
+from cluster.grammars import Vocabulary, VocabularyError
 from cluster.messages import (
     PromptTargets,
     SampledTokens,
@@ -35,12 +36,15 @@ from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
+from cluster.rank.grammar_masks import GrammarMasks
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.status import PhaseRecorder
+from cluster.rank.step_counts import StepCounts
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.scope import ArtifactExchange, compile_scope
+from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
 from model.parallel import Shard
 from model.sampler import SamplerOutput, sample, score
@@ -103,6 +107,12 @@ class ModelRunner:
         self._dp_rank = group.dp_rank
         self.steps = StepLog()
         self.phases = PhaseRecorder()
+        self.step_counts = StepCounts()
+        wake = wake or (lambda: None)
+        self.grammars: GrammarMasks | None = None
+        """Masks of what is sampled; None on ranks that do not sample."""
+        if self.shard.rank == 0:
+            self.grammars = _grammars(config, wake)
         self._step_bytes = 0
         """What the largest step needs of a device whose memory the KV cache shares."""
         self.config = config
@@ -112,7 +122,9 @@ class ModelRunner:
             if config.dtype == "float16":
                 log.warning("dtype: float16 is slow on a CPU: bfloat16 and float32 have kernels")
         limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
-        with compile_scope(rank_scope(config, dp_rank, group, pools, exchange)) as scope:
+        told = None if progress is None else partial(progress, "compiling")
+        scope_of_rank = rank_scope(config, dp_rank, group, pools, exchange, progress=told)
+        with compile_scope(scope_of_rank) as scope:
             self.model, self.model_config = load_model(
                 Path(config.model_path),
                 shard=self.shard,
@@ -169,7 +181,7 @@ class ModelRunner:
             self.forward.capture(progress)
         else:
             job = CompileJob.of(config, dp_rank, group)
-            self._ahead = CompileAhead(job, self.forward, wake or (lambda: None))
+            self._ahead = CompileAhead(job, self.forward, wake)
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
 
@@ -195,6 +207,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """End what compiles, and let go of all graphs."""
+        if self.grammars is not None:
+            self.grammars.close()
         if self._ahead is not None:
             self._ahead.close()
         self.forward.close()
@@ -245,10 +259,11 @@ class ModelRunner:
         if confirm is not None:
             confirm()
         self.steps.add(agreed)
+        self.step_counts.add(plan, agreed, num_padding)
         self.phases.run(agreed.step)
         hidden = self.forward.run(batch, agreed, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
-        drawn = self._draw(hidden, batch) if batch.wants_logprobs else None
+        drawn = self._draw(hidden, batch, plan.step) if batch.wants_logprobs else None
         ended: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             drawn = None if drawn is None else on_host(drawn)
@@ -276,10 +291,15 @@ class ModelRunner:
             token_ids=token_ids, logprobs=logprobs, prompt_logprobs=launched.prompt_logprobs
         )
 
-    def _draw(self, hidden: torch.Tensor, batch: StepBatch) -> SamplerOutput | None:
+    def _draw(self, hidden: torch.Tensor, batch: StepBatch, step: int) -> SamplerOutput | None:
         """Draw the batch's tokens; ranks that do not sample get them if the loop overlaps."""
         logits = self.model.compute_logits(hidden[batch.logits_index])
-        drawn = None if logits is None else sample(logits, batch.sampling)
+        sampling, drawn = batch.sampling, None
+        if logits is not None:
+            allowed = self.grammars.take(step, self.device) if self.grammars is not None else None
+            if allowed is not None:
+                sampling = replace(sampling, allowed=allowed)
+            drawn = sample(logits, sampling)
         if not self.config.overlap:
             return drawn
         if drawn is None:
@@ -350,6 +370,18 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * self.config.cache.gpu_memory_utilization)
         return allowed - (total - free) - self._step_bytes - graph_bytes
+
+
+def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks:
+    """Return what compiles grammars for the checkpoint's tokenizer, if it has one that can."""
+    path = Path(config.model_path)
+    vocab_size = ModelConfig.from_dir(path).vocab_size
+    vocabulary: Vocabulary | VocabularyError
+    try:
+        vocabulary = Vocabulary(path / "tokenizer.json", vocab_size)
+    except VocabularyError as error:
+        vocabulary = error
+    return GrammarMasks(vocabulary, num_threads=config.threads, wake=wake)
 
 
 def on_host(output: SamplerOutput) -> SamplerOutput:

@@ -39,6 +39,8 @@ class RankStats:
     num_free_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_for_kv: int = 0
+    """Of those that wait."""
     held_tickets: int = 0
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
@@ -62,6 +64,10 @@ class PhaseRecorder:
         """Tokens of each step that was begun and has not ended, and when it began."""
         self._last_end = 0.0
         self._expected_s = 0.0
+        self.num_votes = 0
+        """Votes that this leader cast."""
+        self.vote_wait_s = 0.0
+        """Seconds between its votes and the last ones of its peers."""
 
     def plan(self, step: int) -> None:
         """A leader begins a step."""
@@ -69,11 +75,14 @@ class PhaseRecorder:
 
     def vote(self) -> None:
         """A leader has voted."""
+        self.num_votes += 1
         self._enter(self._now[0], Phase.AGREEING)
 
     def agree(self) -> None:
         """A leader has all votes, and waits for none any more."""
-        self._enter(self._now[0], Phase.BUILDING)
+        step, _, voted_at, *_ = self._now
+        self._enter(step, Phase.BUILDING)
+        self.vote_wait_s += self._now[2] - voted_at
 
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""

@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from cluster.config import EngineConfig, Role
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.watchdog import Heartbeat
 from cluster.kv.handoff import KVHolder
@@ -24,6 +25,7 @@ from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
 from cluster.rank.runner import ModelRunner
 from cluster.wire.polling import Doorbell
+from compile.counters import cache_misses, counter
 from compile.scope import ArtifactExchange
 
 
@@ -101,6 +103,11 @@ class KVConnector:
         """Bytes copied in reads that were believed."""
         return self.puller.bytes_received if self.puller else 0
 
+    def counts(self) -> Counts:
+        """Return what was counted of the KV that was moved. Any thread may call it."""
+        parts = (part for part in (self.server, self.puller) if part is not None)
+        return {key: value for part in parts for key, value in part.counts().items()}
+
     def close(self) -> None:
         """Stop the thread."""
         for part in (self.server, self.puller):
@@ -157,6 +164,18 @@ class Worker:
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
         return self.runner.phases.heartbeat()
+
+    def counts(self) -> Counts:
+        """Return what any rank has counted. Any thread may call it."""
+        misses: Counts = {
+            ("compile_cache_misses_total", reason): n for reason, n in [*cache_misses.items()]
+        }
+        return {
+            ("compilations_total",): counter.num_backend_compilations,
+            ("late_compilations_total",): counter.num_late_compilations,
+            **misses,
+            **self.connector.counts(),
+        }
 
     def close(self) -> None:
         """Stop moving KV and compiling, let go of graphs and of the group, in this order."""

@@ -48,7 +48,7 @@ from compile.cache.key import (
     traced_names,
 )
 from compile.config import CompilationConfig
-from compile.counters import counter
+from compile.counters import COLD, cache_misses, counter
 from compile.environment import cache_root, compile_cache_save_format, is_compile_cache_disabled
 from compile.scope import CompileScope, Shape
 
@@ -204,9 +204,12 @@ class CompileCache:
         nearest = nearest_factors(self.root, factors)
         if nearest is None:
             self.misses.append("nothing was compiled before")
+            cache_misses[COLD] += 1
         else:
             name, old = nearest
-            changes = [describe(key, *pair) for key, pair in differing(old, factors).items()]
+            changed = differing(old, factors)
+            cache_misses.update(changed.keys())
+            changes = [describe(key, *pair) for key, pair in changed.items()]
             self.misses += [f"{change} (since {name})" for change in changes]
         for reason in self.misses:
             logger.info("compile cache: %s is new: %s", self.hash, reason)

@@ -32,7 +32,7 @@ from compile.cache.compilers import (
 from compile.cache.index import CompileCache, entry_key, shape_text
 from compile.cache.inductor import make_compiler
 from compile.config import CUDAGraphMode
-from compile.counters import counter
+from compile.counters import UNREADABLE, cache_misses, counter
 from compile.graphs.capture import note_late_compile
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
@@ -192,6 +192,7 @@ class CompilerManager:
 
     def _miss(self, piece: _Piece, reason: str) -> None:
         self.misses.append(f"{piece}: {reason}")
+        cache_misses[UNREADABLE] += 1
         logger.warning("%s is compiled again: %s", piece, reason)
 
     # --- compiling -----------------------------------------------------------------------------

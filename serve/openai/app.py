@@ -10,6 +10,8 @@ has to name this server by an address or by a name that no public DNS has, or by
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import ipaddress
 import time
 from collections.abc import Iterable
@@ -25,22 +27,34 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve import page
 from serve.config import AccessConfig
 from serve.keys import ApiKeys
+from serve.openai import openapi, tokenizing
 from serve.openai.chat import parse_chat_shape
 from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving, guarded, json_response, respond
 from serve.openai.errors import (
     ApiError,
     Forbidden,
+    NotBuilt,
     Unauthorized,
     Unavailable,
     answer_http_exception,
     retry_after,
 )
+from serve.openai.observed import HEADER, Observed
 from serve.openai.responses import ModelCard, ModelList
+from serve.openai.responses_api import parse_responses_shape
 
 ANY = "*"
+NO_TEXT = (
+    *("/v1/embeddings", "/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/audio/speech", "/v1/audio/transcriptions"),
+    *("/v1/images/generations", "/v1/moderations"),
+)
+"""Paths of OpenAI and vLLM for models of another kind."""
+ONLY_TEXT = "this server generates text only"
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 """Ends of names that cannot be registered in public DNS."""
 
@@ -56,18 +70,34 @@ def build_app(serving: Serving, access: AccessConfig | None = None) -> Starlette
         Route("/debug/ranks", guarded(handlers.debug_ranks)),
         Route("/debug/ingress", guarded(handlers.debug_ingress)),
     ]
+    routes = [
+        *page.routes(),
+        Route("/status", guarded(handlers.status)),
+        Route("/v1/chat/completions", guarded(handlers.chat), methods=["POST"]),
+        Route("/v1/completions", guarded(handlers.completions), methods=["POST"]),
+        Route("/v1/responses", guarded(handlers.responses), methods=["POST"]),
+        *(Route(path, guarded(handlers.no_text), methods=["POST"]) for path in NO_TEXT),
+        Route("/tokenize", guarded(handlers.tokenize), methods=["POST"]),
+        Route("/detokenize", guarded(handlers.detokenize), methods=["POST"]),
+        Route("/openapi.json", guarded(handlers.openapi)),
+        Route("/v1/models", guarded(handlers.models)),
+        Route("/v1/models/{name:path}", guarded(handlers.model)),
+        Route("/health", guarded(handlers.health)),
+        Route("/ready", guarded(handlers.ready)),
+        Route("/version", guarded(handlers.version)),
+        Route("/metrics", guarded(handlers.metrics)),
+        *(debugging if serving.settings.debug else ()),
+    ]
+    observed = Middleware(
+        Observed,
+        counts=serving.counts,
+        routes=[route.path for route in routes],
+        on_end=serving.on_end,
+        is_traced=serving.is_traced,
+    )
     app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", guarded(handlers.chat), methods=["POST"]),
-            Route("/v1/completions", guarded(handlers.completions), methods=["POST"]),
-            Route("/v1/models", guarded(handlers.models)),
-            Route("/v1/models/{name:path}", guarded(handlers.model)),
-            Route("/health", guarded(handlers.health)),
-            Route("/ready", guarded(handlers.ready)),
-            Route("/version", guarded(handlers.version)),
-            *(debugging if serving.settings.debug else ()),
-        ],
-        middleware=_middleware(access or AccessConfig()),
+        routes=routes,
+        middleware=[observed, *_middleware(access or AccessConfig())],
         exception_handlers={HTTPException: answer_http_exception},
     )
     # A redirect would name the host that the proxy used, which the client may not reach.
@@ -91,6 +121,7 @@ def _middleware(access: AccessConfig) -> list[Middleware]:
         allow_origins=access.allowed_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
+        expose_headers=[HEADER],
     )
     return [cors, guard]
 
@@ -100,11 +131,12 @@ class Handlers:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._card = ModelCard(
-            id=serving.settings.served_model_name,
-            created=int(time.time()),
-            max_model_len=serving.settings.max_model_len,
-        )
+        self._openapi: bytes | None = None
+        settings, created = serving.settings, int(time.time())
+        self._cards = {
+            name: ModelCard(id=name, created=created, max_model_len=settings.max_model_len)
+            for name in settings.model_names
+        }
 
     async def chat(self, request: Request) -> Response:
         return await respond(self._serving, request, parse_chat_shape)
@@ -112,19 +144,36 @@ class Handlers:
     async def completions(self, request: Request) -> Response:
         return await respond(self._serving, request, parse_completion_shape)
 
+    async def tokenize(self, request: Request) -> Response:
+        return await tokenizing.answer(self._serving, request, tokenizing.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await tokenizing.answer(self._serving, request, tokenizing.detokenize)
+
+    async def openapi(self, request: Request) -> Response:
+        if self._openapi is None:
+            self._openapi = await asyncio.to_thread(openapi.document, self._serving.settings)
+        return Response(self._openapi, media_type="application/json")
+
+    async def responses(self, request: Request) -> Response:
+        return await respond(self._serving, request, parse_responses_shape)
+
+    async def no_text(self, request: Request) -> Response:
+        await self._serving.bodies.discard(request)
+        path = request.url.path
+        raise NotBuilt(f"path: wanted one that generates text, found {path}; {ONLY_TEXT}")
+
     async def models(self, request: Request) -> Response:
-        return json_response(ModelList(data=[self._card]))
+        return json_response(ModelList(data=[*self._cards.values()]))
 
     async def model(self, request: Request) -> Response:
-        self._serving.require_model(request.path_params["name"])
-        return json_response(self._card)
+        name = request.path_params["name"]
+        self._serving.require_model(name)
+        return json_response(self._cards[name])
 
     async def health(self, request: Request) -> Response:
-        if not self._serving.backend.healthy():
-            raise Unavailable(
-                "the server does not work and needs a restart",
-                retry_after_s=self._serving.settings.retry_after_s,
-            )
+        if failure := self._serving.backend.failure():
+            raise Unavailable(failure, retry_after_s=self._serving.settings.retry_after_s)
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -132,8 +181,16 @@ class Handlers:
         wait = retry_after(self._serving.settings.retry_after_s)
         return json_response(body, status, headers=wait if status == 503 else None)
 
+    async def status(self, request: Request) -> Response:
+        return json_response(await self._serving.backend.figures(), headers=page.HEADERS)
+
     async def version(self, request: Request) -> Response:
         return json_response({"version": metadata.version("lockstep-serve")})
+
+    async def metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        text, content_type = await self._serving.scrapes.scrape(accept)
+        return Response(text, media_type=None, headers={"Content-Type": content_type})
 
     async def debug_ingress(self, request: Request) -> Response:
         return json_response(self._serving.backend.debug_ingress())
@@ -203,6 +260,7 @@ class Access:
         return bool(self._allowed_hosts & {ANY, host, _name_of(host)})
 
 
+@functools.lru_cache(maxsize=64)  # clients choose the names, and how long they are
 def is_local_name(name: str) -> bool:
     """Return whether a host is an address, or a name that cannot be had in public DNS."""
     try:

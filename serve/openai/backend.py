@@ -7,13 +7,19 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cluster.counts import Counts
 from cluster.messages import EngineOutput, GenerateRequest
+from cluster.metrics import MetricsSnapshot
+from serve.records import SequenceRecord
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed for the life of the app."""
 
     served_model_name: str
+    """What answers call the model."""
+    other_model_names: tuple[str, ...] = ()
+    """What requests may call it besides."""
     max_model_len: int
     """Tokens of prompt and output together."""
     max_body_bytes: int = 8 * 2**20
@@ -31,8 +37,19 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that the model knows; None: as many as the tokenizer."""
     max_prompt_len: int | None = None
     """The longest prompt whose KV the model can compute; None: any."""
+    cache_info: tuple[tuple[str, str], ...] = ()
+    """Labels of the metric `cache_config_info`."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: a `ToolFormat`, or auto to ask its chat template."""
+    reasoning_parser: str = "none"
+    """How it writes reasoning: a `ReasoningFormat`."""
     debug: bool = False
     """Whether /debug/ranks and /debug/ingress exist."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may call the model."""
+        return (self.served_model_name, *self.other_model_names)
 
 
 class Backend(Protocol):
@@ -42,28 +59,38 @@ class Backend(Protocol):
         """Return whether requests are taken."""
         ...
 
-    def healthy(self) -> bool:
-        """Return whether it works or is on its way to; false means that it needs a restart."""
+    def failure(self) -> str:
+        """Return what does not work and is not on its way to; empty if it is well."""
         ...
 
     async def status(self) -> tuple[int, dict[str, Any]]:
         """Return the HTTP status and the body of /ready."""
         ...
 
+    async def figures(self) -> dict[str, Any]:
+        """Return the body of /status."""
+        ...
+
     async def debug_ranks(self) -> dict[str, Any]:
         """Return the body of /debug/ranks."""
+        ...
+
+    async def metrics(self, counts: Counts) -> MetricsSnapshot:
+        """Take what this process has counted, and return what all have."""
         ...
 
     def debug_ingress(self) -> dict[str, Any]:
         """Return the body of /debug/ingress."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(
+        self, request: GenerateRequest, record: SequenceRecord
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Start one sequence and yield its outputs in order.
 
         The last one has a finish_reason of stop, length, abort or error. `aclose()`, or
         cancelling the task that waits for the next output, aborts the sequence. The backend puts
-        its own address into `reply_to`.
+        its own address into `reply_to`, and notes in `record` what it learns of the way.
 
         The stream may raise Overloaded, an ApiError or anything else instead of its first output.
         """

@@ -8,11 +8,16 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serve.event_loop import Check
+from serve.openai.answer_parser import AnswerDelta, AnswerFormat, AnswerParser
+from serve.openai.backend import ApiSettings
 from serve.openai.body import check_limits, check_num_chars
 from serve.openai.endpoint import Serving, Stamp
 from serve.openai.errors import BadRequest
 from serve.openai.generation import Choice, Generation, Piece
+from serve.openai.reasoning import CLOSER, OPENER, TAIL_TOKENS, ReasoningFormat
 from serve.openai.responses import (
+    AnsweredCall,
+    AnsweredCallDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -20,16 +25,29 @@ from serve.openai.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    FunctionCall,
     PromptLogprobs,
     Usage,
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.schema import ChatRequest, parse_chat
+from serve.openai.schema import ChatRequest, NamedToolChoice, parse_chat
+from serve.openai.tool_parser import CallDelta
+from serve.openai.tools import (
+    check_calls,
+    check_tools,
+    new_call_id,
+    num_tool_chars,
+    tool_format,
+    tools_for_template,
+    with_forced_calls,
+)
+from serve.sampling import SamplingParams
 from serve.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
 """About what a template adds to a message: roles and markers are work too."""
+NO_DELTA = ChatDelta()
 
 
 class ChatShape:
@@ -37,36 +55,32 @@ class ChatShape:
 
     num_prompts = 1
     num_prompt_copies = 1
+    has_typed_events = False
 
-    def __init__(self, request: ChatRequest, tokenizer: Tokenizer, model: str) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        model: str,
+        answers: AnswerFormat,
+    ) -> None:
+        """Read a request whose answers the model writes in the format `answers`."""
         self.request = request
-        self.params = request.sampling_params()
+        self.params = with_forced_calls(request, params)
         self.stamp = Stamp.new("chatcmpl", model)
+        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
         self._tokenizer = tokenizer
-        self._roles_sent: set[int] = set()
+        self._answers = answers
+        self._parsers: dict[int, AnswerParser] = {}
+        """Of each choice that has begun; its role is sent."""
 
     @property
     def size(self) -> int:
-        messages = self.request.messages
-        return sum(MESSAGE_CHARS + message.num_chars for message in messages)
+        return chat_size(self.request)
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        request, tokenizer = self.request, self._tokenizer
-        takes_parts = tokenizer.takes_parts(request.chat_template)
-        add_generation_prompt = request.add_generation_prompt
-        if add_generation_prompt is None:
-            add_generation_prompt = not request.continue_final_message
-        prompt = tokenizer.apply_chat_template(
-            [message.for_template(takes_parts) for message in request.messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-            chat_template=request.chat_template,
-            max_tokens=max_tokens,
-            check=check,
-            **request.chat_template_kwargs,
-        )
-        return [prompt]
+        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
@@ -74,38 +88,43 @@ class ChatShape:
             id=self.stamp.id,
             created=self.stamp.created,
             model=self.stamp.model,
-            choices=[self._choice(choice.index, choice.take()) for choice in generation.choices],
+            choices=[self._choice(choice) for choice in generation.choices],
             usage=generation.usage(),
             prompt_logprobs=self._prompt_logprobs(first),
             prompt_token_ids=self._prompt_token_ids(first),
         )
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        if choice.index not in self._roles_sent:
-            self._roles_sent.add(choice.index)
+        if choice.index not in self._parsers:
             yield self._chunk(
                 self._role_choice(choice.index), usage, self._prompt_token_ids(choice)
             )
+        parser = self._parser(choice)
         piece = choice.take()
+        delta = self._delta(parser.push(piece.text, is_last=piece.finish_reason is not None))
         wants_tokens = self.request.logprobs or self.request.return_token_ids
-        if piece.text or piece.finish_reason or (piece.token_ids and wants_tokens):
-            yield self._chunk(self._chunk_choice(choice.index, piece), usage, UNSET)
+        if delta != NO_DELTA or piece.finish_reason or (piece.token_ids and wants_tokens):
+            found = self._chunk_choice(choice.index, piece, delta, parser)
+            yield self._chunk(found, usage, UNSET)
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        return ChatChunk(
-            id=self.stamp.id,
-            created=self.stamp.created,
-            model=self.stamp.model,
-            choices=[],
-            usage=usage,
-        )
+    def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield ChatChunk(
+                id=self.stamp.id,
+                created=self.stamp.created,
+                model=self.stamp.model,
+                choices=[],
+                usage=generation.usage(),
+            )
 
-    def _choice(self, index: int, piece: Piece) -> ChatChoice:
+    def _choice(self, choice: Choice) -> ChatChoice:
+        parser, piece = self._parser(choice), choice.take()
         return ChatChoice(
-            index=index,
-            message=ChatMessage(content=piece.text),
+            index=choice.index,
+            message=self._message(parser.push(piece.text, is_last=True)),
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=finish_reason(piece, parser),
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self.request.return_token_ids else UNSET,
         )
@@ -134,15 +153,68 @@ class ChatShape:
             stop_reason=None,
         )
 
-    def _chunk_choice(self, index: int, piece: Piece) -> ChatChunkChoice:
+    def _chunk_choice(
+        self, index: int, piece: Piece, delta: ChatDelta, parser: AnswerParser
+    ) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=index,
-            delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
+            delta=delta,
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=finish_reason(piece, parser),
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self.request.return_token_ids else UNSET,
         )
+
+    def _parser(self, choice: Choice) -> AnswerParser:
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            end = prompt_end(self.request, self._answers, self._tokenizer, choice)
+            parser = self._parsers[choice.index] = AnswerParser(self._answers, end)
+        return parser
+
+    def _message(self, found: AnswerDelta) -> ChatMessage:
+        reasoning = self._reasoning(found)
+        calls = [
+            AnsweredCall(
+                id=self._call_id(),
+                function=FunctionCall(name=call.name or "", arguments=call.arguments),
+            )
+            for call in found.calls
+        ]
+        return ChatMessage(
+            content=found.content or (None if calls or found.reasoning else ""),
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
+        )
+
+    def _delta(self, found: AnswerDelta) -> ChatDelta:
+        reasoning = self._reasoning(found)
+        return ChatDelta(
+            content=found.content or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=[self._call_delta(call) for call in found.calls] or UNSET,
+        )
+
+    def _reasoning(self, found: AnswerDelta) -> str | UnsetType:
+        return (found.reasoning if self.request.include_reasoning else "") or UNSET
+
+    def _call_delta(self, call: CallDelta) -> AnsweredCallDelta:
+        if call.name is None:
+            return AnsweredCallDelta(
+                index=call.number, function=FunctionCall(arguments=call.arguments)
+            )
+        return AnsweredCallDelta(
+            index=call.number,
+            id=self._call_id(),
+            type="function",
+            function=FunctionCall(name=call.name, arguments=call.arguments),
+        )
+
+    def _call_id(self) -> str:
+        assert self._answers.tools is not None
+        return new_call_id(self._answers.tools)
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self.request.logprobs:
@@ -162,16 +234,112 @@ class ChatShape:
 def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:
     """Return the request in a JSON body; raises BadRequest and ParameterError."""
     request = parse_chat(body)
-    shape = ChatShape(request, tokenizer, serving.settings.served_model_name)
-    check_limits(request, serving.settings, tokenizer, num_prompts=1)
-    max_messages = serving.settings.max_model_len
-    if (found := len(request.messages)) > max_messages:
+    params = request.sampling_params()
+    answers = check_chat(request, serving.settings, tokenizer)
+    return ChatShape(request, params, tokenizer, serving.settings.served_model_name, answers)
+
+
+def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> AnswerFormat:
+    """Refuse a chat beyond the limits, and return how the model writes its answers.
+
+    Raises:
+        BadRequest, ParameterError: name the field.
+    """
+    check_limits(request, settings, tokenizer, num_prompts=1)
+    check_tools(request)
+    max_messages = settings.max_model_len
+    num_calls = sum(len(message.tool_calls) for message in request.messages)
+    if (found := len(request.messages) + num_calls) > max_messages:
         wanted = f"at most {max_messages}, a token of the model's length for each"
-        raise BadRequest(f"messages: wanted {wanted}, found {found}", param="messages")
+        with_calls = f" with {num_calls} calls" if num_calls else ""
+        message = f"messages: wanted {wanted}, found {found}{with_calls}"
+        raise BadRequest(message, param="messages")
     num_chars = sum(message.num_chars for message in request.messages)
-    check_num_chars("messages", num_chars, serving.settings, tokenizer)
+    num_chars += num_tool_chars(request.tools)
+    check_num_chars("messages", num_chars, settings, tokenizer)
+    check_calls(request.messages, settings.max_model_len)
     _check_template(request, tokenizer)
-    return shape
+    return _answer_format(request, settings, tokenizer)
+
+
+def _answer_format(
+    request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
+) -> AnswerFormat:
+    reasoning = ReasoningFormat(settings.reasoning_parser)
+    if not _shows_tools(request):
+        return AnswerFormat(reasoning=reasoning)
+    choice = request.tool_choice
+    forced_name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    is_forced = choice == "required" or forced_name is not None
+    return AnswerFormat(
+        # A text that is held to a schema from its first token on has no reasoning.
+        reasoning=ReasoningFormat.NONE if is_forced else reasoning,
+        is_forced=is_forced,
+        forced_name=forced_name,
+        tools=tool_format(tokenizer, settings.tool_call_parser, request.chat_template),
+        names=tuple(tool.function.name for tool in request.tools),
+        parallel=request.parallel_tool_calls,
+    )
+
+
+def _shows_tools(request: ChatRequest) -> bool:
+    """Return whether the model is told of tools."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def chat_size(request: ChatRequest) -> int:
+    """Return about how many characters a chat template writes for a request."""
+    num_chars = sum(
+        MESSAGE_CHARS * (1 + len(message.tool_calls)) + message.num_chars
+        for message in request.messages
+    )
+    return num_chars + num_tool_chars(request.tools)
+
+
+def encode_chat(
+    request: ChatRequest, tokenizer: Tokenizer, max_tokens: int, check: Check
+) -> list[int]:
+    """Return the token ids of a conversation.
+
+    Raises:
+        ChatTemplateError, TooManyTokens: as of `Tokenizer.apply_chat_template`.
+    """
+    takes_parts = tokenizer.takes_parts(request.chat_template)
+    add_generation_prompt = request.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not request.continue_final_message
+    return tokenizer.apply_chat_template(
+        [message.for_template(takes_parts) for message in request.messages],
+        tools=tools_for_template(request.tools) if _shows_tools(request) else None,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        chat_template=request.chat_template,
+        max_tokens=max_tokens,
+        check=check,
+        **request.chat_template_kwargs,
+    )
+
+
+def prompt_end(
+    request: ChatRequest, answers: AnswerFormat, tokenizer: Tokenizer, choice: Choice
+) -> str:
+    """Return the end of the prompt, which tells whether the answer begins within reasoning."""
+    if answers.reasoning is ReasoningFormat.NONE:
+        return ""
+    if request.continue_final_message:
+        text = request.messages[-1].text
+        opened, closed = text.rfind(OPENER), text.rfind(CLOSER)
+        if opened != closed:
+            return OPENER if opened > closed else CLOSER
+    tail = choice.request.prompt_token_ids[-TAIL_TOKENS:]
+    return tokenizer.decode(tail, skip_special_tokens=False)
+
+
+def finish_reason(piece: Piece, parser: AnswerParser) -> str | None:
+    """Return why an answer ended: after calls tool_calls, unless it was cut."""
+    is_called = piece.finish_reason == "stop" and parser.has_calls
+    return "tool_calls" if is_called else piece.finish_reason
 
 
 def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:

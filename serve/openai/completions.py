@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,14 +19,19 @@ from serve.openai.responses import (
     PromptLogprobs,
     Usage,
     completion_logprobs,
+    limited,
     prompt_logprobs,
 )
 from serve.openai.schema import CompletionRequest, parse_completion
+from serve.text import detokenizer
 from serve.tokenizer import Tokenizer
 
 
 class CompletionShape:
     """Reads and writes one completions request; each prompt has `n` choices in a row."""
+
+    has_typed_events = False
+    shown_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, model: str) -> None:
         self.request = request
@@ -33,6 +39,8 @@ class CompletionShape:
         self.stamp = Stamp.new("cmpl", model)
         self._tokenizer = tokenizer
         self._prompts = request.prompts()
+        self._echoes: list[str] = []
+        """The text of each prompt, where answers begin with it."""
         self._begun: set[int] = set()
         """Indices of choices that a chunk has mentioned."""
 
@@ -50,6 +58,8 @@ class CompletionShape:
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
         encode, add_special_tokens = self._tokenizer.encode, self.request.add_special_tokens
+        if self.request.echo:
+            self._echoes = [self._text_of(prompt, max_tokens) for prompt in self._prompts]
         return [
             encode(prompt, add_special_tokens, max_tokens=max_tokens, check=check)
             if isinstance(prompt, str)
@@ -57,24 +67,30 @@ class CompletionShape:
             for prompt in self._prompts
         ]
 
+    def _text_of(self, prompt: str | list[int], max_tokens: int) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        # Ids outside of the vocabulary, and too many of them, are refused next.
+        known = [i for i in prompt[: max_tokens + 1] if 0 <= i < self._tokenizer.vocab_size]
+        return self._tokenizer.decode(known, self.request.skip_special_tokens)
+
     def response(self, generation: Generation) -> msgspec.Struct:
         choices = [
-            msgspec.structs.replace(
-                self._choice(choice, choice.take()),
-                prompt_logprobs=self._prompt_logprobs(generation.first_of(choice)),
-            )
-            for choice in generation.choices
+            self._whole(choice, generation.first_of(choice)) for choice in generation.choices
         ]
         return self._completion(choices, generation.usage())
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         piece = choice.take()
         wants_tokens = self.request.logprobs is not None or self.request.return_token_ids
-        if piece.text or piece.finish_reason or (piece.token_ids and wants_tokens):
+        text = piece.text or (self._echo(choice) and choice.index not in self._begun)
+        if text or piece.finish_reason or (piece.token_ids and wants_tokens):
             yield self._completion([self._choice(choice, piece)], usage)
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        return self._completion([], usage)
+    def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield self._completion([], generation.usage())
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
@@ -87,13 +103,48 @@ class CompletionShape:
             usage=usage,
         )
 
+    def _whole(self, choice: Choice, first: Choice) -> CompletionChoice:
+        found = self._choice(choice, choice.take())
+        if self.request.echo and found.logprobs is not None:
+            found = msgspec.structs.replace(found, logprobs=self._echoed(first, found.logprobs))
+        return msgspec.structs.replace(found, prompt_logprobs=self._prompt_logprobs(first))
+
+    def _echo(self, choice: Choice) -> str:
+        """Return the text of a choice's prompt that its answer begins with."""
+        return self._echoes[choice.index // self.request.n] if self._echoes else ""
+
+    def _echoed(self, first: Choice, output: CompletionLogprobs) -> CompletionLogprobs:
+        """Return the log-probabilities of a prompt's tokens and of those behind them."""
+        assert self.request.logprobs is not None
+        echo, token_ids = self._echo(first), first.request.prompt_token_ids
+        prompt = completion_logprobs(
+            self._tokenizer,
+            token_ids[1:],
+            limited(first.prompt_logprobs, self.request.logprobs),
+            [min(offset, len(echo)) for offset in self._offsets(token_ids)],
+        )
+        return CompletionLogprobs(
+            text_offset=prompt.text_offset + [len(echo) + at for at in output.text_offset],
+            token_logprobs=[None, *prompt.token_logprobs, *output.token_logprobs],
+            tokens=[self._tokenizer.token_text(token_ids[0]), *prompt.tokens, *output.tokens],
+            top_logprobs=[None, *prompt.top_logprobs, *output.top_logprobs],
+        )
+
+    def _offsets(self, token_ids: list[int]) -> list[int]:
+        """Return where the text of each of a prompt's tokens begins."""
+        is_skipping = self.request.skip_special_tokens
+        skipped = self._tokenizer.special_token_ids if is_skipping else frozenset()
+        text = detokenizer(self._tokenizer, skipped, ())
+        lengths = [len(text.step(token_id)) for token_id in token_ids]
+        return list(accumulate(lengths[:-1], initial=0))
+
     def _choice(self, choice: Choice, piece: Piece) -> CompletionChoice:
         has_begun = choice.index in self._begun
         self._begun.add(choice.index)
         wants_ids = self.request.return_token_ids
         return CompletionChoice(
             index=choice.index,
-            text=piece.text,
+            text=piece.text if has_begun else self._echo(choice) + piece.text,
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
@@ -107,7 +158,8 @@ class CompletionShape:
         if self.request.prompt_logprobs is None:
             return UNSET
         token_ids = first.request.prompt_token_ids
-        return prompt_logprobs(self._tokenizer, token_ids, first.prompt_logprobs)
+        found = limited(first.prompt_logprobs, self.request.prompt_logprobs)
+        return prompt_logprobs(self._tokenizer, token_ids, found)
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
         if self.request.logprobs is None:

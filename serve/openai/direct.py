@@ -18,8 +18,13 @@ import msgspec
 from serve.admission import Place
 from serve.openai.endpoint import Parse, Serving, Shape, parsed, stream_chunks, whole_answer
 from serve.openai.errors import BadRequest, BodyTooLarge, as_api_error
+from serve.openai.observed import new_request_id
 from serve.openai.streaming import Backlog
+from serve.records import RequestRecord
 from serve.tokenizer import Tokenizer
+
+HANDLE = "handle"
+"""In place of a route."""
 
 
 class RequestRefused(RuntimeError):
@@ -41,10 +46,10 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
         RequestRefused: with the status and the body of the error.
     """
     try:
-        with _admitted(serving) as place:
-            tokenizer, shape = await _read(serving, parse, body, place, stream=False)
+        with _admitted(serving) as (place, record):
+            tokenizer, shape = await _read(serving, parse, body, place, record, stream=False)
             async with asyncio.timeout(serving.settings.request_timeout_s):
-                found = await whole_answer(serving, tokenizer, shape, place)
+                found = await whole_answer(serving, tokenizer, shape, place, record)
             return dict(msgspec.json.decode(found))
     except Exception as error:
         raise _refused(error) from error
@@ -59,10 +64,10 @@ async def stream(
         RequestRefused: with the status and the body of the error.
     """
     try:
-        with _admitted(serving) as place:
-            tokenizer, shape = await _read(serving, parse, body, place, stream=True)
+        with _admitted(serving) as (place, record):
+            tokenizer, shape = await _read(serving, parse, body, place, record, stream=True)
             ends_at = asyncio.get_running_loop().time() + serving.settings.request_timeout_s
-            events = stream_chunks(serving, tokenizer, shape, place, Backlog())
+            events = stream_chunks(serving, tokenizer, shape, place, record, Backlog())
             async with aclosing(events) as chunks:
                 while (chunk := await _next(chunks, ends_at)) is not None:
                     yield _builtins(chunk)
@@ -71,13 +76,19 @@ async def stream(
 
 
 @contextmanager
-def _admitted(serving: Serving) -> Iterator[Place]:
+def _admitted(serving: Serving) -> Iterator[tuple[Place, RequestRecord]]:
     serving.require_ready()
     place = serving.admission.enter()
+    record = RequestRecord(new_request_id(), HANDLE, is_generating=True, status=200)
     try:
-        yield place
+        yield place, record
+    except Exception as error:
+        record.status = as_api_error(error).status
+        raise
     finally:
         place.leave()
+        for call in serving.on_end:
+            call(record)
 
 
 async def _next(
@@ -89,7 +100,13 @@ async def _next(
 
 
 async def _read(
-    serving: Serving, parse: Parse, body: dict[str, Any], place: Place, *, stream: bool
+    serving: Serving,
+    parse: Parse,
+    body: dict[str, Any],
+    place: Place,
+    record: RequestRecord,
+    *,
+    stream: bool,
 ) -> tuple[Tokenizer, Shape]:
     tokenizer = serving.require_ready()
     text = _encode({**_as_dict(body), "stream": stream})
@@ -97,7 +114,7 @@ async def _read(
     if len(text) > limit:
         raise BodyTooLarge(f"body: wanted at most {limit} bytes, found {len(text)}")
     place.hold(len(text))
-    return tokenizer, await parsed(serving, tokenizer, parse, text, place)
+    return tokenizer, await parsed(serving, tokenizer, parse, text, place, record)
 
 
 def _as_dict(body: object) -> dict[str, Any]:

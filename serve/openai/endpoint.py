@@ -24,22 +24,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cluster.messages import GenerateRequest
+from cluster.metrics import Described
 from serve.admission import Admission, Overloaded, Place
 from serve.event_loop import Check, Pace, SharedTick, WorkThreads
+from serve.metrics import Scrapes
 from serve.openai.backend import ApiSettings, Backend
 from serve.openai.body import BodyReader, check_values
 from serve.openai.errors import ApiError, NotFound, Unavailable, as_api_error
 from serve.openai.generation import Choice, Generation
+from serve.openai.observed import record_of
 from serve.openai.responses import Usage
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
-from serve.sampling import (
-    DEFAULT_MAX_TOKENS,
-    ParameterError,
-    Resolver,
-    SamplingParams,
-    too_long_a_prompt,
-)
+from serve.parameters import ParameterError
+from serve.records import IngressCounts, RequestRecord
+from serve.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
+from serve.structured import GrammarChecks, StructuredOutputsParams
 from serve.text import StopStrings, TextStream
 from serve.tokenizer import Tokenizer, TooManyTokens
 
@@ -81,6 +81,15 @@ class Serving:
         self.requests = Pace(BEGUN_AT_ONCE)
         self.sequences = Pace(BEGUN_AT_ONCE)
         self.tick = tick or SharedTick()
+        self.counts = IngressCounts(settings.max_model_len)
+        self.on_end: list[Callable[[RequestRecord], None]] = []
+        """Called with what was noted of each generating request."""
+        self.is_traced = False
+        """Whether a request's trace is noted too. Set before the application is built."""
+        described = Described(
+            settings.served_model_name, settings.max_model_len, settings.cache_info
+        )
+        self.scrapes = Scrapes(lambda: backend.metrics(self.counts.counts()), described)
         self._tokenizer = tokenizer
 
     def require_ready(self) -> Tokenizer:
@@ -88,16 +97,16 @@ class Serving:
         tokenizer = self._tokenizer()
         if tokenizer is None or not self.backend.is_ready():
             raise Unavailable(
-                "the model is not ready yet; /ready tells how far it is",
+                "the model is not ready; /ready tells why",
                 retry_after_s=self.settings.retry_after_s,
             )
         return tokenizer
 
     def require_model(self, name: str | None) -> None:
-        """Raise NotFound unless `name` is the served model or left out."""
-        served = self.settings.served_model_name
-        if name not in (None, served):
-            raise NotFound(f"model: wanted {served}, found {name}", param="model")
+        """Raise NotFound unless `name` is one of the served model's or left out."""
+        names = self.settings.model_names
+        if name is not None and name not in names:
+            raise NotFound(f"model: wanted {' or '.join(names)}, found {name}", param="model")
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -126,6 +135,16 @@ class Shape(Protocol):
     def stamp(self) -> Stamp: ...
 
     @property
+    def has_typed_events(self) -> bool:
+        """Whether the events of a stream carry the name of their type, as those of Responses."""
+        ...
+
+    @property
+    def shown_token_ids(self) -> frozenset[int]:
+        """Special tokens that the text of an answer has in any case."""
+        ...
+
+    @property
     def num_prompts(self) -> int: ...
 
     @property
@@ -146,16 +165,16 @@ class Shape(Protocol):
         """
         ...
 
-    def response(self, generation: Generation) -> msgspec.Struct:
-        """Return the whole answer; all choices are finished."""
+    def response(self, generation: Generation) -> object:
+        """Return the whole answer, to be written as JSON; all choices are finished."""
         ...
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         """Return the events for what the choice has produced since the last call."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """Return the event without choices that ends a stream with include_usage."""
+    def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
+        """Return the events behind those of the choices, which are finished."""
         ...
 
 
@@ -192,22 +211,33 @@ def guarded(handler: Handler) -> Handler:
 Parse = Callable[[Serving, Tokenizer, bytes], Shape]
 
 
-async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
-    """Answer a generating request, streamed or whole.
+async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Place]:
+    """Return the tokenizer and a place for a request; nothing of its body is read before.
 
-    Raises whatever `as_api_error` knows, and ClientGone.
+    Raises:
+        ApiError, Overloaded: it is refused, and its body discarded.
     """
     await serving.requests.wait()
     try:
         tokenizer = serving.require_ready()
         serving.bodies.check_length(request)
-        place = serving.admission.enter()
+        return tokenizer, serving.admission.enter()
     except (ApiError, Overloaded):
         await serving.bodies.discard(request)
         raise
+
+
+async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
+    """Answer a generating request, streamed or whole.
+
+    Raises whatever `as_api_error` knows, and ClientGone.
+    """
+    record = record_of(request)
+    record.is_generating = True
+    tokenizer, place = await admitted(serving, request)
     try:
         body = await serving.bodies.read(request, place)
-        shape = await parsed(serving, tokenizer, parse, body, place)
+        shape = await parsed(serving, tokenizer, parse, body, place, record)
     except BaseException as error:
         place.leave()
         if isinstance(error, ApiError | Overloaded):
@@ -216,15 +246,23 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
     timeout_s = serving.settings.request_timeout_s
     if shape.request.stream:
         return EventStream(
-            lambda backlog: stream_chunks(serving, tokenizer, shape, place, backlog),
+            lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog),
             place,
             timeout_s,
+            is_typed=shape.has_typed_events,
         )
-    return WholeAnswer(lambda: whole_answer(serving, tokenizer, shape, place), place, timeout_s)
+    return WholeAnswer(
+        lambda: whole_answer(serving, tokenizer, shape, place, record), place, timeout_s
+    )
 
 
 async def parsed(
-    serving: Serving, tokenizer: Tokenizer, parse: Parse, body: bytes, place: Place
+    serving: Serving,
+    tokenizer: Tokenizer,
+    parse: Parse,
+    body: bytes,
+    place: Place,
+    record: RequestRecord,
 ) -> Shape:
     """Return the request in a JSON body, which now has a place for each of its sequences.
 
@@ -240,14 +278,24 @@ async def parsed(
     shape = await serving.threads.run(len(body), work)
     serving.require_model(shape.request.model)
     place.grow(shape.num_prompts * shape.params.n)
+    record.id, record.model = shape.stamp.id, shape.stamp.model
+    record.is_stream = shape.request.stream
+    params = shape.params
+    record.n, record.temperature, record.top_p = params.n, params.temperature, params.top_p
+    max_tokens = params.max_tokens
+    serving.counts.on_parsed(params.n, None if max_tokens is UNSET else max_tokens)
     return shape
 
 
-async def whole_answer(serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place) -> bytes:
+async def whole_answer(
+    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, record: RequestRecord
+) -> bytes:
     """Return the answer's JSON when all sequences have ended; cancelling aborts them."""
     prepared = await _prepared(serving, tokenizer, shape, place)
     n, pace = shape.params.n, serving.sequences
-    async with Generation(serving.backend, prepared.choices, n, pace) as generation:
+    async with Generation(
+        serving.backend, prepared.choices, n, pace, record=record, counts=serving.counts
+    ) as generation:
         while not generation.is_finished:
             await generation.wait()
     place.end_sequences()
@@ -260,7 +308,12 @@ async def whole_answer(serving: Serving, tokenizer: Tokenizer, shape: Shape, pla
 
 
 async def stream_chunks(
-    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, backlog: Backlog
+    serving: Serving,
+    tokenizer: Tokenizer,
+    shape: Shape,
+    place: Place,
+    record: RequestRecord,
+    backlog: Backlog,
 ) -> AsyncGenerator[msgspec.Struct, None]:
     """Yield the answer's events; closing the generator aborts the sequences.
 
@@ -270,7 +323,9 @@ async def stream_chunks(
     prepared = await _prepared(serving, tokenizer, shape, place)
     options = shape.request.stream_options or StreamOptions()
     n, pace = shape.params.n, serving.sequences
-    async with Generation(serving.backend, prepared.choices, n, pace, backlog) as generation:
+    async with Generation(
+        serving.backend, prepared.choices, n, pace, backlog, record=record, counts=serving.counts
+    ) as generation:
         changed = await generation.wait()
         with serving.tick.streaming(len(generation.choices)):
             while True:
@@ -282,8 +337,8 @@ async def stream_chunks(
                     break
                 changed = await generation.wait()
     place.end_sequences()
-    if options.include_usage:
-        yield shape.usage_chunk(generation.usage())
+    for chunk in shape.ending(generation):
+        yield chunk
 
 
 def _chunk_usage(options: StreamOptions, generation: Generation) -> Usage | UnsetType | None:
@@ -296,9 +351,11 @@ def _chunk_usage(options: StreamOptions, generation: Generation) -> Usage | Unse
 async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place) -> Prepared:
     """Do everything that may refuse the request, before an engine has it."""
     size = shape.size + CHOICE_SIZE * shape.num_prompts * shape.params.n
+    wanted = shape.params.structured_outputs
     try:
+        text = await _grammar_text(serving, tokenizer.grammars, wanted) if wanted else ""
         return await serving.threads.run(
-            size, lambda check: _prepare(serving.settings, tokenizer, shape, check)
+            size, lambda check: _prepare(serving.settings, tokenizer, shape, text, check)
         )
     except ParameterError as error:
         raise error.renamed(shape.request.spelling(error.param)) from error
@@ -306,7 +363,19 @@ async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place:
         place.let_go_of_bytes()
 
 
-def _prepare(settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, check: Check) -> Prepared:
+async def _grammar_text(
+    serving: Serving, grammars: GrammarChecks, wanted: StructuredOutputsParams
+) -> str:
+    """Return a grammar as engines take it; raises ParameterError."""
+    known = grammars.known(wanted)
+    if known is not None:
+        return known
+    return await serving.threads.run_grammar(lambda: grammars.text(wanted))
+
+
+def _prepare(
+    settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, grammar_text: str, check: Check
+) -> Prepared:
     request, params = shape.request, shape.params
     vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
     resolver = Resolver(
@@ -314,6 +383,7 @@ def _prepare(settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, check: C
         max_model_len=settings.max_model_len,
         vocab_size=vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
+        grammar_text=lambda _: grammar_text,
     )
     try:
         prompts = shape.encode(settings.max_model_len, check)
@@ -334,7 +404,7 @@ def _prepare(settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, check: C
         Choice(
             index,
             GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, ""),
-            TextStream.of(tokenizer, params, stop, prompt),
+            TextStream.of(tokenizer, params, stop, prompt, shape.shown_token_ids),
             params.stop_token_ids,
         )
         for index, (prompt, sampling) in enumerate(pairs)
@@ -369,6 +439,8 @@ class AnswerSize(msgspec.Struct, frozen=True):
     token_bytes: int
     """Of one token of one choice."""
     num_choices: int
+    cause: str = "return_token_ids"
+    """The field that has the prompts said again, if log-probabilities do not."""
 
     @classmethod
     def of(
@@ -391,11 +463,14 @@ class AnswerSize(msgspec.Struct, frozen=True):
         if request.return_token_ids:
             of_prompt_token += TOKEN_ID_BYTES
             of_token += TOKEN_ID_BYTES
+        if isinstance(request, CompletionRequest) and request.echo:
+            of_prompt_token += TEXT_BYTES
         num_prompt_tokens = sum(map(len, prompts))
         return cls(
             prompt_bytes=num_prompt_tokens * num_prompt_copies * of_prompt_token,
             token_bytes=of_token,
             num_choices=len(prompts) * params.n,
+            cause="return_token_ids" if request.return_token_ids else "echo",
         )
 
     def of_tokens(self, num_tokens: int) -> int:
@@ -411,7 +486,7 @@ class AnswerSize(msgspec.Struct, frozen=True):
         limit = f"an answer has at most max_answer_bytes, here {max_bytes} bytes"
         if self.prompt_bytes > max_bytes:
             by_logprobs = params.prompt_logprobs is not None
-            param = "prompt_logprobs" if by_logprobs else "return_token_ids"
+            param = "prompt_logprobs" if by_logprobs else self.cause
             found = f"{self.prompt_bytes} for {params.n} choices"
             raise ParameterError(param, f"less said of the prompt ({limit})", found)
         left = (max_bytes - self.prompt_bytes) // (self.num_choices * self.token_bytes)

@@ -10,6 +10,7 @@
     ├── BodyTooLarge      413  invalid_request_error
     ├── TooManyRequests   429  rate_limit_error           no room; has Retry-After
     ├── InternalError     500  server_error
+    ├── NotBuilt          501  not_implemented_error      needs another kind of model
     ├── Unavailable       503  service_unavailable_error  not ready; has Retry-After
     └── TimedOut          504  timeout_error              not finished in time
 
@@ -27,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.admission import Overloaded
-from serve.sampling import ParameterError
+from serve.parameters import ParameterError
 from serve.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,11 @@ class TooManyRequests(ApiError):
 class InternalError(ApiError):
     status = 500
     type = "server_error"
+
+
+class NotBuilt(ApiError):
+    status = 501
+    type = "not_implemented_error"
 
 
 class Unavailable(ApiError):

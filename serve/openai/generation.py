@@ -8,7 +8,8 @@ the `async with` block, for whatever reason, aborts what runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import msgspec
@@ -19,6 +20,7 @@ from serve.openai.backend import Backend
 from serve.openai.errors import InternalError
 from serve.openai.responses import PromptTokensDetails, Usage
 from serve.openai.streaming import Backlog
+from serve.records import ABORTED, FAILED, IngressCounts, RequestRecord, SequenceRecord
 from serve.text import TextDelta, TextStream
 
 _FINISH_REASONS = ("stop", "length", "abort")
@@ -58,6 +60,7 @@ class Choice:
         self.index = index
         self.request = request
         self.is_finished = False
+        self.finish_reason = ""
         self.was_taken = False
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
@@ -119,6 +122,7 @@ class Choice:
 
     def _end(self, finish_reason: str, stop_reason: int | str | None) -> None:
         self.is_finished = True
+        self.finish_reason = finish_reason
         self._piece.finish_reason = finish_reason
         self._piece.stop_reason = stop_reason
 
@@ -136,25 +140,47 @@ class Generation:
         n: int,
         pace: Pace,
         backlog: Backlog | None = None,
+        *,
+        record: RequestRecord,
+        counts: IngressCounts,
     ) -> None:
         """Start nothing yet.
 
         Args:
             pace: at which sequences are submitted, by all generations together.
             backlog: counts the outputs that were not waited for yet.
+            record: of the request; gets one for each choice.
+            counts: where tokens and ends are counted.
         """
         self.choices = choices
+        self._record = record
+        self._counts = counts
+        record.sequences = [
+            SequenceRecord(
+                is_first_choice=choice.index % n == 0,
+                num_prompt_tokens=len(choice.request.prompt_token_ids),
+                max_tokens=choice.request.sampling.max_tokens,
+            )
+            for choice in choices
+        ]
         self._backend = backend
         self._n = n
         self._pace = pace
         self._backlog = backlog or Backlog()
-        self._mailbox: asyncio.Queue[tuple[Choice, EngineOutput | Exception]] = asyncio.Queue()
+        self._mailbox: deque[tuple[Choice, EngineOutput | Exception]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._arrival: asyncio.Future[None] | None = None
+        """Of the next output, while somebody waits for it."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._submitting: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
     async def __aenter__(self) -> Generation:
-        self._submitting = asyncio.create_task(self._submit())
+        rest = deque(self.choices)
+        while rest and self._pace.take():
+            self._begin(rest.popleft())
+        if rest:
+            self._submitting = self._loop.create_task(self._submit(rest))
         return self
 
     async def __aexit__(
@@ -163,11 +189,20 @@ class Generation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._submitting is not None
-        tasks = [self._submitting, *self._tasks.values()]
+        # All are cancelled before anything is waited for: whoever is in this block may be cancelled
+        # again meanwhile, since Ray Serve cancels the requests of clients that leave, and so do we.
+        tasks = [task for task in self._tasks.values() if not task.done()]
+        if self._submitting is not None:
+            tasks.append(self._submitting)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            reason = ABORTED if self._error is None else FAILED
+            for sequence in self._record.sequences:
+                if not sequence.finish_reason:
+                    self._counts.on_end(self._record, sequence, reason)
 
     @property
     def is_finished(self) -> bool:
@@ -181,19 +216,29 @@ class Generation:
         """
         if self._error is not None:
             raise self._error
-        waiting = [await self._mailbox.get()]
-        while not self._mailbox.empty():
-            waiting.append(self._mailbox.get_nowait())
+        if not self._mailbox:
+            self._arrival = self._loop.create_future()
+            await self._arrival
         self._backlog.clear()
         changed: dict[int, Choice] = {}
-        for choice, event in waiting:
+        while self._mailbox:
+            choice, event = self._mailbox.popleft()
             try:
                 self._absorb(choice, event)
             except Exception as error:
                 self._error = error
                 break
             changed[choice.index] = choice
+        for choice in changed.values():
+            self._count(choice)
         return [changed[index] for index in sorted(changed)]
+
+    def _count(self, choice: Choice) -> None:
+        sequence = self._record.sequences[choice.index]
+        sequence.num_cached_tokens = choice.num_cached_tokens or 0
+        self._counts.on_tokens(self._record, sequence, choice.num_tokens)
+        if choice.finish_reason and not sequence.finish_reason:
+            self._counts.on_end(self._record, sequence, choice.finish_reason)
 
     def first_of(self, choice: Choice) -> Choice:
         """Return the first choice of the same prompt."""
@@ -207,10 +252,18 @@ class Generation:
         cached = sum(choice.num_cached_tokens or 0 for choice in firsts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
-    async def _submit(self) -> None:
-        for choice in self.choices:
+    async def _submit(self, choices: Iterable[Choice]) -> None:
+        for choice in choices:
             await self._pace.wait()
-            self._tasks[choice.index] = asyncio.create_task(self._pump(choice))
+            self._begin(choice)
+
+    def _begin(self, choice: Choice) -> None:
+        self._tasks[choice.index] = self._loop.create_task(self._pump(choice))
+
+    def _put(self, choice: Choice, event: EngineOutput | Exception) -> None:
+        self._mailbox.append((choice, event))
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def _absorb(self, choice: Choice, event: EngineOutput | Exception) -> None:
         if isinstance(event, Exception):
@@ -222,10 +275,10 @@ class Generation:
 
     async def _pump(self, choice: Choice) -> None:
         try:
-            stream = self._backend.generate(choice.request)
+            stream = self._backend.generate(choice.request, self._record.sequences[choice.index])
             try:
                 async for output in stream:
-                    self._mailbox.put_nowait((choice, output))
+                    self._put(choice, output)
                     self._backlog.add(_num_bytes(output))
                     if output.finish_reason:
                         return
@@ -233,7 +286,7 @@ class Generation:
                 await stream.aclose()
             raise InternalError("generating ended without a result")
         except Exception as error:
-            self._mailbox.put_nowait((choice, error))
+            self._put(choice, error)
 
 
 def _num_bytes(output: EngineOutput) -> int:

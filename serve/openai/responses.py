@@ -61,10 +61,29 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    """Left out in a stream once it was sent."""
+    arguments: str
+    """JSON, if the model wrote JSON; in a stream what is new of it."""
+
+
+class AnsweredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call of an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The same under its older name, which clients still read."""
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +108,21 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class AnsweredCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of a tool call; id, type and name come with its first part."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCall
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,10 +146,12 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Null for the first token of a prompt that is repeated."""
+
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +177,17 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +248,18 @@ def prompt_logprobs(
     """Return one entry per prompt token, null for the first: nothing stands before it."""
     pairs = zip(token_ids[1:], logprobs, strict=True)
     return [None, *(_prompt_entry(tokenizer, token_id, found) for token_id, found in pairs)]
+
+
+def limited(logprobs: Sequence[TokenLogprobs], num_candidates: int) -> list[TokenLogprobs]:
+    """Return log-probabilities with so many candidates in each place at most."""
+    return [
+        msgspec.structs.replace(
+            found,
+            top_token_ids=found.top_token_ids[:num_candidates],
+            top_logprobs=found.top_logprobs[:num_candidates],
+        )
+        for found in logprobs
+    ]
 
 
 def _prompt_entry(

@@ -1,104 +1,30 @@
-"""The bodies of the two generating endpoints: their fields, and how JSON becomes structs.
+"""The bodies of the two generating endpoints: their fields, and the structs they become.
 
-Every field that OpenAI or vLLM documents is in a table here. *Implemented*: a field of the struct
-that the object becomes. *Inert*: known and not built yet, so accepted only with the value that
-changes nothing; one that gets built moves from the table into the struct. *Unknown*: refused. A
-null is the same as leaving the field out, in every class.
+Every field that OpenAI or vLLM documents is in a table here, implemented or inert (`fields.py`).
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from serve.openai.errors import BadRequest
-from serve.sampling import ParameterError, SamplingParams
+from serve.openai.fields import FieldTable, convert, join_path, parse_fields
+from serve.parameters import ParameterError
+from serve.sampling import SamplingParams
+from serve.structured import StructuredOutputsParams
 
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-class FieldTable(msgspec.Struct, frozen=True):
-    """The fields of one kind of object: implemented by `struct`, or inert at these values."""
-
-    struct: type[msgspec.Struct]
-    inert: dict[str, tuple[Any, ...]]
-
-    def screen(self, found: Any, at: str = "") -> Any:
-        """Return `found` with the fields that are implemented and given.
-
-        Anything but an object is returned as it is: converting it gives the better message.
-
-        Raises:
-            BadRequest: an unknown field, or an inert one at another value.
-        """
-        if not isinstance(found, dict):
-            return found
-        given = {name: value for name, value in found.items() if value is not None}
-        for name in found:
-            self._check_name(name, at)
-        for name, value in given.items():
-            self._check_inert(name, value, at)
-        return {name: given[name] for name in given if name not in self.inert}
-
-    def _check_name(self, name: str, at: str) -> None:
-        if name not in self.struct.__struct_fields__ and name not in self.inert:
-            param = join_path(at, name)
-            raise BadRequest(f"{param}: unknown field", param=param)
-
-    def _check_inert(self, name: str, value: Any, at: str) -> None:
-        accepted = self.inert.get(name)
-        if accepted is None or any(_is_same(value, one) for one in accepted):
-            return
-        param = join_path(at, name)
-        wanted = " or ".join(_json(one) for one in (*accepted, None))
-        raise BadRequest(
-            f"{param}: wanted {wanted}, found {_json(value)}; other values are not built yet",
-            param=param,
-        )
-
-
-def convert(found: Any, kind: type[S]) -> S:
-    """Return the struct that a screened object holds.
-
-    Raises:
-        BadRequest: a field has another type; `param` is its path as in `messages[0].content`.
-    """
-    try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        raise _bad_type(str(error)) from error
-
-
-def join_path(at: str, name: str) -> str:
-    """Return the path of a field of the object at `at`; empty is the body itself."""
-    return f"{at}.{name}" if at else name
-
-
-def _bad_type(message: str) -> BadRequest:
-    """Put msgspec's «Expected `str`, got `int` - at `$.messages[0].content`» in Lockstep's form."""
-    text, _, path = message.partition(" - at `$")
-    param = path.strip("`").lstrip(".") or None
-    if missing := re.fullmatch(r"Object missing required field `(.+)`", text):
-        param = join_path(param or "", missing[1])
-        return BadRequest(f"{param}: wanted a value, found none", param=param)
-    text = re.sub(r"Expected (.+), got (.+)", r"wanted \1, found \2", text).replace("`", "")
-    return BadRequest(f"{param or 'body'}: {text}", param=param)
-
-
-def _is_same(found: Any, accepted: Any) -> bool:
-    """Compare as JSON does: 1 and 1.0 are the same, 1 and true are not."""
-    return isinstance(found, bool) == isinstance(accepted, bool) and bool(found == accepted)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-_ROLES = ("system", "developer", "user", "assistant")
-_ROLES_NOT_BUILT = ("tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES_NOT_BUILT = ("function",)
+_FIELDS_OF_ROLES = {
+    "tool_call_id": ("tool",),
+    "tool_calls": ("assistant",),
+    "reasoning": ("assistant",),
+    "reasoning_content": ("assistant",),
+}
+"""Fields of a message that only these roles have."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +34,44 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Send one more chunk at the end, with the usage of the whole request."""
     continuous_usage_stats: bool = False
     """Usage so far in every chunk, as in vLLM."""
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`response_format.json_schema`."""
+
+    name: str
+    """What the client calls it."""
+    schema: dict[str, Any]
+    """The JSON schema: at most `MAX_STRUCTURED_CHARS` characters. A keyword that cannot be enforced
+    is refused by name."""
+    description: str | None = None
+    """For people."""
+    strict: bool = False
+    """The answer fits the schema in either case."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`response_format`."""
+
+    type: str
+    """`text`, `json_object` or `json_schema`."""
+    json_schema: JsonSchemaFormat | None = None
+    """The schema, with type `json_schema` alone."""
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """`structured_outputs`, as vLLM has it: exactly one of the fields is given."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, as an object or as its text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression that the whole text matches, in Rust's syntax without look-around."""
+    choice: list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's form or in GBNF."""
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +128,20 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     likeliest tokens in its place. Not with `stream` true."""
     return_token_ids: bool = False
     """Return the ids of prompt and output tokens as well."""
+    response_format: ResponseFormat | None = None
+    """Hold the text to a JSON schema, or to any JSON object. Of this field, `structured_outputs`
+    and the four below at most one is given. None goes with `ignore_eos`, `min_tokens` or
+    `allowed_token_ids`. The text ends where it fits, unless `max_tokens` cuts it."""
+    structured_outputs: StructuredOutputs | None = None
+    """Hold the text to one of vLLM's forms, each of at most `MAX_STRUCTURED_CHARS` characters."""
+    guided_json: str | dict[str, Any] | None = None
+    """The former name of `structured_outputs.json`."""
+    guided_regex: str | None = None
+    """The former name of `structured_outputs.regex`."""
+    guided_choice: list[str] | None = None
+    """The former name of `structured_outputs.choice`."""
+    guided_grammar: str | None = None
+    """The former name of `structured_outputs.grammar`."""
 
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
@@ -192,7 +170,49 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
             prompt_logprobs=self.prompt_logprobs,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=self._structured_outputs(),
         )
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        """Return what the text must be.
+
+        Raises:
+            ParameterError: named as the client spelt the field.
+        """
+        found = self._structured_fields()
+        if len(found) > 1:
+            raise ParameterError(found[1][0], f"none beside {found[0][0]}", "both")
+        if not found:
+            return None
+        [(_, fields)] = found
+        try:
+            return StructuredOutputsParams(**fields)
+        except ParameterError as error:
+            raise error.renamed(self._structured_spelling(error.param)) from error
+
+    def _structured_fields(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the fields that ask for structured output, each as `structured_outputs` has it."""
+        found: list[tuple[str, dict[str, Any]]] = []
+        wanted = self.response_format
+        if wanted is not None and wanted.json_schema is not None:
+            found.append(("response_format", {"json": wanted.json_schema.schema}))
+        elif wanted is not None and wanted.type == "json_object":
+            found.append(("response_format", {"json_object": True}))
+        if self.structured_outputs is not None:
+            found.append(("structured_outputs", msgspec.structs.asdict(self.structured_outputs)))
+        for kind in _GUIDED_KINDS:
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                found.append((f"guided_{kind}", {kind: value}))
+        return found
+
+    def _structured_spelling(self, param: str) -> str:
+        """Return the JSON field behind a field of `structured_outputs`."""
+        if not param.startswith("structured_outputs"):
+            return param
+        name = next((name for name, _ in self._structured_fields()), param)
+        if name == "response_format" and param.endswith(".json"):
+            return "response_format.json_schema.schema"
+        return param if name == "structured_outputs" else name
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,31 +224,132 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
     """The text of the part."""
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """The function of a call that the assistant made in an earlier turn."""
+
+    name: str
+    """Its name."""
+    arguments: str
+    """JSON. The chat template gets the object that it holds, or the text where it holds none."""
+
+    def arguments_for_template(self) -> Any:
+        """Return the object that the arguments hold, or their text where they hold none."""
+        if not self.arguments.strip():
+            return {}
+        try:
+            found = msgspec.json.decode(self.arguments)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError):
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str
+    """What `tool_call_id` of the message with its result repeats."""
+    type: str = "function"
+    """`function`."""
+    function: CalledFunction
+    """What was called."""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as transformers' templates take it."""
+        function = self.function
+        called = {"name": function.name, "arguments": function.arguments_for_template()}
+        return {"id": self.id, "type": "function", "function": called}
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: str
-    """`system`, `developer`, `user` or `assistant`."""
-    content: str | list[TextPart]
-    """A text, or a list of text parts."""
+    """`system`, `developer`, `user`, `assistant` or `tool`."""
+    content: str | list[TextPart] | None = None
+    """A text, or a list of text parts; may be left out beside `tool_calls`."""
+    tool_calls: list[ToolCall] = []
+    """The calls of an assistant's turn, as they were answered."""
+    tool_call_id: str | None = None
+    """Of a `tool` message: the call whose result it is."""
+    name: str | None = None
+    """Who speaks, or of a `tool` message the function that was called, for templates that write
+    it."""
+    reasoning: str | None = None
+    """Of an assistant's turn: what it thought, for templates that write it."""
+    reasoning_content: str | None = None
+    """The older name of `reasoning`."""
 
     def for_template(self, takes_parts: bool) -> dict[str, Any]:
         """Return the message as the chat template takes it.
 
         Parts are joined by line ends for a template that takes none, as in vLLM.
         """
-        content = self.content
-        if isinstance(content, str):
-            return {"role": self.role, "content": content}
-        if takes_parts:
-            return {"role": self.role, "content": msgspec.to_builtins(content)}
-        return {"role": self.role, "content": "\n".join(part.text for part in content)}
+        content = self.content or ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if not isinstance(content, str):
+            joined = "\n".join(part.text for part in content)
+            message["content"] = msgspec.to_builtins(content) if takes_parts else joined
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("tool_call_id", "name"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        reasoning = self.reasoning if self.reasoning is not None else self.reasoning_content
+        if reasoning is not None:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        return message
+
+    @property
+    def text(self) -> str:
+        """The content's text."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
     @property
     def num_chars(self) -> int:
-        """Characters of text."""
-        content = self.content
-        return len(content) if isinstance(content, str) else sum(len(p.text) for p in content)
+        """Characters of text, also of calls and reasoning."""
+        content = self.content or ""
+        num_chars = len(content) if isinstance(content, str) else sum(len(p.text) for p in content)
+        for call in self.tool_calls:
+            num_chars += len(call.id) + len(call.function.name) + len(call.function.arguments)
+        others = (self.tool_call_id, self.name, self.reasoning, self.reasoning_content)
+        return num_chars + sum(len(text) for text in others if text is not None)
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    """1 to `MAX_NAME_CHARS` letters, digits, _ or -."""
+    description: str | UnsetType = UNSET
+    """What it does, for the model to read."""
+    parameters: dict[str, Any] | UnsetType = UNSET
+    """A JSON schema of its arguments, up to `MAX_DEPTH` levels deep."""
+    strict: bool | UnsetType = UNSET
+    """Accepted, and without effect yet: arguments are what the model writes."""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that the model may use."""
+
+    type: str
+    """`function`."""
+    function: Function
+    """What may be called."""
+
+
+class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """One of the functions in `tools`."""
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A `tool_choice` that names a function."""
+
+    type: str
+    """`function`."""
+    function: FunctionName
+    """Which one."""
 
 
 class ChatRequest(RequestFields, frozen=True, kw_only=True):
@@ -254,6 +375,17 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
     """The name of one of the checkpoint's own; a text is refused, since it is a program."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
+    tools: list[Tool] = []
+    """Functions that the model may call: up to `MAX_TOOLS`, with `MAX_TOOL_CHARS` characters. They
+    count among those of `messages`."""
+    tool_choice: str | NamedToolChoice | None = None
+    """`auto` (the default with tools): calls in the output are given as `tool_calls`; `none`: the
+    model does not see the tools; `required`: the output is calls alone, at least one; a function:
+    a call of it alone."""
+    parallel_tool_calls: bool = True
+    """False: of several calls the first one is given, and the others are left out."""
+    include_reasoning: bool = True
+    """Return what the model thought, where `reasoning_parser` divides it from the content."""
 
     def sampling_params(self) -> SamplingParams:
         """Return the checked parameters; without a limit, output ends with the model's length.
@@ -276,7 +408,20 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
         """Return the JSON field behind a parameter of sampling."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param, param)
+        if self.forces_calls and param.startswith("structured_outputs"):
+            return "tools"
+        spelt = {"logprobs": "top_logprobs", "prompt": "messages"}.get(param, param)
+        return self._structured_spelling(spelt)
+
+    @property
+    def formats_text(self) -> bool:
+        """Whether `response_format` holds the text to something."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the output is to be calls and nothing else."""
+        return self.tool_choice not in (None, "auto", "none")
 
 
 class CompletionRequest(RequestFields, frozen=True, kw_only=True):
@@ -291,6 +436,9 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     place; 0: its own alone."""
     add_special_tokens: bool = True
     """Add the tokenizer's special tokens to a prompt that is a text."""
+    echo: bool = False
+    """Begin each text with its prompt, and `logprobs` with those of the prompt's tokens, of which
+    the first one has none. Not `logprobs` and `stream` together."""
 
     def sampling_params(self) -> SamplingParams:
         """Return the checked parameters; without a limit, output has the default one.
@@ -299,11 +447,18 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
             ParameterError: names the field.
         """
         max_tokens = UNSET if self.max_tokens is None else self.max_tokens
-        return self._sampling_params(max_tokens, self.logprobs)
+        params = self._sampling_params(max_tokens, self.logprobs)
+        if not self.echo or self.logprobs is None:
+            return params
+        if self.stream:
+            wanted = "false with logprobs and stream: those of a prompt come with a whole answer"
+            raise ParameterError("echo", wanted, "true")
+        num_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        return msgspec.structs.replace(params, prompt_logprobs=num_logprobs)
 
     def spelling(self, param: str) -> str:
-        """Return the JSON field behind a parameter of sampling: the same."""
-        return param
+        """Return the JSON field behind a parameter of sampling: mostly the same."""
+        return self._structured_spelling(param)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids.
@@ -332,10 +487,10 @@ def _token_ids_of(logit_bias: dict[str, float]) -> dict[int, float]:
 
 # --- the tables: inert fields with the values that change nothing; null is always one ----------
 
+LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+"""By these OpenAI tells a client's own users apart, in its records and in its cache."""
+
 _INERT: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "user": (),
-    "response_format": ({"type": "text"},),
     # vLLM: sampling
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -350,17 +505,11 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "repetition_detection": (),
     "thinking_token_budget": (),
-    # vLLM: structured output, in its present and its former spellings
-    "structured_outputs": (),
+    # vLLM: structured output
     "structural_tag": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     # vLLM: the request
-    "echo": (False,),
     "priority": (0,),
     "request_id": (),
     "session_id": (),
@@ -379,12 +528,10 @@ CHAT_FIELDS = FieldTable(
     struct=ChatRequest,
     inert={
         **_INERT,
+        "echo": (False,),
         # OpenAI
         "store": (False,),
-        "metadata": ({},),
-        "service_tier": ("auto",),
-        "safety_identifier": (),
-        "prompt_cache_key": (),
+        "service_tier": ("auto", "default"),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "moderation": (),
@@ -394,43 +541,65 @@ CHAT_FIELDS = FieldTable(
         "reasoning_effort": (),
         "verbosity": ("medium",),
         "web_search_options": (),
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none",),
         # vLLM
-        "include_reasoning": (True,),
         "documents": ([],),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "return_prompt_text": (False,),
     },
+    # Metadata of chats that are stored, and none is.
+    ignored=LABELS | {"metadata"},
 )
 
 COMPLETION_FIELDS = FieldTable(
-    struct=CompletionRequest, inert={**_INERT, "suffix": (), "prompt_embeds": ()}
+    struct=CompletionRequest,
+    inert={**_INERT, "suffix": (), "prompt_embeds": ()},
+    ignored=frozenset({"user"}),
 )
 
-_STREAM_OPTIONS_FIELDS = FieldTable(struct=StreamOptions, inert={"include_obfuscation": (False,)})
+STREAM_OPTIONS_FIELDS = FieldTable(struct=StreamOptions, inert={"include_obfuscation": (False,)})
 
-# Clients send an assistant's message back as they received it, with these empty.
-_MESSAGE_FIELDS = FieldTable(
-    struct=Message,
+_GUIDED_KINDS = ("json", "regex", "choice", "grammar")
+_RESPONSE_FORMATS = ("text", "json_object", "json_schema")
+RESPONSE_FORMAT_FIELDS = FieldTable(struct=ResponseFormat, inert={})
+JSON_SCHEMA_FIELDS = FieldTable(struct=JsonSchemaFormat, inert={})
+STRUCTURED_FIELDS = FieldTable(
+    struct=StructuredOutputs,
     inert={
-        "name": (),
-        "refusal": (),
-        "annotations": ([],),
-        "audio": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "reasoning": (),
-        "reasoning_content": (),
+        "structural_tag": (),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "disable_fallback": (False,),
+        "whitespace_pattern": (),
     },
 )
 
-_PART_FIELDS = FieldTable(struct=TextPart, inert={"prompt_cache_breakpoint": ()})
+# Clients send an assistant's message back as they received it, with some of these empty, or as they
+# keep it: LiteLLM adds `provider_specific_fields`, openai's `parse` what it made of a text, and who
+# joins a stream's deltas leaves `index` in the calls.
+_OF_LITELLM = frozenset({"provider_specific_fields"})
+MESSAGE_FIELDS = FieldTable(
+    struct=Message,
+    inert={
+        "refusal": (),
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+    },
+    ignored=_OF_LITELLM | {"parsed"},
+)
+TOOL_CALL_FIELDS = FieldTable(struct=ToolCall, inert={}, ignored=_OF_LITELLM | {"index"})
+CALLED_FUNCTION_FIELDS = FieldTable(
+    struct=CalledFunction, inert={}, ignored=_OF_LITELLM | {"parsed_arguments"}
+)
+TOOL_FIELDS = FieldTable(struct=Tool, inert={})
+FUNCTION_FIELDS = FieldTable(struct=Function, inert={})
+NAMED_CHOICE_FIELDS = FieldTable(struct=NamedToolChoice, inert={})
+FUNCTION_NAME_FIELDS = FieldTable(struct=FunctionName, inert={})
+
+PART_FIELDS = FieldTable(struct=TextPart, inert={"prompt_cache_breakpoint": ()})
 
 
 # --- from bytes --------------------------------------------------------------------------------
@@ -442,17 +611,30 @@ def parse_chat(body: bytes) -> ChatRequest:
     Raises:
         BadRequest: not JSON, or a field that is missing, unknown, not built or of another type.
     """
-    fields = _parse_object(body, CHAT_FIELDS)
+    return chat_request(_parse_object(body, CHAT_FIELDS))
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """Return the chat completion with these fields; raises BadRequest."""
     if isinstance(fields.get("messages"), list):
         fields["messages"] = [
             _screen_message(message, f"messages[{i}]")
             for i, message in enumerate(fields["messages"])
         ]
+    if isinstance(fields.get("tools"), list):
+        fields["tools"] = [
+            _screen_function_of(tool, f"tools[{i}]", TOOL_FIELDS, FUNCTION_FIELDS)
+            for i, tool in enumerate(fields["tools"])
+        ]
+    if isinstance(fields.get("tool_choice"), dict):
+        fields["tool_choice"] = _screen_function_of(
+            fields["tool_choice"], "tool_choice", NAMED_CHOICE_FIELDS, FUNCTION_NAME_FIELDS
+        )
     request = convert(fields, ChatRequest)
     if not request.messages:
         raise BadRequest("messages: wanted at least one, found none", param="messages")
     for i, message in enumerate(request.messages):
-        _check_role(message.role, f"messages[{i}].role")
+        _check_message(message, f"messages[{i}]")
     if request.add_generation_prompt and request.continue_final_message:
         raise BadRequest(
             "continue_final_message: wanted false with add_generation_prompt true, found true",
@@ -471,30 +653,66 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def _parse_object(body: bytes, table: FieldTable) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise BadRequest(f"body: wanted JSON, found {len(body)} bytes: {error}") from error
-    if not isinstance(found, dict):
-        raise BadRequest(f"body: wanted a JSON object, found {type(found).__name__}")
-    fields: dict[str, Any] = table.screen(found)
+    fields = parse_fields(body, table)
     if "stream_options" in fields:
-        fields["stream_options"] = _STREAM_OPTIONS_FIELDS.screen(
+        fields["stream_options"] = STREAM_OPTIONS_FIELDS.screen(
             fields["stream_options"], "stream_options"
         )
         if fields.get("stream", False) is False:
             message = "stream_options: wanted only with stream true, found stream false"
             raise BadRequest(message, param="stream_options")
+    if "response_format" in fields:
+        fields["response_format"] = screen_response_format(fields["response_format"])
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = STRUCTURED_FIELDS.screen(
+            fields["structured_outputs"], "structured_outputs"
+        )
     return fields
 
 
+def screen_response_format(found: Any) -> Any:
+    """Return the fields of a `response_format`; raises BadRequest."""
+    wanted = RESPONSE_FORMAT_FIELDS.screen(found, "response_format")
+    if not isinstance(wanted, dict):
+        return wanted
+    kind, schema = wanted.get("type"), wanted.get("json_schema")
+    if isinstance(kind, str) and kind not in _RESPONSE_FORMATS:
+        param = "response_format.type"
+        message = f"{param}: wanted {', '.join(_RESPONSE_FORMATS)}, found {kind[:100]}"
+        raise BadRequest(message, param=param)
+    if (kind == "json_schema") != (schema is not None):
+        param, found = "response_format.json_schema", "none" if schema is None else "one"
+        message = f"{param}: wanted one with type json_schema alone, found {found}"
+        raise BadRequest(message, param=param)
+    if schema is not None:
+        schema = JSON_SCHEMA_FIELDS.screen(schema, "response_format.json_schema")
+        wanted = {**wanted, "json_schema": schema}
+    return wanted
+
+
 def _screen_message(found: Any, at: str) -> Any:
-    message = _MESSAGE_FIELDS.screen(found, at)
+    message = MESSAGE_FIELDS.screen(found, at)
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         message["content"] = [
             _screen_part(part, f"{at}.content[{i}]") for i, part in enumerate(message["content"])
         ]
+    if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [
+            _screen_function_of(
+                call, f"{at}.tool_calls[{i}]", TOOL_CALL_FIELDS, CALLED_FUNCTION_FIELDS
+            )
+            for i, call in enumerate(message["tool_calls"])
+        ]
     return message
+
+
+def _screen_function_of(found: Any, at: str, table: FieldTable, of_function: FieldTable) -> Any:
+    """Screen an object and the `function` in it."""
+    screened = table.screen(found, at)
+    if isinstance(screened, dict) and "function" in screened:
+        at = join_path(at, "function")
+        screened["function"] = of_function.screen(screened["function"], at)
+    return screened
 
 
 def _screen_part(found: Any, at: str) -> Any:
@@ -503,11 +721,23 @@ def _screen_part(found: Any, at: str) -> Any:
         param = f"{at}.type"
         message = f"{param}: wanted text, found {kind}; other parts are not built yet"
         raise BadRequest(message, param=param)
-    return _PART_FIELDS.screen(found, at)
+    return PART_FIELDS.screen(found, at)
 
 
-def _check_role(role: str, param: str) -> None:
-    if role in _ROLES:
-        return
-    built = "; not built yet" if role in _ROLES_NOT_BUILT else ""
-    raise BadRequest(f"{param}: wanted {', '.join(_ROLES)}, found {role}{built}", param=param)
+def _check_message(message: Message, at: str) -> None:
+    role, param = message.role, join_path(at, "role")
+    if role not in ROLES:
+        built = "; not built yet" if role in _ROLES_NOT_BUILT else ""
+        raise BadRequest(f"{param}: wanted {', '.join(ROLES)}, found {role}{built}", param=param)
+    for name, roles in _FIELDS_OF_ROLES.items():
+        if role not in roles and getattr(message, name):
+            param = join_path(at, name)
+            message_text = f"{param}: wanted none but of role {roles[0]}, found one of role {role}"
+            raise BadRequest(f"{message_text}; that is not built yet", param=param)
+    if message.content is None and not message.tool_calls:
+        param = join_path(at, "content")
+        raise BadRequest(f"{param}: wanted a value, found none", param=param)
+    for i, call in enumerate(message.tool_calls):
+        if call.type != "function":
+            param = join_path(at, f"tool_calls[{i}].type")
+            raise BadRequest(f"{param}: wanted function, found {call.type}", param=param)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 from starlette.responses import Response
@@ -22,8 +23,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serve.admission import Place
 from serve.openai.errors import as_api_error
-
-T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 MAX_WAITING_BYTES = 4 << 20
@@ -71,7 +70,8 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._answer(scope, receive, send))
+            async with _WhileRead(receive, self._backlog) as self._client:
+                await self._answer(scope, receive, send)
         except ClientGone:
             return
         finally:
@@ -103,17 +103,18 @@ class _Answer(Response):
             "status": self.status_code,
             "headers": self.raw_headers,
         }
-        await _send(send, message, self._backlog)
+        await self._client.send(send, message)
 
     async def _send_body(self, send: Send, body: bytes, *, more_body: bool = True) -> None:
         message = {"type": "http.response.body", "body": body, "more_body": more_body}
-        await _send(send, message, self._backlog)
+        await self._client.send(send, message)
 
 
 class EventStream(_Answer):
     """Sends each struct of a generator as one event, and [DONE] at the end.
 
-    The generator is closed when the client leaves, also while it waits for its next event.
+    Events of a typed stream, as that of Responses, bear the name of their type, and no [DONE] is at
+    its end. The generator is closed when the client leaves, also while it waits for its next event.
     """
 
     def __init__(
@@ -121,8 +122,11 @@ class EventStream(_Answer):
         events: Callable[[Backlog], AsyncGenerator[msgspec.Struct, None]],
         place: Place,
         timeout_s: float,
+        *,
+        is_typed: bool = False,
     ) -> None:
         super().__init__(place, timeout_s, "text/event-stream")
+        self._is_typed = is_typed
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"
         self._events = events
@@ -132,12 +136,16 @@ class EventStream(_Answer):
             async for event in events:
                 if not self._is_started:
                     await self._start(send)
-                await self._send_body(send, _event(msgspec.json.encode(event)))
-        await self._send_body(send, DONE, more_body=False)
+                kind = str(getattr(event, "type", "")) if self._is_typed else ""
+                await self._send_body(send, _event(msgspec.json.encode(event), kind))
+        await self._end(send)
 
     async def _write_error(self, send: Send, body: bytes) -> None:
-        await self._send_body(send, _event(body))
-        await self._send_body(send, DONE, more_body=False)
+        await self._send_body(send, _event(body, "error" if self._is_typed else ""))
+        await self._end(send)
+
+    async def _end(self, send: Send) -> None:
+        await self._send_body(send, b"" if self._is_typed else DONE, more_body=False)
 
 
 class WholeAnswer(_Answer):
@@ -161,25 +169,67 @@ class WholeAnswer(_Answer):
         raise ClientGone  # its length was promised already: only time ran out
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled at once when the client leaves.
+class _WhileRead:
+    """A block that ends with ClientGone as soon as the client leaves or does not read.
 
-    The request's body must have been received.
-
-    Raises:
-        ClientGone: it left.
+    The request's body must have been received. One timer watches all sends of the block: one for
+    each would cost more than the send.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+
+    def __init__(self, receive: Receive, backlog: Backlog) -> None:
+        self._receive = receive
+        self._backlog = backlog
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+        self._is_over = False
+        self._sending_since: float | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._leaving = self._loop.create_task(_disconnected(self._receive))
+        self._leaving.add_done_callback(self._on_left)
+        self._look()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_over = True  # a callback that is due already comes all the same
+        self._looking.cancel()
+        self._leaving.remove_done_callback(self._on_left)
+        self._leaving.cancel()
+        self._backlog.on_full = None
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError as ended:
+            raise ClientGone from ended
+
+    async def send(self, send: Send, message: Message) -> None:
+        """Send a message."""
+        self._sending_since = self._loop.time()
+        self._backlog.on_full = self._end
+        await send(message)
+        self._backlog.on_full = self._sending_since = None
+
+    def _look(self) -> None:
+        now, since = self._loop.time(), self._sending_since
+        if since is not None and now - since >= SEND_TIMEOUT_S:
+            self._end()
+            return
+        self._looking = self._loop.call_at((since or now) + SEND_TIMEOUT_S, self._look)
+
+    def _on_left(self, leaving: asyncio.Task[None]) -> None:
+        if not leaving.cancelled():
+            leaving.exception()  # a failure to receive is the end of the connection too
+        self._end()
+
+    def _end(self) -> None:
+        self._backlog.on_full = None
+        if not self._is_over and not self._scope.expired():
+            self._scope.reschedule(self._loop.time())
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -187,18 +237,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
-async def _send(send: Send, message: Message, backlog: Backlog) -> None:
-    """Send a message; raises ClientGone where the client does not read."""
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S) as timer:
-            backlog.on_full = lambda: timer.reschedule(loop.time())
-            await send(message)
-    except TimeoutError as error:
-        raise ClientGone from error
-    finally:
-        backlog.on_full = None
+def _event(data: bytes, kind: str = "") -> bytes:
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + data + b"\n\n"

@@ -42,7 +42,7 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 STOPS, OTHER_STOPS = tuple(range(0, VOCAB, 7)), tuple(range(3, VOCAB, 9))
 
 NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
-PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None)
+PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0, NUM_TOKENS, (), -1, -1, None, None)
 
 
 def drawn(**fields: Any) -> Sampling:

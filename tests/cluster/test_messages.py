@@ -213,7 +213,7 @@ def test_a_frame_with_another_field_is_refused(kind: type[Wire], data: st.DataOb
 
 @pytest.mark.parametrize("change", ["short", "long"])
 def test_a_struct_inside_another_is_held_to_its_length(change: str) -> None:
-    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None)
+    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None, None)
     fields = raw(encode(messages.GenerateRequest("r", [1], [], sampling, "")))
     fields[3] = fields[3][:-1] if change == "short" else [*fields[3], 0]
     assert "$[3]" in str(refused(encode(fields), messages.GenerateRequest))
@@ -315,7 +315,7 @@ def test_what_no_model_could_take_is_refused_with_its_place(
     place: tuple[int, ...], found: Any
 ) -> None:
     rules = messages.LogitRules(0.0, 0.0, 1.0, (3,), (1.0,), b"\xff", 0)
-    fields = raw(encode(messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, rules)))
+    fields = raw(encode(messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, rules, None)))
     decode(encode(fields), messages.Sampling)
     *path, last = place
     at = functools.reduce(lambda inner, index: inner[index], path, fields)
@@ -334,7 +334,7 @@ def test_an_address_is_a_number(address: str) -> None:
 
 
 def test_a_submission_that_is_none_still_tells_who_asked() -> None:
-    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None)
+    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None, None)
     request = messages.GenerateRequest("r", [-1], [], sampling, "tcp://10.0.0.1:9")
     frame = encode(messages.Submit(request, None))
     refused(frame, messages.Inbound)

@@ -55,7 +55,7 @@ def make_request(
     num: int = NUM_LOGPROBS,
     output: list[int] | None = None,
 ) -> GenerateRequest:
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, num, None)
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, num, None, None)
     return GenerateRequest(name, prompt, output or [], sampling, "")
 
 

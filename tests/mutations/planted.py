@@ -398,7 +398,11 @@ MUTATIONS = (
         "pre_empted_goes_last",
         "A pre-empted sequence waits behind those that came after it (T03).",
         "cluster/engine/scheduler.py",
-        {"insort(self._waiting, seq, key=_arrival)": "self._waiting.append(seq)"},
+        {
+            "seq.forget_computed()\n        insort(self._waiting, seq, key=_arrival)": (
+                "seq.forget_computed()\n        self._waiting.append(seq)"
+            )
+        },
         ("tests/cluster/engine/test_scheduler.py",),
     ),
     Mutation(

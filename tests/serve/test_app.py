@@ -195,6 +195,7 @@ def test_models_and_health(server: Any, client: openai.OpenAI) -> None:
             "num_free_blocks",
             "num_running",
             "num_waiting",
+            "num_waiting_for_kv",
             "held_tickets",
             "kv_bytes_sent",
             "kv_bytes_received",
@@ -443,5 +444,8 @@ def test_serve_holds_back_what_the_ingress_cannot_even_refuse() -> None:
     ingress = build(config)._bound_deployment
     assert ingress.max_ongoing_requests == 5 + 7 + MAX_REFUSALS
     assert ingress.max_queued_requests == MAX_AT_PROXY
+    two = build(deploy_config({"max_num_seqs": 5, "max_queued_requests": 7, "ingress.replicas": 2}))
+    assert two._bound_deployment.num_replicas == 2
+    assert two._bound_deployment.max_ongoing_requests == (5 + 7) // 2 + MAX_REFUSALS
     told = ingress.backpressure_config
     assert told.status_code == 429 and told.retry_after_s

@@ -91,6 +91,13 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
     assert deploy_config({"model": str(tmp_path / "my-model")}).served_model_name == "my-model"
 
 
+def test_a_model_may_have_several_names() -> None:
+    for given in (["large", "gpt-4o"], '["large", "gpt-4o"]', "large, gpt-4o"):
+        config = deploy_config({"served_model_name": given})
+        assert config.served_model_names == ("large", "gpt-4o")
+        assert config.served_model_name == "large"
+
+
 @pytest.mark.parametrize(
     ("raw", "line"),
     [
@@ -136,6 +143,7 @@ def test_a_linked_model_is_served_under_the_name_that_was_given(
         ({"compilation.colour": "1"}, "compilation.colour: wanted one of level, use_cudagraph, "),
         ({"decode": {"replicas": 2}, "decode.replicas": "2"}, "decode.replicas: wanted one value"),
         ({"O": "0", "compilation.level": "0"}, "compilation.level: wanted one value, found"),
+        ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
         ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
         ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
     ],
@@ -197,3 +205,29 @@ def test_a_cluster_with_gpus_is_not_served_on_cpus_unasked(
         return
     with pytest.raises(ConfigError, match=r"^device: wanted cpu or cuda .*the cluster has 4"):
         ingress._check_device(config)
+
+
+@pytest.mark.feature("R13")
+@pytest.mark.parametrize(("num_seqs", "queued", "num"), [(8, 3, 3), (64, 256, 1), (5, 0, 5)])
+def test_ingresses_together_never_take_more_than_one_alone(
+    num_seqs: int, queued: int, num: int
+) -> None:
+    args: dict[str, Any] = {"max_num_seqs": num_seqs, "max_queued_requests": queued, "O": 0}
+    config = deploy_config({**args, "ingress.replicas": num})
+    running, waiting = config.ingress_share
+    assert running > 0 and waiting >= 0
+    alone = deploy_config(args)
+    assert num * running <= alone.max_running
+    assert alone.max_live - num < num * (running + waiting) <= alone.max_live
+    # Replicas of pools stay when only the number of ingresses changes.
+    assert (config.pools, config.config_hash) == (alone.pools, alone.config_hash)
+
+
+@pytest.mark.parametrize(("num_seqs", "found", "most"), [(8, 0, 8), (8, 9, 8), (128, 65, 64)])
+def test_each_ingress_has_a_place_and_engines_can_tell_them_apart(
+    num_seqs: int, found: int, most: int
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deploy_config({"max_num_seqs": num_seqs, "ingress.replicas": found, "O": 0})
+    wanted = f"ingress.replicas: wanted 1 to {most} where {num_seqs} sequences decode at once"
+    assert str(caught.value) == f"{wanted}, found {found}"

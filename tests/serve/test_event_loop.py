@@ -10,7 +10,17 @@ import pytest
 
 from serve import event_loop
 from serve.admission import Overloaded
-from serve.event_loop import LONG, MAX_INLINE, Abandoned, Check, Pace, SharedTick, WorkThreads
+from serve.event_loop import (
+    CHUNK_COST,
+    HAPROXY_CHUNK_COST,
+    LONG,
+    MAX_INLINE,
+    Abandoned,
+    Check,
+    Pace,
+    SharedTick,
+    WorkThreads,
+)
 
 
 def test_small_work_is_done_at_once_and_other_work_in_threads() -> None:
@@ -162,6 +172,14 @@ def test_a_tick_comes_at_once_for_few_streams_and_ever_later_for_more() -> None:
     assert 0 < periods[3] < periods[4] < periods[5]
     assert periods == sorted(periods) and periods[-1] == 0.1
     assert tick.num_streams == 0
+
+
+def test_a_tick_takes_the_same_share_of_a_core_however_cheap_chunks_are() -> None:
+    ticks = SharedTick(CHUNK_COST), SharedTick(HAPROXY_CHUNK_COST)
+    for num in (5, 8, 16):
+        for tick, cost in zip(ticks, (CHUNK_COST, HAPROXY_CHUNK_COST), strict=True):
+            with tick.streaming(num):
+                assert num * cost / tick.period_s == pytest.approx(0.25)
 
 
 def test_all_streams_wait_for_the_same_tick_whenever_they_come() -> None:

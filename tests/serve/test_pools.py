@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +105,7 @@ class Group:
 
     def __init__(self, epoch: int, pool: PoolWithoutRanks | None = None) -> None:
         self.epoch, self.actors, self.is_stopped = epoch, list[Any](), False
+        self.is_named_by_watchdog = False
         self._pool = pool
         rank = RankStats(tp_rank=0, dp_rank=0, pid=1, node="", state="ready", epoch=epoch, step=1)
         self._reports = [GroupReport([rank], [])]
@@ -135,14 +138,18 @@ class PoolOfGroups(PoolWithoutRanks):
         self._pool = PoolConfig  # its name is all that is asked for
         self._group = Group(0)
         self._open: dict[str, Any] = {}
+        self._restarts: Counter[str] = Counter()
+        self._is_stuck = False
         self._board = self
         self.pushed: list[tuple[str, list[Any]]] = []
+        self.in_state_s: list[float] = []
 
     def _new_group(self, epoch: int) -> Group:
         return Group(epoch, self)
 
     async def push(self, report: Any, actors: list[Any]) -> None:
         self.pushed.append((report.state, report.group.ranks))
+        self.in_state_s.append(report.in_state_s)
 
 
 class PoolConfig:
@@ -169,6 +176,9 @@ def test_ranks_of_a_group_that_ended_are_told_of_no_more(monkeypatch: pytest.Mon
     assert states[:2] == ["ready", "ready"], "one late answer says nothing"
     assert "stuck" in states and states[-1] == "restarting"
     assert all(bool(ranks) == (state != "restarting") for state, ranks in pool.pushed)
+    # How long it has been in a state grows until another one begins.
+    for old, new in pairwise(zip(states, pool.in_state_s, strict=True)):
+        assert (new[1] > old[1]) == (new[0] == old[0]), (old, new)
 
 
 def test_a_pool_that_is_stopped_while_its_group_is_rebuilt_keeps_no_ranks() -> None:

@@ -95,6 +95,19 @@ def test_the_offline_example(server: Any, arguments: str) -> None:
     ]
 
 
+@pytest.mark.feature("Y05", "R09")
+def test_the_example_of_structured_output(server: Any) -> None:
+    lines = shell("python examples/structured_output.py", server).splitlines()[-4:]
+    patterns = (
+        r'json: \{"name": ".{0,10}", "age": [0-9]+\} \(stop\)',
+        r"regex: [0-9]{3}-[0-9]{4} \(stop\)",
+        r"choice: (yes|no|perhaps) \(stop\)",
+        r"grammar: [0-9]{1,2}(\+[0-9]{1,2})+\+?[0-9]* \((stop|length)\)",
+    )
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
 @pytest.mark.slow
 @pytest.mark.feature("R01", "Y05")
 def test_the_command_with_arguments_serves_a_second_app(

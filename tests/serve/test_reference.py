@@ -10,23 +10,34 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cluster.metrics import METRICS, PREFIX
 from compile.config import FIELDS
-from serve.config import DeployArgs, KVArgs, PoolArgs
+from serve.config import DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.openai.responses_request import RESPONSES_FIELDS, ResponsesRequest
 from serve.openai.schema import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
+    CalledFunction,
     ChatRequest,
     CompletionRequest,
+    Function,
+    FunctionName,
     Message,
+    NamedToolChoice,
     StreamOptions,
     TextPart,
+    Tool,
+    ToolCall,
 )
+from serve.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "serve" / "REFERENCE.md"
 STRUCTS = (
-    *(DeployArgs, PoolArgs, KVArgs),
-    *(ChatRequest, CompletionRequest, StreamOptions, Message, TextPart),
+    *(DeployArgs, PoolArgs, IngressArgs, KVArgs),
+    *(ChatRequest, CompletionRequest, StreamOptions, Message, TextPart, ResponsesRequest),
+    *(TokenizeRequest, DetokenizeRequest),
+    *(Tool, Function, NamedToolChoice, FunctionName, ToolCall, CalledFunction),
 )
 
 
@@ -79,13 +90,29 @@ def test_every_compilation_field_has_a_meaning() -> None:
 
 
 def test_every_field_without_effect_is_listed_with_what_it_accepts() -> None:
-    listed = {row[0].strip("`"): row[1] for row in rows() if row[-1] in ("both", "chat", "texts")}
-    assert set(listed) == set(CHAT_FIELDS.inert) | set(COMPLETION_FIELDS.inert)
-    assert all("`null`" in accepted for accepted in listed.values())
+    kinds = ("both", "chat", "texts", "responses")
+    listed = {row[0].strip("`"): row[1] for row in rows() if row[-1] in kinds}
+    known = (CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS)
+    assert set(listed) == {name for table in known for name in (*table.inert, *table.ignored)}
+    assert {name for name, accepted in listed.items() if accepted == "anything"} == {
+        name for table in known for name in table.ignored
+    }
+    inert = {name for table in known for name in table.inert}
+    assert all("`null`" in listed[name] for name in inert)
+
+
+@pytest.mark.feature("R15")
+def test_every_metric_is_listed_with_its_meaning() -> None:
+    listed = {row[0].strip("`"): row for row in rows() if row[0].startswith("`lockstep:")}
+    assert set(listed) == {PREFIX + metric.name for metric in METRICS}
+    for metric in METRICS:
+        kind, labels, _, meaning = listed[PREFIX + metric.name][1:]
+        assert kind == metric.kind and meaning == metric.meaning
+        assert [label.strip("` ") for label in labels.split(",") if label] == list(metric.labels)
 
 
 def test_bounds_and_values_are_those_of_the_code() -> None:
-    by_name = {row[0].strip("`"): row for row in rows()}
+    by_name = {row[0].strip("`"): row for row in reversed(rows())}
     assert by_name["temperature"][3] == "a number from 0 to 1e+06"
     assert by_name["top_logprobs"][3] == "an integer from 0 to 20"
     assert by_name["MAX_STOP_STRINGS"][1:3] == ["`64`", "`serve/sampling.py`"]

@@ -256,6 +256,41 @@ def wait_for_capture(app: Any, *, rank: int, epoch: int) -> int:
     raise AssertionError(f"not captured: {app.log.read_text()}")
 
 
+@pytest.mark.slow
+@pytest.mark.feature("P09", "R06")
+def test_health_names_a_rank_that_hangs_until_its_group_is_rebuilt(
+    start_app: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["dtype=float32", "O=0", "max_num_seqs=8", "kv_memory=64MiB", "watchdog_s=2"]
+    app = start_app("health", *options)
+    # An idle group sleeps for longer than the watchdog lets a step take, and is well.
+    idle_until = time.monotonic() + 15
+    while time.monotonic() < idle_until:
+        assert app.get("/health") == (200, {"status": "ok"})
+        time.sleep(0.25)
+    [pid] = [rank["pid"] for rank in app.ranks("decode")]
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    found: tuple[int, dict[str, Any]] = (200, {})
+    while found[0] == 200:
+        assert time.monotonic() - began < 120, app.log.read_text()
+        time.sleep(0.02)
+        found = app.get("/health")
+    down_s = time.monotonic() - began
+    message = found[1]["error"]["message"]
+    assert found[0] == 503
+    assert message.startswith("decode pool: rank dp=0 tp=0 epoch=0: no heartbeat for ")
+    while app.get("/health")[0] != 200:
+        assert time.monotonic() - began < 240, app.log.read_text()
+        time.sleep(0.02)
+    again_s = time.monotonic() - began
+    assert [rank["epoch"] for rank in app.ready_ranks("decode")] == [1]
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none") as client:
+        assert ask(client, QUESTIONS[0])
+    with capsys.disabled():
+        print(f"\n/health 503 after {down_s:.1f} s, 200 after {again_s:.1f} s: {message}")
+
+
 @pytest.mark.feature("P14")
 def test_pools_that_lose_a_rank_while_kv_is_on_its_way_lose_no_request(
     start_app: Callable[..., Any],

@@ -10,19 +10,25 @@ from typing import Any
 import msgspec
 import pytest
 
+from cluster.actors.turns import Turns
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit, decode
+from serve import dock as dock_module
 from serve import router as router_module
+from serve.dock import SharedDock
 from serve.event_loop import SharedTick
+from serve.records import SequenceRecord
 from serve.router import PoolUnavailable, Router
 from serve.tokens import Mailbox
 
-REQUEST = GenerateRequest("r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None), "")
+REQUEST = GenerateRequest(
+    "r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None), ""
+)
 
 
 def output(
     token_ids: list[int], finish_reason: str = "", error: str = "", position: int = 0
 ) -> EngineOutput:
-    return EngineOutput("", position, token_ids, [], finish_reason, -1, 0, None, error, [])
+    return EngineOutput("", position, token_ids, [], finish_reason, -1, 0, None, error, [], 0)
 
 
 def serve_pd(
@@ -56,6 +62,9 @@ class Tokens:
         for request_id, found in self.late:
             self.mailboxes[request_id].put(found, "engine")
         self.late.clear()
+
+    def engines_of(self, mailbox: Any) -> list[str]:
+        return []
 
     def open(self, request_id: str) -> Mailbox:
         self.mailboxes[request_id] = Mailbox(request_id, SharedTick())
@@ -140,6 +149,35 @@ def test_tokens_before_a_loss_count_as_output_and_come_once() -> None:
     # Who had something of the lost attempt was told to let go.
     assert tokens.aborted == [pool.submitted[0].request.request_id]
     assert not tokens.mailboxes
+
+
+@pytest.mark.feature("R15")
+def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() -> None:
+    def hand_over(mailbox: Mailbox) -> str:
+        first = msgspec.structs.replace(output([5], "handoff"), queued_us=1_000)
+        mailbox.put(first, "engine")
+        return "handoff"
+
+    def go_on(mailbox: Mailbox) -> str:
+        last = msgspec.structs.replace(output([6], "length", position=1), queued_us=2_000)
+        mailbox.put(last, "engine")
+        return "length"
+
+    async def main() -> SequenceRecord:
+        tokens, record = Tokens(), SequenceRecord()
+        pools = {"prefill": Pool(tokens, crash, hand_over), "decode": Pool(tokens, go_on)}
+        router = Router(pools, tokens)  # type: ignore[arg-type]
+        async with asyncio.timeout(20), aclosing(router.generate(REQUEST, record)) as outputs:
+            assert [o.token_ids async for o in outputs if o.token_ids] == [[5], [6]]
+        return record
+
+    record = asyncio.run(main())
+    lost, done = record.attempts
+    assert (lost.number, lost.lost, lost.first_at) == (0, "died", 0)
+    assert lost.submitted_at <= lost.lost_at <= done.submitted_at
+    assert (done.number, done.lost, done.lost_at) == (1, "", 0)
+    assert done.submitted_at <= done.first_at <= done.handed_over_at <= done.resumed_at
+    assert (record.queued_s, record.kv_wait_s, record.num_attempts) == (0.001, 0.002, 2)
 
 
 def first_and_third(mailbox: Mailbox) -> str:
@@ -228,21 +266,38 @@ class Group:
 
 
 @pytest.mark.feature("R22")
-def test_requests_beside_one_that_kills_its_ranks_are_served() -> None:
-    """Four requests share a group with one of which it dies: they end well, that one does not."""
+@pytest.mark.parametrize("num_ingresses", [1, 2])
+def test_requests_beside_one_that_kills_its_ranks_are_served(
+    monkeypatch: pytest.MonkeyPatch, num_ingresses: int
+) -> None:
+    """Four requests share a group with one of which it dies: they end well, that one does not.
+
+    Whichever ingress they came to.
+    """
+    monkeypatch.setattr(dock_module, "ASK_PERIOD_S", 0.01)
 
     async def main() -> dict[str, str]:
-        tokens = Tokens()
-        router = Router({"mixed": Group(tokens, "killer")}, tokens)  # type: ignore[arg-type]
+        tokens, turns = Tokens(), Turns(60)
+        group = Group(tokens, "killer")
 
-        async def run(name: str) -> str:
+        def ingress(name: str) -> Router:
+            async def ask() -> bool:
+                return turns.take(name)
+
+            dock = SharedDock(ask, lambda: turns.give_back(name))
+            return Router({"mixed": group}, tokens, dock)  # type: ignore[arg-type]
+
+        routers = [ingress(f"ingress {i}") for i in range(num_ingresses)]
+
+        async def run(place: int, name: str) -> str:
             request = msgspec.structs.replace(REQUEST, request_id=name)
+            router = routers[place % num_ingresses]
             async with aclosing(router.generate(request)) as outputs:
                 return [o async for o in outputs][-1].finish_reason
 
         names = ["a", "killer", "b", "c", "d"]
         async with asyncio.timeout(60):
-            ends = await asyncio.gather(*map(run, names))
+            ends = await asyncio.gather(*(run(i, name) for i, name in enumerate(names)))
         return dict(zip(names, ends, strict=True))
 
     ends = asyncio.run(main())

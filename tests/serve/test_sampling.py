@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.messages import LogitRules, Sampling
-from serve.sampling import ParameterError, Resolver, SamplingParams
+from serve.parameters import ParameterError
+from serve.sampling import Resolver, SamplingParams
 
 
 def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100) -> Any:
@@ -18,7 +19,13 @@ def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 
 def resolve_all(
     params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100
 ) -> list[Sampling]:
-    resolver = Resolver(params, max_model_len=max_model_len, vocab_size=50, eos_token_ids=(2, 3))
+    resolver = Resolver(
+        params,
+        max_model_len=max_model_len,
+        vocab_size=50,
+        eos_token_ids=(2, 3),
+        grammar_text=lambda wanted: "start: /a/",
+    )
     return resolver.choices(prompt_len)
 
 

@@ -40,7 +40,7 @@ HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
 def frame(
     epoch: int, inbox: str, token: int, engine_id: str = "mixed/a/0", finish_reason: str = ""
 ) -> bytes:
-    output = EngineOutput("r", 0, [token], [], finish_reason, -1, 0, None, "", [])
+    output = EngineOutput("r", 0, [token], [], finish_reason, -1, 0, None, "", [], 0)
     return encode(OutputFrame(epoch, engine_id, inbox, [encode(output)]))
 
 
@@ -282,7 +282,7 @@ def test_a_flood_leaves_the_loop_its_time(
 def test_a_long_prompts_logprobs_arrive_as_one_output_and_hold_nothing_up() -> None:
     """Tens of megabytes beside one token, were the prompt six times as long."""
     entries = [TokenLogprobs(-float(i), 1, [i] * 20, [-1.5] * 20) for i in range(20_000)]
-    whole = EngineOutput("r", 0, [5], [], "stop", -1, 3, None, "", entries)
+    whole = EngineOutput("r", 0, [5], [], "stop", -1, 3, None, "", entries, 0)
     [encoded] = frames_of([whole])
     assert max(map(len, encoded)) <= MAX_OUTPUT_BYTES + 100 and len(encoded) > 90
     body = encode(OutputFrame(0, "mixed/a/0", "tcp://127.0.0.1:9", encoded))
@@ -352,7 +352,7 @@ def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     async def main() -> tuple[int, int]:
         async with token_socket() as (tokens, _):
             for i in range(100):
-                output = EngineOutput("r", 0, [5], [], "stop", -1, 0, None, "", [])
+                output = EngineOutput("r", 0, [5], [], "stop", -1, 0, None, "", [], 0)
                 tokens._deliver(f"tcp://127.0.0.1:{i}", output)
                 tokens._newest[f"mixed/{i}/0"] = (0, f"tcp://127.0.0.1:{i}")
                 await asyncio.sleep(0)
@@ -368,7 +368,7 @@ def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch)
 def output_of(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
     reason = FinishReason(finish_reason)
     logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in token_ids]
-    return EngineOutput("r", position, token_ids, logprobs, reason, -1, 0, None, "", [])
+    return EngineOutput("r", position, token_ids, logprobs, reason, -1, 0, None, "", [], 0)
 
 
 @given(

@@ -43,6 +43,7 @@ class SimGroup(RankGroup):
         self.epoch = epoch
         self._watchdog_s = WATCHDOG_S
         self._is_stopping = False
+        self.is_named_by_watchdog = False
         self.inboxes = []
         self._parallel = ParallelConfig(shape.tp_size, shape.dp_size)
         self.places = [

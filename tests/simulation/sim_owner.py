@@ -10,7 +10,7 @@ sockets.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,7 @@ class SimTokens(TokenSocket):
         # In half of the schedules tokens wait for ticks, as among many streams.
         self.tick.num_streams = NUM_STREAMS * (world.schedule.seed % 2)
         self.address = "tcp://10.0.0.1:1"
+        self._newest = {}
         self._mailboxes = {}
         self._aborts = defaultdict(list)
         self._heard_at = {}
@@ -151,6 +152,8 @@ class SimPool(Pool):
         self._enter("loading")
         self._credentials = Credentials(CONFIG_HASH, b"s" * 32)
         self._open = {}
+        self._restarts = Counter()
+        self._is_stuck = False
         self._leaders = []
         self._tasks = []
         routing = Routing(world.schedule.routing)

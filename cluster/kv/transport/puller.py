@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import zmq
 
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVPulls
@@ -118,6 +119,16 @@ class KVPuller:
     def bytes_received(self) -> int:
         """Bytes copied in reads that were believed."""
         return self._pulls.bytes_received
+
+    def counts(self) -> Counts:
+        """Return what was counted of all reads. Any thread may call it."""
+        pulls = self._pulls
+        return {
+            ("kv_transfer_received_bytes_total",): pulls.bytes_received,
+            ("kv_transfers_total",): pulls.num_reads,
+            ("kv_transfer_failures_total",): pulls.num_failed,
+            ("kv_transfer_seconds_total",): pulls.read_s,
+        }
 
     def close(self) -> None:
         """Stop the thread and close its sockets."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import zmq
 
+from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import max_chunk_blocks
@@ -90,6 +91,8 @@ class KVServer:
         self._socket.linger = 0
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
+        self.num_expired = 0
+        """Tickets whose lease ran out."""
         self._wake = Doorbell()
         self._is_closed = False
         self._failure: Exception | None = None
@@ -134,6 +137,13 @@ class KVServer:
         """Bytes that readers copied under a lease that was alive to the end."""
         return self._holder.num_blocks_sent * self._store.block_bytes
 
+    def counts(self) -> Counts:
+        """Return what was counted of all tickets. Any thread may call it."""
+        return {
+            ("kv_transfer_sent_bytes_total",): self.bytes_sent,
+            ("kv_leases_expired_total",): self.num_expired,
+        }
+
     def close(self) -> None:
         """Stop the thread and close its sockets."""
         self._is_closed = True
@@ -175,6 +185,7 @@ class KVServer:
     def _expire(self) -> None:
         with self._lock:
             expired = self._holder.tick()
+        self.num_expired += len(expired)
         if expired:
             log.warning("kv lease: expired for %d tickets; their blocks are freed", len(expired))
             self._doorbell.ring()

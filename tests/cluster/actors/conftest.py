@@ -90,7 +90,7 @@ async def _generate(
     }
     try:
         reply_to = f"tcp://127.0.0.1:{replies.bind_to_random_port('tcp://127.0.0.1')}"
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None, None)
         for inbox, leader in leaders.items():
             leader.connect(inbox)
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):

@@ -134,7 +134,7 @@ def test_a_follower_that_cannot_load_is_named_with_the_reason(
     began = time.monotonic()
     with pytest.raises(RankDied, match=r"rank dp=0 tp=\d epoch=0 ended while loading: .*heads"):
         asyncio.run(scenario())
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 55
 
 
 @pytest.mark.slow

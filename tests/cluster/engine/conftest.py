@@ -80,7 +80,7 @@ def make_request(
     reply_to: str = "",
 ) -> GenerateRequest:
     """Return a request whose unimportant fields are filled in."""
-    sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None)
+    sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None, None)
     return GenerateRequest(request_id, list(prompt), list(output or []), sampling, reply_to)
 
 

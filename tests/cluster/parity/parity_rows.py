@@ -24,7 +24,13 @@ from model.config import ModelConfig
 BLOCK_SIZE = 4
 NUM_TOKENS = 64
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-SILENT = {"stop_token_ids": (), "num_logprobs": -1, "num_prompt_logprobs": -1, "rules": None}
+SILENT = {
+    "stop_token_ids": (),
+    "num_logprobs": -1,
+    "num_prompt_logprobs": -1,
+    "rules": None,
+    "grammar": None,
+}
 SEEDED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1}
 
 

@@ -66,7 +66,7 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
 
 
 def request(number: int) -> Submit:
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 50, (), -1, -1, None)
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 50, (), -1, -1, None, None)
     return Submit(GenerateRequest(f"r{number}", [5, 6, 7, 8], [], sampling, ""), None)
 
 

@@ -97,7 +97,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     lost: list[BaseException] = []
 
     def serve() -> None:
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
         try:
             for step in range(8):
                 if step in (0, 3):

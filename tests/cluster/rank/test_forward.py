@@ -57,7 +57,7 @@ def make_runner(oracle: Any, mode: str, level: int = 0, **arguments: Any) -> Mod
 
 
 def greedy(max_tokens: int) -> Sampling:
-    return Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, -1, None)
+    return Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, -1, None, None)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from cluster.wire.sockets import (
 )
 
 CREDENTIALS = Credentials("test", b"s" * 32)
-SAMPLING = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None)
+SAMPLING = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ class Pair:
     noticed_at: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def submit(self, rank: int, request_id: str, num_tokens: int) -> None:
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None, None)
         request = GenerateRequest(request_id, [1, 2, 3], [], sampling, self.reply_to)
         body = encode(Submit(request, None))
         self.inboxes[rank].send_multipart(pack(body, CREDENTIALS))

@@ -21,7 +21,7 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def output(request_id: str, finish_reason: str = "") -> EngineOutput:
-    return EngineOutput(request_id, 0, [1], [], finish_reason, -1, 0, None, "", [])
+    return EngineOutput(request_id, 0, [1], [], finish_reason, -1, 0, None, "", [], 0)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_many_ends_are_frames_that_a_pool_takes(
 
 def test_what_is_long_leaves_in_pieces_and_what_is_short_together() -> None:
     entry = TokenLogprobs(-1.0, 1, [7] * 20, [-1.0] * 20)
-    long = EngineOutput("long", 0, [5], [], "handoff", -1, 0, None, "", [entry] * 5000)
+    long = EngineOutput("long", 0, [5], [], "handoff", -1, 0, None, "", [entry] * 5000, 0)
     frames = list(frames_of([output("1"), output("2"), long, output("3")]))
     assert [len(frame) for frame in frames] == [2, len(frames[1]), 1]
     pieces = [decode(data, EngineOutput) for data in frames[1]]

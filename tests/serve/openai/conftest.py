@@ -21,12 +21,15 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from cluster.counts import Counts, Ledger
 from cluster.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
+from cluster.metrics import INGRESS, MetricsSnapshot
 from serve.admission import Admission
 from serve.llm import LLM
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
+from serve.records import SequenceRecord
 from serve.tokenizer import Tokenizer
 
 MODEL = "scripted"
@@ -57,17 +60,22 @@ class ScriptedBackend:
         self.ready = True
         self.is_healthy = True
         self.requests: list[GenerateRequest] = []
+        self.ledger = Ledger()
         self.num_open = 0
         self.closed_at: list[float] = []
 
     def is_ready(self) -> bool:
         return self.ready
 
-    def healthy(self) -> bool:
-        return self.is_healthy
+    def failure(self) -> str:
+        return "" if self.is_healthy else "decode pool: rank dp=0 tp=1 epoch=0: stuck"
 
     async def status(self) -> tuple[int, dict[str, Any]]:
         return (200, {"status": "ready"}) if self.ready else (503, {"status": "loading"})
+
+    async def metrics(self, counts: Counts) -> MetricsSnapshot:
+        self.ledger.add("this", INGRESS, counts)
+        return MetricsSnapshot(self.ledger.totals, {})
 
     def debug_ingress(self) -> dict[str, Any]:
         return {"num_live": 0}
@@ -75,7 +83,10 @@ class ScriptedBackend:
     async def debug_ranks(self) -> dict[str, Any]:
         return {"pools": {}}
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, record: SequenceRecord
+    ) -> AsyncGenerator[EngineOutput, None]:
+        record.on_attempt()
         self.requests.append(request)
         self.num_open += 1
         try:
@@ -115,6 +126,7 @@ class ScriptedBackend:
             handoff=None,
             error=self.error if is_last else "",
             prompt_logprobs=[],
+            queued_us=0,
         )
 
 
@@ -130,13 +142,15 @@ class EngineBackend:
     def is_ready(self) -> bool:
         return True
 
-    def healthy(self) -> bool:
-        return True
+    def failure(self) -> str:
+        return ""
 
     async def status(self) -> tuple[int, dict[str, Any]]:
         return 200, {"status": "ready"}
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, record: SequenceRecord
+    ) -> AsyncGenerator[EngineOutput, None]:
         self.requests.append(request)
         queue = self._waiting[request.request_id] = asyncio.Queue()
         self._engine.submit(Submit(request, None))
@@ -269,6 +283,12 @@ def send(app: Starlette, method: str, path: str, **kwargs: Any) -> httpx.Respons
             return await client.request(method, path, **kwargs)
 
     return asyncio.run(ask())
+
+
+@pytest.fixture
+def send_to() -> Call:
+    """Send one request to any app: `send_to(app, "POST", ...)`."""
+    return send
 
 
 @pytest.fixture

@@ -287,3 +287,53 @@ def test_long_prompts_are_tokenized_beside_the_loop(
     answer = call("POST", "/v1/completions", json={"prompt": text})
     assert answer.status_code == 400
     assert f"found {len(tokenizer.encode(text))} tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.feature("R06")
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_begins_each_text_with_its_prompt(call: Any, tokenizer: Any, stream: bool) -> None:
+    ids = tokenizer.encode("a dog")
+    for prompt in (["the cat", "hill"], [tokenizer.encode("the cat"), tokenizer.encode("hill")]):
+        body = {"prompt": prompt, "n": 2, "echo": True, "stream": stream}
+        answer = call("POST", "/v1/completions", json=body)
+        texts = ["", "", "", ""]
+        for event in events(answer) if stream else [answer.json()]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == ["the cathello world"] * 2 + ["hillhello world"] * 2
+    answer = call("POST", "/v1/completions", json={"prompt": ids, "echo": True})
+    assert answer.json()["choices"][0]["text"] == "a doghello world"
+
+
+@pytest.mark.feature("R06")
+def test_echo_has_the_prompts_logprobs_before_those_of_the_text(call: Any, tokenizer: Any) -> None:
+    body = {"prompt": ["the cat", "hill"], "n": 2, "echo": True, "logprobs": 1}
+    body |= {"prompt_logprobs": 3}
+    choices = call("POST", "/v1/completions", json=body).json()["choices"]
+    for choice, prompt in zip(choices, ["the cat", "the cat", "hill", "hill"], strict=True):
+        found = choice["logprobs"]
+        num_prompt_tokens = len(tokenizer.encode(prompt))
+        assert "".join(found["tokens"][:num_prompt_tokens]) == prompt
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:num_prompt_tokens] == [-0.5] * (num_prompt_tokens - 1)
+        # Of token and offset where the text has not ended.
+        for token, offset in zip(found["tokens"][:-1], found["text_offset"], strict=False):
+            assert choice["text"][offset:].startswith(token)
+        assert len({len(values) for values in found.values()}) == 1
+        assert max(map(len, found["top_logprobs"][1:])) == 1
+        assert {len(entry) for entry in choice["prompt_logprobs"][1:]} <= {3}
+    refused = call(
+        "POST", "/v1/completions", json={**body, "stream": True, "prompt_logprobs": None}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+
+
+@pytest.mark.feature("R06")
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/embeddings", "/pooling", "/v1/rerank", "/score"]
+)
+def test_what_needs_another_kind_of_model_is_refused_by_name(call: Any, path: str) -> None:
+    answer = call("POST", path, json={"model": "scripted", "input": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (501, 501, "not_implemented_error")
+    assert path in error["message"] and "generates text only" in error["message"]

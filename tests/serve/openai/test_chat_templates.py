@@ -138,6 +138,15 @@ def api(
 
 
 @pytest.mark.feature("R11")
+def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Callable[..., Api]) -> None:
+    found = api("{% for m in messages %}{{ m.name | default('?') }}: {{ m.content }}\n{% endfor %}")
+    named = [{**turn, "name": name} for turn, name in zip(TURNS, ("Ann", "Bob"), strict=False)]
+    for messages in (named, [*named, TURNS[2]], TURNS):
+        assert found.ids(messages=messages) == found.wanted(messages)
+    assert found.ids(messages=named) != found.ids(messages=TURNS[:2])
+
+
+@pytest.mark.feature("R11")
 def test_prompt_is_that_of_transformers(api: Callable[..., Api], template: str) -> None:
     made = api(template)
     for messages in (TURNS, SYSTEM, TURNS[:1]):

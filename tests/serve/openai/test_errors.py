@@ -47,9 +47,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "found int"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role", "found none"),
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", "found king"),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role", "not built"),
+    ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role", "not built"),
     ({"messages": [*HI, {**HI[0], "crown": 1}]}, "messages[1].crown", "unknown"),
-    ({"messages": [{**HI[0], "name": "Ann"}]}, "messages[0].name", "not built"),
+    ({"messages": [{**HI[0], "name": 1}]}, "messages[0].name", "wanted str"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
@@ -246,8 +246,8 @@ def test_body_that_is_no_json_object_is_400(call: Any, body: bytes) -> None:
 
 
 def test_messages_quote_only_so_much_of_the_request(call: Any) -> None:
-    answer = call("POST", TEXT, json={"prompt": "a", "user": "x" * 10_000})
-    assert len(error_of(answer, 400, INVALID, "user")) <= MAX_MESSAGE_CHARS + 1
+    answer = call("POST", TEXT, json={"prompt": "a", "suffix": "x" * 10_000})
+    assert len(error_of(answer, 400, INVALID, "suffix")) <= MAX_MESSAGE_CHARS + 1
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -256,6 +256,19 @@ def test_unknown_model_is_404_and_names_the_served_one(call: Any, path: str) -> 
     message = error_of(call("POST", path, json=body), 404, "not_found_error", "model")
     assert "scripted" in message and "gpt" in message
     error_of(call("GET", "/v1/models/gpt"), 404, "not_found_error", "model")
+
+
+def test_a_model_answers_to_all_its_names_and_reports_the_first(call_with: Any) -> None:
+    names = {"served_model_name": "large", "other_model_names": ("gpt-4o", "small")}
+    body = {"prompt": [5], "max_tokens": 2}
+    for name in ("large", "gpt-4o", "small"):
+        answer = call_with(names, "POST", TEXT, json={**body, "model": name})
+        assert (answer.status_code, answer.json()["model"]) == (200, "large")
+        assert call_with(names, "GET", f"/v1/models/{name}").json()["id"] == name
+    listed = call_with(names, "GET", "/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == ["large", "gpt-4o", "small"]
+    answer = call_with(names, "POST", TEXT, json={**body, "model": "gpt"})
+    assert "large or gpt-4o or small" in error_of(answer, 404, "not_found_error", "model")
 
 
 def test_unknown_path_and_wrong_method_have_the_same_shape(call: Any) -> None:
@@ -287,9 +300,10 @@ def test_before_the_tokenizer_is_loaded_is_503(
     error_of(answer, 503, "service_unavailable_error", None)
 
 
-def test_unhealthy_backend_is_503(call: Any, backend: Any) -> None:
+def test_unhealthy_backend_is_503_and_tells_why(call: Any, backend: Any) -> None:
     backend.is_healthy = False
-    error_of(call("GET", "/health"), 503, "service_unavailable_error", None)
+    found = error_of(call("GET", "/health"), 503, "service_unavailable_error", None)
+    assert found == "decode pool: rank dp=0 tp=1 epoch=0: stuck"
 
 
 @pytest.mark.feature("R13")

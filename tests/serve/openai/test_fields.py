@@ -1,4 +1,4 @@
-"""The three classes of request fields, over the whole table."""
+"""The four classes of request fields, over the whole table."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def test_inert_field_is_accepted_only_where_it_changes_nothing(
     ("chat", "parallel_tool_calls", 1),
     ("chat", "documents", [{}]),
     ("chat", "store", 0),
-    ("chat", "response_format", {"type": "json_object"}),
-    ("chat", "tool_choice", "auto"),
+    ("chat", "service_tier", "flex"),
     ("completion", "echo", 0),
     ("completion", "best_of", True),
     ("completion", "length_penalty", 1.01),
@@ -76,7 +75,8 @@ def test_unknown_field_is_refused_by_name(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", TABLES)
 def test_no_field_is_in_two_classes(kind: str) -> None:
     table = TABLES[kind]
-    assert not set(table.inert) & set(table.struct.__struct_fields__)
+    classes = (table.struct.__struct_fields__, table.inert, table.ignored)
+    assert len(table.names) == sum(map(len, classes))
 
 
 def test_every_parameter_of_the_official_client_is_known() -> None:
@@ -90,4 +90,28 @@ def test_every_parameter_of_the_official_client_is_known() -> None:
     }
     for names, table in ((chat, CHAT_FIELDS), (completion, COMPLETION_FIELDS)):
         assert len(names) > 15
-        assert set(names) <= set(table.inert) | set(table.struct.__struct_fields__)
+        assert set(names) <= table.names
+
+
+@pytest.mark.feature("R06")
+@pytest.mark.parametrize(("kind", "name"), [
+    *(("chat", name) for name in ("user", "safety_identifier", "prompt_cache_key", "metadata")),
+    ("completion", "user"),
+])  # fmt: skip
+def test_a_label_for_the_clients_own_records_changes_nothing(kind: str, name: str) -> None:
+    for value in ("65a1", {"a": "b"}, [1], None):
+        assert parse(kind, {name: value}) == parse(kind, {})
+
+
+def test_an_assistants_message_comes_back_as_clients_keep_it() -> None:
+    function = {"name": "now", "arguments": "{}"}
+    call = {"id": "a", "type": "function", "function": function}
+    kept = {
+        **call,
+        "index": 0,
+        "provider_specific_fields": {"a": 1},
+        "function": {**function, "parsed_arguments": {}, "provider_specific_fields": None},
+    }
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    other = {**message, "tool_calls": [kept], "parsed": {"b": 2}, "provider_specific_fields": {}}
+    assert parse("chat", {"messages": [other]}) == parse("chat", {"messages": [message]})

@@ -18,7 +18,7 @@ from serve.admission import Admission
 from serve.llm import LLM
 from serve.openai.schema import CHAT_FIELDS, COMPLETION_FIELDS
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 NAMES = sorted(
     {*COMPLETION_FIELDS.struct.__struct_fields__, *CHAT_FIELDS.struct.__struct_fields__}
     | {*COMPLETION_FIELDS.inert, *CHAT_FIELDS.inert, "nothing", ""}
@@ -41,10 +41,22 @@ values = st.recursive(
     max_leaves=6,
 )
 token_ids = st.lists(st.one_of(st.integers(0, 639), numbers), max_size=8)
+functions = st.fixed_dictionaries(
+    {"name": texts}, optional={"parameters": values, "arguments": texts, "strict": values}
+)
+tools = st.fixed_dictionaries({"type": st.just("function")}, optional={"function": functions})
+items = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])},
+    optional={"role": st.just("user"), "call_id": texts, "content": values, "output": values},
+)
+calls = st.fixed_dictionaries({"id": texts, "function": st.one_of(values, functions)})
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "assistant", "king"]), "content": texts},
-        optional={"name": values},
+        {
+            "role": st.sampled_from(["user", "system", "assistant", "tool", "king"]),
+            "content": texts,
+        },
+        optional={"name": values, "tool_calls": st.lists(st.one_of(values, calls), max_size=2)},
     ),
     max_size=3,
 )
@@ -95,6 +107,11 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "allowed_token_ids": token_ids,
     "stop_token_ids": token_ids,
     "chat_template_kwargs": st.dictionaries(texts, values, max_size=3),
+    "tools": st.lists(st.one_of(values, tools), max_size=3),
+    "tool_choice": st.one_of(values, st.sampled_from(["auto", "none", "required"])),
+    "parallel_tool_calls": values,
+    "input": st.one_of(texts, st.lists(st.one_of(values, items), max_size=3)),
+    "echo": st.booleans(),
 }
 
 
@@ -111,6 +128,8 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     if wrong == 0:
         name = draw(st.sampled_from(sorted(likely)))
         fields[name] = draw(likely[name])
+        if name == "input":
+            path, fields = RESPONSES, {name: fields[name], "max_output_tokens": 3}
     elif wrong == 1:
         fields[draw(st.sampled_from(NAMES))] = draw(values)
     elif wrong == 2:

@@ -17,7 +17,8 @@ from cluster.messages import EngineOutput, GenerateRequest
 from serve.event_loop import SharedTick
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
+from serve.openai.endpoint import BEGUN_AT_ONCE, Serving
+from serve.records import SequenceRecord
 from serve.tokenizer import Tokenizer
 from serve.tokens import Mailbox
 
@@ -85,6 +86,18 @@ class Chunk(NamedTuple):
     token_ids: list[int]
 
 
+def scope() -> dict[str, Any]:
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": TEXT,
+        "raw_path": TEXT.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [],
+    }
+
+
 async def streamed(app: Any, send_s: float = 0.0, **fields: Any) -> list[Chunk]:
     """Return the chunks that a server sends for an ordinary request, each send taking a while."""
     sent: list[tuple[float, bytes]] = []
@@ -101,16 +114,7 @@ async def streamed(app: Any, send_s: float = 0.0, **fields: Any) -> list[Chunk]:
         sent.append((time.monotonic() - began, message.get("body", b"")))
         await asyncio.sleep(send_s)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": TEXT,
-        "raw_path": TEXT.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [],
-    }
-    await app(scope, receive, send)
+    await app(scope(), receive, send)
     found = []
     for at_s, part in sent:
         if part.startswith(b"data: {"):
@@ -161,12 +165,14 @@ class Mailed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, record: SequenceRecord
+    ) -> AsyncGenerator[EngineOutput, None]:
         mailbox = Mailbox(request.request_id, self.tick)
 
         async def fill() -> None:
             position = 0
-            async for output in self._backend.generate(request):
+            async for output in self._backend.generate(request, record):
                 mailbox.put(msgspec.structs.replace(output, position=position))
                 position += len(output.token_ids)
 
@@ -244,3 +250,41 @@ def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
     asyncio.run(send())
     assert len(threads) == 2
     assert {thread == threading.get_ident() for thread in threads} == {num_words == 5}
+
+
+def test_a_client_that_leaves_while_its_sequences_begin_leaves_none_even_if_cancelled_twice(
+    app: Any, backend: Any
+) -> None:
+    """Ray Serve cancels the request of a client that leaves, while its connection tells so too."""
+    backend.pieces = []
+    backend.hangs = True
+    num_prompts = 3 * BEGUN_AT_ONCE
+
+    async def leave() -> list[int]:
+        body = msgspec.json.encode({"prompt": ["a"] * num_prompts, "stream": True})
+        left = asyncio.Event()
+        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if not waiting:
+                await left.wait()
+                return {"type": "http.disconnect"}
+            return waiting.pop()
+
+        async def send(message: dict[str, Any]) -> None:
+            pass
+
+        answering = asyncio.create_task(app(scope(), receive, send))
+        while backend.num_open < BEGUN_AT_ONCE:
+            await asyncio.sleep(0)
+        num_begun = backend.num_open
+        answering.cancel()
+        await asyncio.sleep(0)
+        answering.cancel()
+        left.set()
+        await asyncio.wait([answering])
+        await asyncio.sleep(0.05)
+        return [num_begun, backend.num_open]
+
+    num_begun, num_left = asyncio.run(leave())
+    assert num_begun < num_prompts and num_left == 0

@@ -1,0 +1,52 @@
+"""How Lockstep's processes write their logs: as text, or one JSON object a line."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from compile.environment import LOGGERS, apply_log_level
+
+TEXT, JSON = "text", "json"
+FORMATS = (TEXT, JSON)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one line of JSON; its attribute `fields` adds more."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": record.process,
+            **({"message": "request", **fields} if fields else {"message": record.getMessage()}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def configure_logs(log_format: str) -> None:
+    """Write what Lockstep's loggers say to standard error, in this format.
+
+    Other libraries' loggers stay as they are.
+
+    Raises:
+        EnvironmentVariableError: the level in the environment is none.
+    """
+    handler = logging.StreamHandler()
+    if log_format == JSON:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+    apply_log_level()

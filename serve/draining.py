@@ -1,0 +1,72 @@
+"""What runs is answered to its end before `serve run` ends with the cluster that it started.
+
+SIGTERM makes Ray end the process like `sys.exit`, and functions that are registered with `atexit`
+run in reverse order: `drain`, registered by `deploy` after Ray was imported, before Ray's own,
+which ends the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.handle import DeploymentHandle
+
+INGRESS = "Ingress"
+"""The deployment that takes requests, in every application."""
+POLL_PERIOD_S = 0.2
+"""How often ingresses are asked how much still runs."""
+CALL_TIMEOUT_S = 5.0
+"""How long an ingress may take to say so."""
+
+
+def drain(timeout_s: float) -> None:
+    """Have every application refuse new requests; return once those that run have ended.
+
+    Does nothing where the cluster does not end with this process, or where no application is left,
+    as after Ctrl-C, which ends applications at once.
+
+    Args:
+        timeout_s: the longest that this takes; then what still runs is cut off.
+    """
+    if not (ray.is_initialized() and _has_started_cluster()):
+        return
+    signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM
+    deadline = time.monotonic() + timeout_s
+    ingresses = _ingresses()
+    if num_running := _num_running(ingresses):
+        print(f"draining: {num_running} running, at most {timeout_s:g} s", file=sys.stderr)
+    while num_running:
+        if time.monotonic() > deadline:
+            print(f"drain_timeout_s: {num_running} cut off after {timeout_s:g} s", file=sys.stderr)
+            return
+        time.sleep(POLL_PERIOD_S)
+        num_running = _num_running(ingresses)
+
+
+def _ingresses() -> list[DeploymentHandle]:
+    applications = ray_serve.status().applications
+    names = [name for name, found in applications.items() if INGRESS in found.deployments]
+    return [ray_serve.get_deployment_handle(INGRESS, name) for name in names]
+
+
+def _num_running(ingresses: list[DeploymentHandle]) -> int:
+    """Tell all ingresses to drain; return how many requests they still answer."""
+    calls = [ingress.drain.remote() for ingress in ingresses]
+    return sum(int(call.result(timeout_s=CALL_TIMEOUT_S)) for call in calls)
+
+
+def _has_started_cluster() -> bool:
+    """Return whether a raylet is a child of this process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, name, rest = stat.read_text().replace("(", ")", 1).split(")", 2)
+            if name == "raylet" and int(rest.split()[1]) == os.getpid():
+                return True
+    return False

@@ -1,0 +1,259 @@
+"""`/openapi.json`: what is accepted and answered, from the structs and the table of fields.
+
+A request's schema is its struct's. Each field may also be null, which is the same as leaving it
+out; inert fields are there with the values that they are accepted at, ignored ones without a type;
+nothing else is accepted.
+Bounds of numbers are those that the errors of wrong values name. An answer's schema is its
+struct's.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from serve import page
+from serve.openai import responses, schema, tokenizing
+from serve.openai.backend import ApiSettings
+from serve.openai.fields import FieldTable
+from serve.openai.responses_request import RESPONSES_FIELDS
+from serve.parameters import ParameterError
+
+_REF = "#/components/schemas/{name}"
+_TABLES = (
+    schema.CHAT_FIELDS,
+    schema.COMPLETION_FIELDS,
+    tokenizing.TOKENIZE_FIELDS,
+    tokenizing.DETOKENIZE_FIELDS,
+    schema.STREAM_OPTIONS_FIELDS,
+    schema.MESSAGE_FIELDS,
+    schema.PART_FIELDS,
+    schema.TOOL_FIELDS,
+    schema.FUNCTION_FIELDS,
+    schema.NAMED_CHOICE_FIELDS,
+    schema.FUNCTION_NAME_FIELDS,
+    schema.TOOL_CALL_FIELDS,
+    schema.CALLED_FUNCTION_FIELDS,
+    schema.RESPONSE_FORMAT_FIELDS,
+    schema.JSON_SCHEMA_FIELDS,
+    schema.STRUCTURED_FIELDS,
+    RESPONSES_FIELDS,
+)
+_ANSWERS = (
+    responses.ChatCompletion,
+    responses.ChatChunk,
+    responses.Completion,
+    responses.ModelList,
+    responses.ModelCard,
+    responses.Tokenized,
+    responses.Detokenized,
+)
+_RANGE = re.compile(r"an? (?:number|integer) from (\S+) to (\S+?)(?: .*)?")
+
+ERRORS = {
+    400: "The request cannot be answered; `param` names the field.",
+    401: "A key is needed, or another one.",
+    403: "A web page of another origin.",
+    404: "There is no such path or model.",
+    408: "The body came too slowly.",
+    413: "The body is too large.",
+    429: "There is no room; Retry-After says when there may be.",
+    500: "The server failed.",
+    503: "The model is not ready; Retry-After says when to ask again.",
+    504: "The answer was not finished in time.",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+def document(settings: ApiSettings) -> bytes:
+    """Return the JSON text."""
+    structs = (*(table.struct for table in _TABLES), *_ANSWERS, ErrorBody)
+    _, components = msgspec.json.schema_components(structs, ref_template=_REF)
+    for table in _TABLES:
+        _describe_fields(components[table.struct.__name__], table)
+    _describe_what_is_checked_later(components, settings)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Lockstep", "version": metadata.version("lockstep-serve")},
+            "paths": _paths(settings),
+            "components": {
+                "schemas": components,
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _describe_fields(component: dict[str, Any], table: FieldTable) -> None:
+    properties = component["properties"]
+    for name, found in properties.items():
+        bounded = _bounded(table.struct, name, found)
+        is_required = name in component.get("required", ())
+        properties[name] = bounded if is_required else _or_null(bounded)
+    for name, accepted in table.inert.items():
+        properties[name] = {"enum": [*accepted, None]}
+    properties.update({name: {} for name in sorted(table.ignored)})
+    component["additionalProperties"] = False
+
+
+def _describe_what_is_checked_later(components: dict[str, Any], settings: ApiSettings) -> None:
+    """Add what no type says: parsing checks it."""
+    messages = {"type": "array", "items": {"$ref": _REF.format(name="Message")}, "minItems": 1}
+    length = {"type": "integer", "minimum": 1, "maximum": settings.max_model_len}
+    of = {name: found["properties"] for name, found in components.items() if "properties" in found}
+    for table in _TABLES:
+        name = table.struct.__name__
+        if "model" in of[name]:
+            of[name]["model"] = {"enum": [*settings.model_names, None]}
+    of["CompletionRequest"]["max_tokens"] = _or_null(dict(length))
+    # That of a chat has no bounds: beside its newer name it means nothing.
+    of["ChatRequest"]["max_completion_tokens"] = _or_null(dict(length))
+    of["ChatRequest"]["messages"] = messages
+    of["TokenizeRequest"]["messages"] = _or_null(dict(messages))
+    of["Message"]["role"] = {"enum": list(schema.ROLES)}
+    of["TextPart"]["type"] = {"enum": ["text"]}
+    if settings.vocab_size is not None:
+        token = {"type": "integer", "minimum": 0, "maximum": settings.vocab_size - 1}
+        of["DetokenizeRequest"]["tokens"] = {"type": "array", "items": token}
+
+
+def _or_null(found: dict[str, Any]) -> dict[str, Any]:
+    if {"type": "null"} in found.get("anyOf", ()):
+        return found
+    default = {"default": found.pop("default")} if "default" in found else {}
+    return {"anyOf": [found, {"type": "null"}], **default}
+
+
+def _bounded(struct: type[msgspec.Struct], name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return a number's schema with the bounds that its error names."""
+    required: dict[str, dict[str, Any]]
+    required = {"ChatRequest": {"messages": []}, "CompletionRequest": {"prompt": ""}}
+    numbers = [
+        each
+        for each in (found, *found.get("anyOf", ()))
+        if each.get("type") in ("integer", "number")
+    ]
+    if struct.__name__ not in required or not numbers:
+        return found
+    beside: dict[str, Any] = {"logprobs": True} if name == "top_logprobs" else {}
+    try:
+        struct(**{**required[struct.__name__], **beside, name: object()}).sampling_params()  # type: ignore[attr-defined]
+    except ParameterError as error:
+        if match := _RANGE.fullmatch(error.wanted):
+            bounds = {"minimum": float(match[1]), "maximum": float(match[2])}
+            for each in numbers:
+                each.update(bounds)
+    except TypeError:
+        pass  # of what is read before it is checked
+    return found
+
+
+def _paths(settings: ApiSettings) -> dict[str, Any]:
+    json_object = {"application/json": {"schema": {"type": "object"}}}
+
+    def posts(
+        request: str, answer: str | None, events: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        content: dict[str, Any] = dict(json_object)
+        if answer is not None:
+            content = {"application/json": {"schema": {"$ref": _REF.format(name=answer)}}}
+        if events is not None:
+            content["text/event-stream"] = {"schema": events}
+        body = {"schema": {"$ref": _REF.format(name=request)}}
+        return {
+            "post": {
+                "requestBody": {"required": True, "content": {"application/json": body}},
+                "responses": _responses(content, tuple(ERRORS)),
+            }
+        }
+
+    def gets(content: dict[str, Any], *errors: int, **more: Any) -> dict[str, Any]:
+        return {"get": {"responses": _responses(content, errors), **more}}
+
+    model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    card = {"application/json": {"schema": {"$ref": _REF.format(name="ModelCard")}}}
+    models = {"application/json": {"schema": {"$ref": _REF.format(name="ModelList")}}}
+    text = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", _OPEN_METRICS)}
+    ready = gets(json_object, 400, 401, 403)
+    ready["get"]["responses"]["503"] = _with_content("Not ready, and how far it is.", json_object)
+    files = {
+        path: gets({kind: {"schema": {"type": "string"}}}, 400, 401, 403)
+        for path, (_, kind) in page.FILES.items()
+    }
+    paths = {
+        **files,
+        "/status": gets(json_object, 400, 401, 403),
+        "/v1/chat/completions": posts("ChatRequest", "ChatCompletion", _events("ChatChunk")),
+        "/v1/completions": posts("CompletionRequest", "Completion", _events("Completion")),
+        "/v1/responses": posts("ResponsesRequest", None, _typed_events()),
+        "/tokenize": posts("TokenizeRequest", "Tokenized"),
+        "/detokenize": posts("DetokenizeRequest", "Detokenized"),
+        "/v1/models": gets(models, 400, 401, 403),
+        "/v1/models/{name}": gets(card, 400, 401, 403, 404, parameters=[model]),
+        "/health": gets(json_object, 400, 401, 403, 503),
+        "/ready": ready,
+        "/version": gets(json_object, 400, 401, 403),
+        "/metrics": gets(text, 400, 401, 403, 503),
+        "/openapi.json": gets(json_object, 400, 401, 403),
+    }
+    if settings.debug:
+        for path in ("/debug/ranks", "/debug/ingress"):
+            paths[path] = gets(json_object, 400, 401, 403, 500)
+    return paths
+
+
+_OPEN_METRICS = "application/openmetrics-text"
+
+
+def _events(chunk: str) -> dict[str, Any]:
+    """Return the schema of one event of a stream, as OpenAPI 3.1 describes streams."""
+    return _event({"anyOf": [{"const": "[DONE]"}, _json_text({"$ref": _REF.format(name=chunk)})]})
+
+
+def _typed_events() -> dict[str, Any]:
+    typed = {
+        "type": "object",
+        "properties": {"type": {"type": "string"}, "sequence_number": {"type": "integer"}},
+        "required": ["type", "sequence_number"],
+    }
+    return _event(_json_text(typed), event={"type": "string"})
+
+
+def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a text that holds JSON: what is answered, or the error that ends it."""
+    kinds = [schema, {"$ref": _REF.format(name="ErrorBody")}]
+    of_json = {"contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    return {"type": "string", **of_json}
+
+
+def _event(data: dict[str, Any], **more: dict[str, Any]) -> dict[str, Any]:
+    properties = {"data": data, **more}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _responses(content: dict[str, Any], errors: tuple[int, ...]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorBody")}}}
+    answers = {str(code): _with_content(ERRORS[code], error) for code in errors}
+    return {"200": _with_content("The answer.", content), **answers}
+
+
+def _with_content(description: str, content: dict[str, Any]) -> dict[str, Any]:
+    header = {"schema": {"type": "string"}, "description": "That of the request, or a new one."}
+    return {"description": description, "content": content, "headers": {"X-Request-Id": header}}

@@ -1,0 +1,189 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt is to the model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.admission import Overloaded
+from serve.event_loop import Check
+from serve.openai.body import check_num_chars, check_values
+from serve.openai.chat import check_chat, encode_chat
+from serve.openai.endpoint import Serving, admitted, json_response
+from serve.openai.errors import ApiError, BadRequest
+from serve.openai.fields import FieldTable, convert, parse_fields
+from serve.openai.responses import Detokenized, Tokenized
+from serve.openai.schema import ChatRequest, chat_request
+from serve.parameters import ParameterError
+from serve.sampling import too_long_a_prompt
+from serve.tokenizer import Tokenizer, TooManyTokens
+
+Work = Callable[[Serving, Tokenizer, bytes, Check], msgspec.Struct]
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: `prompt` or `messages`."""
+
+    model: str | None = None
+    """The name that is served; null: whichever that is."""
+    prompt: str | None = None
+    """A text."""
+    messages: list[Any] | None = None
+    """A conversation, as in a chat completion."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens; null: to a text, and not to a conversation."""
+    return_token_strs: bool = False
+    """Return the tokens as the vocabulary spells them as well."""
+    add_generation_prompt: bool | None = None
+    """As in a chat completion, and so are the others."""
+    continue_final_message: bool = False
+    """Go on with the final message."""
+    chat_template: str | None = None
+    """The name of one of the checkpoint's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables for the chat template."""
+    tools: list[Any] = []
+    """Functions that the template tells the model of."""
+
+    def chat(self) -> ChatRequest | None:
+        """Return the chat completion that has the same prompt; None where it is a text.
+
+        Raises:
+            BadRequest: it would be refused.
+        """
+        if self.messages is None:
+            return None
+        fields = {
+            "messages": list(self.messages),
+            "add_special_tokens": bool(self.add_special_tokens),
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "tools": list(self.tools),
+        }
+        given = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "chat_template": self.chat_template,
+        }
+        return chat_request({**fields, **{k: v for k, v in given.items() if v is not None}})
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    """The name that is served; null: whichever that is."""
+    tokens: list[int]
+    """Token ids."""
+
+
+TOKENIZE_FIELDS = FieldTable(
+    struct=TokenizeRequest,
+    inert={"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)},
+)
+
+DETOKENIZE_FIELDS = FieldTable(struct=DetokenizeRequest, inert={})
+
+
+async def answer(serving: Serving, request: Request, work: Work) -> Response:
+    """Answer with what `work` makes of the body; it has one place, as a generating request has.
+
+    Raises whatever `as_api_error` knows.
+    """
+    tokenizer, place = await admitted(serving, request)
+    try:
+        body = await serving.bodies.read(request, place)
+
+        def encoded(check: Check) -> bytes:
+            check_values(body, serving.settings.max_model_len)
+            return msgspec.json.encode(work(serving, tokenizer, body, check))
+
+        found = await serving.threads.run(len(body), encoded)
+    except (ApiError, Overloaded):
+        await serving.bodies.discard(request)
+        raise
+    finally:
+        place.leave()
+    return json_response(msgspec.Raw(found))
+
+
+def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Tokenized:
+    """Return the tokens of a text or of a conversation.
+
+    Raises:
+        BadRequest, ParameterError: names the field.
+    """
+    request = parse_tokenize(body)
+    serving.require_model(request.model)
+    limit = serving.settings.max_model_len
+    try:
+        token_ids = _token_ids(serving, tokenizer, request, check)
+        if len(token_ids) > limit:  # a short text is not counted before
+            raise TooManyTokens(len(token_ids))
+    except TooManyTokens as error:
+        raise _renamed(too_long_a_prompt(limit, str(error)), request) from error
+    strings: list[str] | None = None
+    if request.return_token_strs:
+        strings = [tokenizer.token(token_id) or "" for token_id in token_ids]
+    return Tokenized(len(token_ids), limit, token_ids, strings)
+
+
+def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Detokenized:
+    """Return the text of tokens, special ones included.
+
+    Raises:
+        BadRequest: names the field.
+    """
+    request = parse_detokenize(body)
+    serving.require_model(request.model)
+    size = min(tokenizer.vocab_size, serving.settings.vocab_size or tokenizer.vocab_size)
+    bad = next((each for each in request.tokens if not 0 <= each < size), None)
+    if bad is not None:
+        message = f"tokens: wanted token ids from 0 to {size - 1}, found {bad}"
+        raise BadRequest(message, param="tokens")
+    return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+
+def _token_ids(
+    serving: Serving, tokenizer: Tokenizer, request: TokenizeRequest, check: Check
+) -> list[int]:
+    limit = serving.settings.max_model_len
+    if (chat := request.chat()) is not None:
+        check_chat(chat, serving.settings, tokenizer)
+        return encode_chat(chat, tokenizer, limit, check)
+    prompt = request.prompt or ""
+    check_num_chars("prompt", len(prompt), serving.settings, tokenizer)
+    has_special = request.add_special_tokens is not False
+    return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
+
+
+def _renamed(error: ParameterError, request: TokenizeRequest) -> ParameterError:
+    return error if request.messages is None else error.renamed("messages")
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Return the request for tokens in `body`.
+
+    Raises:
+        BadRequest: as of `parse_chat`; or not exactly one of prompt and messages is given.
+    """
+    request = convert(parse_fields(body, TOKENIZE_FIELDS), TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        found = "neither" if request.prompt is None else "both"
+        raise BadRequest(f"prompt: wanted it or messages, found {found}", param="prompt")
+    for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
+        if request.prompt is not None and getattr(request, name):
+            raise BadRequest(f"{name}: wanted none beside a prompt, found one", param=name)
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Return the request for a text in `body`.
+
+    Raises:
+        BadRequest: as of `parse_chat`.
+    """
+    return convert(parse_fields(body, DETOKENIZE_FIELDS), DetokenizeRequest)

@@ -1,0 +1,86 @@
+"""What ingresses tell the status board, and what it tells all of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from cluster.actors import status_board as board_module
+from cluster.actors.load_progress import LoadProgress
+from cluster.actors.status_board import IngressReport, StatusBoard
+from cluster.counts import Counts
+
+TOKENS = ("generation_tokens_total",)
+
+
+def report(
+    ingress_id: str,
+    *,
+    config_hash: str = "ours",
+    is_loading: bool = False,
+    num_live: int = 0,
+    is_watched: bool = False,
+    counts: Counts | None = None,
+) -> IngressReport:
+    loading = (LoadProgress("tokenizer", 0, 1),) if is_loading else ()
+    return IngressReport(ingress_id, 7, "node", config_hash, loading, num_live, is_watched, counts)
+
+
+def states(body: dict[str, Any]) -> dict[str, str]:
+    return {ingress["id"]: ingress["state"] for ingress in body["ingresses"]}
+
+
+def test_all_ingresses_see_the_same_and_the_first_that_came_stays_first() -> None:
+    board = StatusBoard(["mixed"])
+    board.poll(report("b", num_live=3))
+    body = board.poll(report("a", is_loading=True))
+    assert list(states(body).items()) == [("b", "ready"), ("a", "loading")]
+    assert [entry["what"] for entry in body["loading"]] == ["tokenizer"]
+    assert body["loading"][0]["replica"] == "a"
+    again = board.poll(report("b", num_live=4))
+    assert list(states(again)) == ["b", "a"]
+    assert [ingress["num_live"] for ingress in again["ingresses"]] == [4, 0]
+    assert states(board.poll(report("a"))) == {"b": "ready", "a": "ready"}
+
+
+def test_ingresses_of_another_deployment_are_not_counted() -> None:
+    board = StatusBoard(["mixed"])
+    board.poll(report("old", config_hash="other", is_loading=True))
+    body = board.poll(report("new"))
+    assert states(body) == {"new": "ready"} and body["loading"] == []
+
+
+def test_an_ingress_that_is_silent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, now = StatusBoard(["mixed"]), time.monotonic()
+    board.poll(report("dead"))
+    monkeypatch.setattr(board_module.time, "monotonic", lambda: now + 6)
+    assert states(board.poll(report("other"))) == {"other": "ready"}
+
+
+def test_counts_of_all_ingresses_are_added_up_and_told_by_each() -> None:
+    board = StatusBoard(["mixed"])
+    board.poll(report("a", counts={TOKENS: 5}))
+    board.poll(report("b", counts={TOKENS: 2}))
+    board.poll(report("a"))  # nothing new
+    assert board.metrics("b", {TOKENS: 3}).totals["ingress"] == {TOKENS: 8}
+    assert board.metrics("a", {TOKENS: 5}).totals["ingress"] == {TOKENS: 8}
+
+
+def test_whoever_is_looked_at_all_ingresses_get_figures() -> None:
+    """The page's next look may reach another one."""
+    board = StatusBoard(["mixed"])
+    assert board.poll(report("a"))["figures"] is None
+    board.poll(report("b", is_watched=True, counts={TOKENS: 2}))
+    figures = board.poll(report("a"))["figures"]
+    assert figures["ingress"]["generation_tokens_total"] == 2
+    board.poll(report("b"))
+    assert board.poll(report("a"))["figures"] is None
+
+
+def test_ingresses_take_turns() -> None:
+    board = StatusBoard(["mixed"])
+    assert board.take_turn("a") and not board.take_turn("b")
+    board.give_turn_back("a")
+    assert board.take_turn("b")

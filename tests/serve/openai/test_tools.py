@@ -1,0 +1,623 @@
+"""Tool calls over the served path: three formats, whole and streamed, well and badly written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from serve.admission import Admission
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
+from serve.openai.endpoint import Serving
+from serve.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+ROOT = Path(__file__).resolve().parents[3]
+NUM_DIALOGUES = 100
+"""Of each format; the slow run has 300."""
+
+HERMES = (
+    "{%- if tools %}<|im_start|>system\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n"
+    "</tools><|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+    "{% if loop.first and tools %}Answer with a name and parameters:"
+    "{% for t in tools %}{{ t | tojson(indent=4) }}\n{% endfor %}{% endif %}"
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}{% set f = m.tool_calls[0].function %}"
+    '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last %}"
+    "[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}"
+    "[/INST]{% elif m.tool_calls %}{{ m.content }}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+    '"id": "{{ c.id }}"}{{ ", " if not loop.last }}{% endfor %}]{{ eos_token }}'
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }} {{ m.tool_call_id }}[/TOOL_RESULTS]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
+SPECIAL = {
+    HERMES: [],
+    LLAMA: ["<|python_tag|>"],
+    MISTRAL: ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+}
+"""Markers that decoding leaves out."""
+ADDED = ["<tool_call>", "</tool_call>"]
+MARKERS = [*ADDED, *SPECIAL[LLAMA], *SPECIAL[MISTRAL]]
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str
+
+
+def write_checkpoint(base: Path, path: Path, template: str) -> Path:
+    """Write a tokenizer whose markers are special tokens, as in checkpoints of the families."""
+    fast: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(base)
+    special = SPECIAL.get(template, SPECIAL[MISTRAL])
+    fast.add_special_tokens({"additional_special_tokens": special})
+    fast.add_tokens(ADDED)
+    fast.chat_template = template
+    fast.save_pretrained(path)
+    return path
+
+
+class Model:
+    """The app over a tokenizer, and a backend that writes any text."""
+
+    def __init__(self, path: Path, backend: Any, admission: Admission, **options: Any) -> None:
+        self.oracle = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = Tokenizer.from_dir(path)
+        self.backend = backend
+        self.settings = ApiSettings(served_model_name="m", max_model_len=100_000, **options)
+        serving = Serving(self.settings, backend, lambda: self.tokenizer, admission)
+        self.app: Starlette = build_app(serving)
+        self._runner = asyncio.Runner()
+
+    def serve_as(self, serving: Any) -> None:
+        """Let an app that runs already serve this model."""
+        name = serving.settings.served_model_name
+        serving.settings = msgspec.structs.replace(self.settings, served_model_name=name)
+        serving._tokenizer = lambda: self.tokenizer
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def writes(
+        self, text: str, *, rng: random.Random | None = None, finish_reason: str = "stop"
+    ) -> None:
+        """Let the model write a text, token by token or in random groups of tokens."""
+        eos = self.tokenizer.eos_token_ids[0]
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        is_stop = finish_reason == "stop"
+        token_ids += [eos] * is_stop
+        self.backend.finish_reason = finish_reason
+        self.backend.stop_token_id = eos if is_stop else -1
+        pieces = []
+        while token_ids:
+            size = rng.randrange(1, 6) if rng is not None else 1
+            pieces.append(token_ids[:size])
+            token_ids = token_ids[size:]
+        self.backend.pieces = pieces or [[]]
+
+    def post(self, path: str = CHAT, **body: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post(path, json=body)
+
+        return self._runner.run(send())
+
+    def whole(self, **body: Any) -> dict[str, Any]:
+        answer = self.post(messages=HI, **body)
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    def streamed(self, **body: Any) -> dict[str, Any]:
+        """Return the choice that a stream's deltas make up, as a client joins them."""
+        answer = self.post(messages=HI, stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        return joined(answer.text)
+
+
+def joined(stream: str) -> dict[str, Any]:
+    *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    assert done == "[DONE]"
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    found: dict[str, Any] = {"message": message, "finish_reason": None}
+    for event in events:
+        [choice] = json.loads(event)["choices"]
+        assert found["finish_reason"] is None
+        found["finish_reason"] = choice["finish_reason"]
+        delta = choice["delta"]
+        for name in ("content", "reasoning", "reasoning_content"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                assert (call["index"], call["type"]) == (len(message["tool_calls"]), "function")
+                function = {"name": call["function"]["name"], "arguments": ""}
+                message["tool_calls"].append({"id": call["id"], "function": function})
+            assert call["index"] == len(message["tool_calls"]) - 1
+            assert "id" in call or call["function"]["arguments"]
+            message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+    return found
+
+
+def calls_of(choice: dict[str, Any]) -> list[Call]:
+    calls = choice["message"].get("tool_calls", [])
+    return [Call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def content_of(choice: dict[str, Any]) -> str:
+    return choice["message"]["content"] or ""
+
+
+def check_equal(whole: dict[str, Any], streamed: dict[str, Any]) -> None:
+    assert calls_of(whole) == calls_of(streamed)
+    assert content_of(whole) == content_of(streamed)
+    assert whole["finish_reason"] == streamed["finish_reason"]
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WEATHER = [tool("weather", city={"type": "string"}), tool("now")]
+ONE_CALL = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "Köln"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}]',
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def format_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+MakeModel = Callable[..., Model]
+
+
+@pytest.fixture
+def make(
+    checkpoint: Path, tmp_path: Path, backend: Any, admission: Admission
+) -> Iterator[MakeModel]:
+    made: list[Model] = []
+
+    def build(template: str, **options: Any) -> Model:
+        path = write_checkpoint(checkpoint, tmp_path / str(len(made)), template)
+        made.append(Model(path, backend, admission, **options))
+        return made[-1]
+
+    yield build
+    for model in made:
+        model.close()
+
+
+@pytest.fixture
+def model(make: MakeModel, format_name: str) -> Model:
+    return make(TEMPLATES[format_name])
+
+
+# --- generated dialogues ------------------------------------------------------------------------
+
+names = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
+json_values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(10**20), 10**20),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+        st.sampled_from(
+            ['"', "\\", "</tool_call>", "}{][", "日本語 🎉", "<|python_tag|>", "[ARGS]"]
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+arguments = st.dictionaries(st.text(max_size=8), json_values, max_size=4)
+words = st.text(st.characters(exclude_characters="{<[\x00", exclude_categories=["Cs"]))
+separators = st.sampled_from([(",", ":"), (", ", ": ")])
+
+
+@st.composite
+def dialogues(draw: st.DrawFn, format_name: str) -> tuple[list[str], str, list[Call], str]:
+    """The names of tools, content, calls of them, and how the model writes both."""
+    known = draw(st.lists(names, min_size=1, max_size=4, unique=True))
+    calls = draw(st.lists(st.tuples(st.sampled_from(known), arguments), max_size=3))
+    content = draw(words).strip(" \t\n\r")
+    dump: dict[str, Any] = {"separators": draw(separators), "ensure_ascii": draw(st.booleans())}
+    space = draw(st.sampled_from(["", "\n", " "]))
+    made = [Call(name, json.dumps(value, **dump)) for name, value in calls]
+    if not made:
+        return known, content, made, content
+    written = {"hermes": _hermes, "llama3_json": _llama, "mistral": _mistral}[format_name]
+    return known, content, made, content + space + written(draw, made, space)
+
+
+def _object(draw: st.DrawFn, call: Call, key: str) -> str:
+    """A call as an object, its keys in either order, perhaps with others."""
+    members = [f'"name": "{call.name}"', f'"{key}":{call.arguments}']
+    if draw(st.booleans()):
+        members.reverse()
+    members += draw(st.sampled_from([[], ['"type": "function"'], ['"extra": [1, {"a": "}"}]']]))
+    return "{" + ", ".join(members) + "}"
+
+
+def _hermes(draw: st.DrawFn, calls: list[Call], space: str) -> str:
+    objects = [_object(draw, call, "arguments") for call in calls]
+    return space.join(f"<tool_call>{space}{found}{space}</tool_call>" for found in objects)
+
+
+def _llama(draw: st.DrawFn, calls: list[Call], space: str) -> str:
+    tag = draw(st.sampled_from(["", "<|python_tag|>"]))
+    return tag + f";{space}".join(_object(draw, call, "parameters") for call in calls)
+
+
+def _mistral(draw: st.DrawFn, calls: list[Call], space: str) -> str:
+    form = draw(st.sampled_from(["list", "args", "call_id"]))
+    if form == "list":
+        objects = [_object(draw, call, "arguments") for call in calls]
+        return f"[TOOL_CALLS]{space}[" + f",{space}".join(objects) + "]"
+    between = "[ARGS]" if form == "args" else "[CALL_ID]a1B2c3D4e[ARGS]"
+    return "".join(f"[TOOL_CALLS]{name}{between}{value}" for name, value in calls)
+
+
+def hypothesis_settings(num_examples: int) -> settings:
+    return settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+num_dialogues = pytest.mark.parametrize(
+    "num_examples", [NUM_DIALOGUES, pytest.param(300, marks=pytest.mark.slow)]
+)
+
+
+@pytest.mark.feature("R10")
+@num_dialogues
+def test_calls_come_back_as_the_model_meant_them(
+    model: Model, format_name: str, num_examples: int
+) -> None:
+    num_calls = 0
+
+    @hypothesis_settings(num_examples)
+    @given(dialogue=dialogues(format_name), seed=st.integers(0, 2**32))
+    def check(dialogue: tuple[list[str], str, list[Call], str], seed: int) -> None:
+        nonlocal num_calls
+        known, content, calls, text = dialogue
+        tools = [tool(name) for name in known]
+        model.writes(text, rng=random.Random(seed))
+        whole = model.whole(tools=tools)
+        assert calls_of(whole) == calls
+        assert content_of(whole) == content
+        assert whole["finish_reason"] == ("tool_calls" if calls else "stop")
+        assert whole["message"]["content"] is None or content or not calls
+        model.writes(text, rng=random.Random(seed + 1))
+        check_equal(whole, model.streamed(tools=tools))
+        num_calls += len(calls)
+
+    check()
+    print(f"{format_name}: {num_examples} dialogues, {num_calls} calls")
+    assert num_calls > num_examples / 4
+
+
+@st.composite
+def malformed(draw: st.DrawFn, format_name: str) -> tuple[list[str], str]:
+    """A dialogue with characters changed, cut or put in, or pieces of the format at random."""
+    known, _, _, text = draw(dialogues(format_name))
+    if draw(st.booleans()):
+        parts = [*MARKERS, *'{}[]",:\\;', " ", "name", '"name":', '"arguments":', *known]
+        return known, "".join(draw(st.lists(st.sampled_from(parts), max_size=20)))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(text)))
+        changed = draw(st.sampled_from(["", "{", "}", '"', ",", "\\", "x", "\n", "<tool_call>"]))
+        text = text[:at] + changed + text[at + draw(st.integers(0, 2)) :]
+    return known, text[: draw(st.integers(0, len(text)))] if draw(st.booleans()) else text
+
+
+@pytest.mark.feature("R10")
+@num_dialogues
+def test_whatever_a_model_writes_is_an_answer_and_the_same_one_in_a_stream(
+    model: Model, format_name: str, num_examples: int
+) -> None:
+    @hypothesis_settings(num_examples)
+    @given(
+        written=malformed(format_name),
+        finish_reason=st.sampled_from(["stop", "length"]),
+        seed=st.integers(0, 2**32),
+    )
+    def check(written: tuple[list[str], str], finish_reason: str, seed: int) -> None:
+        known, text = written
+        tools = [tool(name) for name in known]
+        model.writes(text, rng=random.Random(seed), finish_reason=finish_reason)
+        whole = model.whole(tools=tools)
+        model.writes(text, finish_reason=finish_reason)
+        check_equal(whole, model.streamed(tools=tools))
+        calls = calls_of(whole)
+        assert {call.name for call in calls} <= set(known)
+        if not calls:
+            assert (content_of(whole), whole["finish_reason"]) == (text, finish_reason)
+        elif finish_reason == "length":
+            assert whole["finish_reason"] == "length"
+
+    check()
+
+
+# --- by hand ------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("R10")
+def test_arguments_stream_while_they_are_generated(model: Model, format_name: str) -> None:
+    text = ONE_CALL[format_name].replace("Köln", "a long name of a city " * 4)
+    model.writes(text)
+    answer = model.post(messages=HI, tools=WEATHER, stream=True)
+    pieces = re.findall(r'"arguments":"((?:[^"\\]|\\.)*)"', answer.text)
+    assert len(pieces) > 20
+    assert max(map(len, pieces)) < 16
+
+
+@pytest.mark.feature("R10")
+def test_prompt_has_the_tools_as_transformers_writes_them(model: Model) -> None:
+    model.writes("ok")
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "title": "t"}}
+    described = [*WEATHER, {"type": "function", "function": function}]
+    for tools in (WEATHER, described):
+        answer = model.post(messages=HI, tools=tools, return_token_ids=True).json()
+        wanted = model.oracle.apply_chat_template(
+            HI, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert "weather" in wanted
+        assert model.oracle.decode(answer["prompt_token_ids"]) == wanted
+
+
+@pytest.mark.feature("R10")
+def test_calls_and_results_go_back_in(model: Model, format_name: str) -> None:
+    model.writes(ONE_CALL[format_name])
+    message = model.whole(tools=WEATHER)["message"]
+    [call] = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    turns = [*HI, message, result]
+    answer = model.post(messages=turns, tools=WEATHER, return_token_ids=True)
+    assert answer.status_code == 200, answer.text
+    called = {"name": "weather", "arguments": {"city": "Köln"}}
+    theirs = {"role": "assistant", "content": "", "tool_calls": [{**call, "function": called}]}
+    wanted = model.oracle.apply_chat_template(
+        [*HI, theirs, result], tools=WEATHER, tokenize=False, add_generation_prompt=True
+    )
+    assert "Köln" in wanted and "rain" in wanted
+    assert model.oracle.decode(answer.json()["prompt_token_ids"]) == wanted
+
+
+def test_arguments_that_are_no_object_go_back_in_as_text(make: MakeModel) -> None:
+    model = make(HERMES)
+    model.writes("ok")
+    for text, written in (("", "{}"), ('{"a": ', '"{\\"a\\": "'), ("[1]", '"[1]"')):
+        call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": text}}
+        turns = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        answer = model.post(messages=turns, tools=WEATHER, return_token_ids=True).json()
+        prompt = model.oracle.decode(answer["prompt_token_ids"])
+        assert f'"arguments": {written}}}' in prompt
+
+
+@pytest.mark.feature("R10")
+def test_without_parallel_calls_the_first_one_is_kept(model: Model, format_name: str) -> None:
+    one = ONE_CALL[format_name]
+    second = one.removeprefix("<|python_tag|>") if format_name == "llama3_json" else one
+    model.writes(f"{one};{second}" if format_name == "llama3_json" else one + second)
+    assert len(calls_of(model.whole(tools=WEATHER))) == 2
+    whole = model.whole(tools=WEATHER, parallel_tool_calls=False)
+    assert calls_of(whole) == [Call("weather", '{"city": "Köln"}')]
+    check_equal(whole, model.streamed(tools=WEATHER, parallel_tool_calls=False))
+
+
+@pytest.mark.feature("R10")
+def test_with_choice_none_the_model_sees_no_tools(model: Model, format_name: str) -> None:
+    model.writes(ONE_CALL[format_name])
+    choice = model.whole(tools=WEATHER, tool_choice="none")
+    assert calls_of(choice) == [] and choice["finish_reason"] == "stop"
+    bare = model.post(messages=HI, return_token_ids=True).json()["prompt_token_ids"]
+    none = model.post(messages=HI, tools=WEATHER, tool_choice="none", return_token_ids=True)
+    assert none.json()["prompt_token_ids"] == bare
+
+
+@pytest.mark.feature("R10")
+def test_special_markers_are_hidden_from_requests_without_tools(make: MakeModel) -> None:
+    model = make(MISTRAL)
+    model.writes('[TOOL_CALLS]now[ARGS]{"a": 1}')
+    assert content_of(model.whole()) == 'now{"a": 1}'
+    assert calls_of(model.whole(tools=WEATHER)) == [Call("now", '{"a": 1}')]
+
+
+def test_a_format_can_be_given(make: MakeModel) -> None:
+    model = make(HERMES, tool_call_parser="mistral")
+    model.writes('[TOOL_CALLS]now[ARGS]{"a": 1}')
+    assert calls_of(model.whole(tools=WEATHER)) == [Call("now", '{"a": 1}')]
+
+
+XML = HERMES.replace('{"name": "{{ c.function.name }}", ', "<function={{ c.function.name }}>")
+
+
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not write them"),
+    (XML, "tool_call_parser"),
+])  # fmt: skip
+def test_tools_are_refused_where_they_would_be_lost(
+    make: MakeModel, template: str, reason: str
+) -> None:
+    error = make(template).post(messages=HI, tools=WEATHER).json()["error"]
+    assert (error["code"], error["param"]) == (400, "tools") and reason in error["message"]
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def called(**call: Any) -> dict[str, Any]:
+    whole = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}, **call}
+    return {"messages": [*HI, {"role": "assistant", "tool_calls": [whole]}]}
+
+
+FUNCTION = {"type": "function", "function": {"name": "weather"}}
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": "weather"}, "tools", "wanted array"),
+    ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "found none"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].function", "found none"),
+    ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "found custom"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "found none"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
+    ({"tools": [tool("a" * 65)]}, "tools[0].function.name", "1 to 64"),
+    ({"tools": [tool("")]}, "tools[0].function.name", "letters"),
+    ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name", "another name"),
+    ({"tools": [{**tool("a"), "kind": 1}]}, "tools[0].kind", "unknown"),
+    ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128, found 129"),
+    ({"tools": [tool("a", b="x" * 300_000)]}, "tools", "at most 262144 characters"),
+    ({"tools": [tool("a", b=deep(40))]}, "tools[0].function.parameters", "at most 32 levels"),
+    ({"tools": WEATHER, "tool_choice": "any"}, "tool_choice", "found any"),
+    (
+        {
+            "tools": WEATHER,
+            "tool_choice": "required",
+            "structured_outputs": {"json_object": True},
+        },
+        "tool_choice",
+        "beside a form of the whole output",
+    ),
+    (
+        {"tools": WEATHER, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name",
+        "one of tools",
+    ),
+    (
+        {"tools": WEATHER, "tool_choice": {**FUNCTION, "type": "custom"}},
+        "tool_choice.type",
+        "wanted function",
+    ),
+    ({"tool_choice": "auto"}, "tool_choice", "tools with it"),
+    (called(type="custom"), "messages[1].tool_calls[0].type", "wanted function"),
+    (called(function={"name": "a"}), "messages[1].tool_calls[0].function.arguments", "found none"),
+    (called(id=3), "messages[1].tool_calls[0].id", "wanted str"),
+    (
+        called(function={"name": "a", "arguments": json.dumps(deep(40))}),
+        "messages[1].tool_calls[0].function.arguments",
+        "at most 32 levels",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "a"}]},
+        "messages[0].tool_call_id",
+        "role tool",
+    ),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "found none"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "reason"), BAD, ids=[f"{b[1]}-{b[2]}" for b in BAD])
+def test_bad_tools_are_400_and_name_the_field(
+    make: MakeModel, body: dict[str, Any], param: str, reason: str
+) -> None:
+    answer = make(HERMES).post(**{"messages": HI, **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error["message"]
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "[[],[]" * 100_000, "1" * 100_000])
+def test_arguments_that_explode_are_400_or_text(make: MakeModel, arguments: str) -> None:
+    body = called(function={"name": "now", "arguments": arguments})
+    assert make(HERMES).post(**body, tools=WEATHER).status_code in (200, 400)
+
+
+@pytest.mark.feature("R10")
+def test_the_official_client_joins_the_streamed_calls(
+    url: str, client: openai.OpenAI, serving: Any, backend: Any, make: MakeModel
+) -> None:
+    """The client's own accumulator, over HTTP."""
+    model = make(HERMES)
+    model.serve_as(serving)
+    model.writes(f"Let me see.\n{ONE_CALL['hermes']}\n{ONE_CALL['hermes']}")
+    asked: Any = {"model": "scripted", "messages": HI, "tools": WEATHER, "tool_choice": "auto"}
+    whole = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    for choice in (whole, streamed):
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see."
+        assert choice.message.tool_calls is not None
+        for call in choice.message.tool_calls:
+            assert call.type == "function" and call.id.startswith("call_")
+            assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Köln"}')
+
+
+@pytest.mark.feature("R10")
+def test_the_example_runs_what_the_model_calls(
+    url: str, serving: Any, backend: Any, make: MakeModel
+) -> None:
+    """`examples/tools.py`, as a process of its own."""
+    model = make(HERMES)
+    model.serve_as(serving)
+    generate = backend.generate
+
+    def in_turns(request: Any, *observers: Any) -> Any:
+        prompt = model.tokenizer.decode(request.prompt_token_ids)
+        call = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 30}}</tool_call>'
+        model.writes("It is 42." if "<tool_response>\n42\n" in prompt else call)
+        return generate(request, *observers)
+
+    backend.generate = in_turns
+    command = [sys.executable, str(ROOT / "examples" / "tools.py"), "--url", f"{url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 'add({"a": 12, "b": 30}) -> 42\nIt is 42.\n'
+
+
+def test_the_bundled_model_takes_tools(engine_app: Starlette, send_to: Any) -> None:
+    body = {"messages": HI, "tools": WEATHER, "max_tokens": 8}
+    answer = send_to(engine_app, "POST", CHAT, json=body)
+    assert answer.status_code == 200, answer.text

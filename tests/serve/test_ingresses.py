@@ -1,0 +1,288 @@
+"""Several ingresses answer as one, and each outlives the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+PROMPTS = [f"Count from {i} to {i + 40}." for i in range(3, 11)]
+NUM_TOKENS = 160
+MAX_NUM_SEQS, MAX_QUEUED = 64, 64
+OPTIONS = [
+    *("ingress.replicas=2", "dtype=float32", "O=0", "kv_memory=256MiB", "watchdog_s=60"),
+    *(f"max_num_seqs={MAX_NUM_SEQS}", f"max_queued_requests={MAX_QUEUED}"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[int]]:
+    """By prompt: what the model answers in one process."""
+    from serve.llm import LLM, SamplingParams
+
+    llm = LLM(dtype="float32", max_num_seqs=8, O=0)
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, greedy)
+    return {p: list(o.outputs[0].token_ids) for p, o in zip(PROMPTS, outputs, strict=True)}
+
+
+@dataclass
+class Answer:
+    """What one stream brought, and why it broke; empty if it did not."""
+
+    prompt: str
+    token_ids: list[int]
+    error: str = ""
+
+
+def ask(url: str, prompt: str, **fields: Any) -> Answer:
+    answer = Answer(prompt, [])
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        try:
+            stream = client.completions.create(
+                model="lockstep-tiny",
+                prompt=prompt,
+                temperature=0,
+                max_tokens=NUM_TOKENS,
+                stream=True,
+                timeout=240,
+                extra_body={"ignore_eos": True, "return_token_ids": True, **fields},
+            )
+            ends = []
+            for chunk in stream:
+                for choice in chunk.choices:
+                    if choice.index == 0:
+                        answer.token_ids += choice.token_ids  # type: ignore[attr-defined]
+                    ends += [choice.finish_reason] if choice.finish_reason else []
+            if set(ends) != {"length"}:
+                answer.error = f"ended with {ends}"
+        except openai.APIStatusError as error:
+            answer.error = str(error.status_code)
+        except (openai.APIError, httpx.HTTPError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+    return answer
+
+
+class Watch:
+    """Reads `/ready` and `/metrics` again and again: no total may fall, and no limit be passed."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.num_scrapes = 0
+        self.errors: list[str] = []
+        """Of looks that got no answer."""
+        self.fallen: list[Any] = []
+        self.most: dict[str, int] = {}
+        """By ingress the most sequences that it had."""
+        self.most_in_all = 0
+        self._totals: dict[Any, float] = {}
+
+    def __enter__(self) -> Watch:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_over.set()
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.05):
+            try:
+                _, body = self._app.get("/ready")
+                with urllib.request.urlopen(self._app.url + "/metrics", timeout=30) as answer:
+                    text = answer.read().decode()
+            except (OSError, ValueError) as error:
+                self.errors.append(f"{time.monotonic():.1f} {type(error).__name__}: {error}")
+                continue
+            self._see_ready(body)
+            self._see_totals(text)
+
+    def _see_ready(self, body: dict[str, Any]) -> None:
+        live = {each["id"]: each["num_live"] for each in body.get("ingresses", ())}
+        for name, num in live.items():
+            self.most[name] = max(num, self.most.get(name, 0))
+        self.most_in_all = max(self.most_in_all, sum(live.values()))
+
+    def _see_totals(self, text: str) -> None:
+        totals = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            if family.type in ("counter", "histogram")
+            for sample in family.samples
+        }
+        before, self._totals = self._totals, totals
+        self.fallen += [
+            (key, value, totals.get(key))
+            for key, value in before.items()
+            if totals.get(key, -1) < value
+        ]
+        self.num_scrapes += 1
+
+    def wait_for_scrapes(self, num: int) -> None:
+        """Wait until so many more have been answered."""
+        wanted, deadline = self.num_scrapes + num, time.monotonic() + 120
+        while self.num_scrapes < wanted:
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.05)
+
+
+def slow_down(actor: Any, pause_s: float, while_there: str) -> None:
+    """Let each step of a rank take so long more while a file is there. Runs in its process."""
+    executor = actor._rank.engine.executor
+    execute = executor.execute
+
+    def slowly(*arguments: Any) -> Any:
+        if os.path.exists(while_there):
+            time.sleep(pause_s)
+        return execute(*arguments)
+
+    executor.execute = slowly
+
+
+@contextmanager
+def slow_steps(name: str, file: Path) -> Iterator[None]:
+    """Let all ranks make a step in some 50 ms until the block ends."""
+    import ray
+
+    file.touch()
+    board = ray.get_actor(f"status:{name}", namespace="lockstep")
+    pools = ray.get(board.actors.remote()).values()
+    ranks = [actor for replicas in pools for actors in replicas.values() for actor in actors]
+    calls = [rank.__ray_call__.options(concurrency_group="ctl") for rank in ranks]
+    ray.get([call.remote(slow_down, 0.05, str(file)) for call in calls])
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+def ingresses(app: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = app.get("/ready")[1]["ingresses"]
+    return found
+
+
+def wait_until(is_met: Callable[[], Any], app: Any) -> None:
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            if is_met():
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline, (app.get("/ready"), app.log.read_text())
+        time.sleep(0.05)
+
+
+def assert_right(found: list[Answer], answers: dict[str, list[int]]) -> None:
+    assert not [answer.error for answer in found if answer.error]
+    assert not [answer.prompt for answer in found if answer.token_ids != answers[answer.prompt]]
+
+
+@pytest.mark.feature("R13", "R15", "P14")
+def test_two_ingresses_answer_as_one_and_each_outlives_the_other(
+    start_app: Callable[..., Any],
+    answers: dict[str, list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    app = start_app("ingresses", *OPTIONS)
+    told = []
+    with Watch(app) as watch, ThreadPoolExecutor(64) as threads:
+        asked = [threads.submit(ask, app.url, PROMPTS[i % len(PROMPTS)]) for i in range(64)]
+        assert_right([each.result() for each in asked], answers)
+        assert len(watch.most) == 2 and min(watch.most.values()) > 0, watch.most
+        told.append(f"64 requests at once, most of each ingress: {[*watch.most.values()]}")
+
+        # The first one owns the status board.
+        for place in (0, 1):
+            broken = one_is_killed(app, threads, place, answers, tmp_path / f"slow{place}")
+            told.append(f"killed {place}: {len(broken)} of 16 streams broke: {broken[0].error}")
+            watch.wait_for_scrapes(20)
+        refused, most = more_than_there_is_room_for(app, threads, answers, tmp_path / "slow")
+        told.append(f"of 24 requests with 8 choices each {refused} got 429; {most} at once")
+    assert not watch.fallen
+    assert watch.most_in_all <= MAX_NUM_SEQS + MAX_QUEUED
+    text = app.log.read_text()
+    told.append(f"{watch.num_scrapes} scrapes, {len(watch.errors)} failed: {watch.errors}")
+    told += [line for line in text.splitlines() if "lockstep.ingress: " in line]
+    with capsys.disabled():
+        print("\n" + "\n".join(told))
+
+
+def one_is_killed(
+    app: Any,
+    threads: ThreadPoolExecutor,
+    place: int,
+    answers: dict[str, list[int]],
+    slow: Path,
+) -> list[Answer]:
+    """Kill an ingress while both have streams; return those that broke."""
+    wait_until(lambda: app.get("/ready")[0] == 200, app)
+    before = ingresses(app)
+    assert len(before) == 2
+    with slow_steps("ingresses", slow):
+        asked = [threads.submit(ask, app.url, PROMPTS[i % len(PROMPTS)]) for i in range(16)]
+        wait_until(lambda: sum(each["num_live"] for each in ingresses(app)) == 16, app)
+        struck = ingresses(app)[place]
+        os.kill(struck["pid"], signal.SIGKILL)
+        broken = wait_for_broken(asked, struck["num_live"])
+        again = [threads.submit(ask, app.url, each.prompt) for each in broken]
+    found = [each.result() for each in asked]
+    # Those of the other ingress have not noticed.
+    assert_right([each for each in found if not each.error], answers)
+    assert len([each for each in found if each.error]) == struck["num_live"]
+    for each in broken:
+        assert answers[each.prompt][: len(each.token_ids)] == each.token_ids
+    assert_right([each.result() for each in again], answers)
+    wait_until(lambda: is_replaced(app, struck["id"]), app)
+    return broken
+
+
+def is_replaced(app: Any, struck: str) -> bool:
+    status, body = app.get("/ready")
+    names = [each["id"] for each in body["ingresses"]]
+    return status == 200 and len(names) == 2 and struck not in names
+
+
+def wait_for_broken(asked: list[Future[Answer]], num: int) -> list[Answer]:
+    deadline = time.monotonic() + 60
+    while len(broken := [each.result() for each in asked if each.done()]) < num:
+        assert time.monotonic() < deadline, broken
+        time.sleep(0.02)
+    return [each for each in broken if each.error]
+
+
+def more_than_there_is_room_for(
+    app: Any, threads: ThreadPoolExecutor, answers: dict[str, list[int]], slow: Path
+) -> tuple[int, int]:
+    """Ask for 192 sequences at once; return how many requests were refused, and the most alive."""
+    with slow_steps("ingresses", slow), Watch(app) as watch:
+        asked = [threads.submit(ask, app.url, PROMPTS[i % len(PROMPTS)], n=8) for i in range(24)]
+        num_refused = 24 - (MAX_NUM_SEQS + MAX_QUEUED) // 8
+        wait_until(lambda: sum(each.done() for each in asked) >= num_refused, app)
+        watch.wait_for_scrapes(8)
+    found = [each.result() for each in asked]
+    refused = [each for each in found if each.error == "429"]
+    assert len(refused) >= num_refused
+    assert_right([each for each in found if each not in refused], answers)
+    assert 0 < watch.most_in_all <= MAX_NUM_SEQS + MAX_QUEUED
+    return len(refused), watch.most_in_all
