@@ -447,7 +447,7 @@ class Ingress:
         for pool in self._config.pools:
             replicas = found["pools"].get(pool.name, {"replicas": []})["replicas"]
             placed = sum(replica["state"] != OUTDATED for replica in replicas)
-            if placed == pool.replicas:
+            if placed >= pool.replicas:
                 continue
             what = f"{pool.name}: replicas"
             if time.monotonic() > self._late_at:

@@ -141,13 +141,21 @@ class LLM:
 
     def chat(
         self,
-        messages: list[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Generate the answer to one conversation through the checkpoint's chat template."""
-        prompt = self.tokenizer.apply_chat_template(messages, **template_kwargs)
-        return self.generate(prompt, sampling_params)
+        """Generate answers to one conversation or many, through the checkpoint's chat template.
+
+        Raises as `generate` does.
+        """
+        conversations: list[Any] = messages
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [messages]
+        prompts = [
+            self.tokenizer.apply_chat_template(each, **template_kwargs) for each in conversations
+        ]
+        return self.generate(prompts, sampling_params)
 
     def _prepare(
         self,

@@ -31,7 +31,7 @@ RUNTIME = {
     "numpy",
     "llguidance",
 }
-EXTRAS = {"test", "bench", "nixl", "gpu", "tracing"}
+EXTRAS = {"test", "bench", "nixl", "gpu", "tracing", "data"}
 IMPORTED_AS = {"ray[serve]": "ray", "pyzmq": "zmq"}
 # Modules that the packages may import because a runtime dependency brings them.
 BROUGHT_BY = {

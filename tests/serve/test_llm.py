@@ -34,6 +34,16 @@ def test_outputs_are_in_the_order_of_their_prompts(llm: LLM) -> None:
     assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
 
 
+def test_many_chats_are_answered_as_each_alone(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": f"What is {a} + 3?"}] for a in (14, 25, 36)]
+    params = [SamplingParams(temperature=0, max_tokens=8), *[SamplingParams(temperature=0)] * 2]
+    together = [output.outputs[0].text for output in llm.chat(chats, params)]
+    alone = [llm.chat(chat, params[0])[0].outputs[0].text for chat in chats]
+    assert together == alone and len(set(alone)) == 3
+    with pytest.raises(ValueError, match="sampling_params: wanted 3, one per prompt, found 2"):
+        llm.chat(chats, params[:2])
+
+
 def test_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ValueError, match="5000"):
         llm.generate([[65] * 10, [65] * 5000], SamplingParams(max_tokens=4))

@@ -1,0 +1,259 @@
+"""Ray's own commands on a cluster of its own: build, deploy, status, shutdown, and jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+BODY = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
+
+
+class Cluster(NamedTuple):
+    """A cluster that `ray start` has made, with a dashboard."""
+
+    gcs: str
+    dashboard: str
+
+
+def free_ports(number: int) -> list[int]:
+    probes = [socket.socket() for _ in range(number)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    gcs, dashboard, agent, client = free_ports(4)
+    ports = [f"--port={gcs}", f"--dashboard-port={dashboard}"]
+    ports += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
+    memory = "--object-store-memory=200000000"
+    log = tmp_path_factory.mktemp("ray") / "log"
+    # Sockets below it have long names, which the system bounds.
+    with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray-") as temporary:
+        process = subprocess.Popen(
+            [BIN / "ray", "start", "--head", "--block", f"--temp-dir={temporary}", *ports, memory],
+            cwd="/",
+            env={
+                **{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
+                "PATH": f"{BIN}:{os.environ['PATH']}",  # as in an activated environment
+            },
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        found = Cluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}")
+        deadline = time.monotonic() + 120
+        while get(f"{found.dashboard}/api/version")[0] != 200:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield found
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        for child in alive:
+            child.kill()
+        process.wait(30)
+
+
+def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    """Return code and JSON of an answer; code 0 where there is none."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, None
+    except (OSError, ValueError):
+        return 0, None
+
+
+def run(cluster: Cluster, *command: str | Path, cwd: Path = ROOT, fails: bool = False) -> str:
+    """Run one of Ray's commands against the cluster, and return what it printed."""
+    addresses = {"RAY_ADDRESS": cluster.gcs, "RAY_DASHBOARD_ADDRESS": cluster.dashboard}
+    if command[0] == "serve" or command[:2] == ("ray", "job"):
+        addresses["RAY_ADDRESS"] = cluster.dashboard
+    done = subprocess.run(
+        [BIN / command[0], *command[1:]],
+        cwd=cwd,
+        env=os.environ | addresses,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def status_of(cluster: Cluster, application: str) -> dict[str, Any]:
+    """Return what `serve status` says of an application."""
+    printed = run(cluster, "serve", "status")
+    found = yaml.safe_load(printed[printed.index("proxies:") :])["applications"]
+    return dict(found.get(application, {"status": "NONE"}))
+
+
+def wait_for_status(cluster: Cluster, application: str, wanted: str) -> dict[str, Any]:
+    """Wait for what the command would say, which takes seconds to start, and have it say so."""
+    deadline = time.monotonic() + 240
+    while True:
+        _, told = get(f"{cluster.dashboard}/api/serve/applications/")
+        found = told["applications"].get(application, {}) if told else {}
+        if found.get("status") == wanted:
+            return status_of(cluster, application)
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def wait_until_ready(url: str) -> None:
+    deadline = time.monotonic() + 240
+    while get(f"{url}/ready")[0] != 200:
+        assert time.monotonic() < deadline, url
+        time.sleep(0.2)
+
+
+def answer_of(url: str) -> tuple[str, str]:
+    """Return the model that answers, and its answer."""
+    status, body = get(f"{url}/v1/chat/completions", BODY)
+    assert status == 200
+    return body["model"], body["choices"][0]["message"]["content"]
+
+
+def deployable(path: Path, port: int, *applications: dict[str, Any]) -> Path:
+    """Write a Serve YAML whose applications find this checkout."""
+    found = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [{"runtime_env": found, **each} for each in applications],
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def http_port() -> int:
+    """Of Serve, which keeps it for as long as the cluster lives."""
+    return free_ports(1)[0]
+
+
+def application(name: str, route: str, **args: Any) -> dict[str, Any]:
+    args = {"pools": "mixed", "O": 0, **args}
+    path = "serve.app:deploy"
+    return {"name": name, "route_prefix": route, "import_path": path, "args": args}
+
+
+@pytest.mark.feature("R02")
+def test_two_applications_are_deployed_asked_and_shut_down(
+    cluster: Cluster, http_port: int, tmp_path: Path
+) -> None:
+    """A name and a route each, one with two names; then a refused argument; then nothing is left.
+
+    The refused one shows in `serve status`, in the line that `serve run` would end with.
+    """
+    url = f"http://127.0.0.1:{http_port}"
+    one = application("one", "/one", served_model_name="first,also-first")
+    two = application("two", "/two/deeper", served_model_name="second")
+    file = deployable(tmp_path / "apps.yaml", http_port, one, two)
+    assert "Sent deploy request successfully" in run(cluster, "serve", "deploy", str(file))
+    for name in ("one", "two"):
+        wait_for_status(cluster, name, "RUNNING")
+    wait_until_ready(f"{url}/one")
+    wait_until_ready(f"{url}/two/deeper")
+    assert answer_of(f"{url}/one") == ("first", "42")
+    assert answer_of(f"{url}/two/deeper") == ("second", "42")
+    names = [model["id"] for model in get(f"{url}/one/v1/models")[1]["data"]]
+    assert names == ["first", "also-first"]
+    assert get(f"{url}/v1/models")[0] == 404
+
+    wrong = application("two", "/two/deeper", decode={"replicas": "many"}, pools="pd")
+    file = deployable(tmp_path / "wrong.yaml", http_port, one, wrong)
+    run(cluster, "serve", "deploy", str(file))
+    told = wait_for_status(cluster, "two", "DEPLOY_FAILED")["message"]
+    assert "decode.replicas: wanted int, found 'many'" in told
+    assert status_of(cluster, "one")["status"] == "RUNNING"
+    assert answer_of(f"{url}/one") == ("first", "42")
+
+    run(cluster, "serve", "shutdown", "-y")
+    deadline = time.monotonic() + 120
+    while get(f"{url}/one/ready")[0] == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.feature("R02")
+def test_what_serve_build_writes_is_deployed_with_more_replicas(
+    cluster: Cluster, http_port: int, tmp_path: Path
+) -> None:
+    """`serve build serve.default:app`, whose YAML then asks for two decode replicas."""
+    built = tmp_path / "built.yaml"
+    run(cluster, "serve", "build", "serve.default:app", "-o", str(built))
+    [made] = yaml.safe_load(built.read_text())["applications"]
+    assert made["import_path"] == "serve.default:app"
+    assert [each["name"] for each in made["deployments"]] == [
+        *("PrefillPool", "DecodePool", "Ingress"),
+    ]
+    made["deployments"][1]["num_replicas"] = 2
+    del made["runtime_env"]
+    file = deployable(tmp_path / "apps.yaml", http_port, made)
+    run(cluster, "serve", "deploy", str(file))
+    url = f"http://127.0.0.1:{http_port}"
+    wait_for_status(cluster, made["name"], "RUNNING")
+    wait_until_ready(url)
+    deadline = time.monotonic() + 60
+    while len(get(f"{url}/ready")[1]["pools"]["decode"]["replicas"]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    wait_until_ready(url)
+    assert answer_of(url) == ("lockstep-tiny", "42")
+    run(cluster, "serve", "shutdown", "-y")
+
+
+@pytest.mark.feature("R04")
+def test_a_job_runs_an_offline_batch(cluster: Cluster, tmp_path: Path) -> None:
+    """Its output and exit status are the job's; the files are those of the working directory."""
+    asked = [{**BODY, "max_tokens": 8}, {**BODY, "max_tokens": 1}]
+    (tmp_path / "asked.jsonl").write_text("".join(f"{json.dumps(body)}\n" for body in asked))
+    submit = ("ray", "job", "submit", "--working-dir", ".", "--", "python", "examples/batch.py")
+    printed = run(cluster, *submit)
+    assert '"text": "42"' in printed and "succeeded" in printed
+    out = tmp_path / "out.jsonl"
+    run(cluster, *submit, "--input", str(tmp_path / "asked.jsonl"), "--output", str(out))
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["text"] for answer in answers] == ["42", "4"]
+    assert [answer["finish_reason"] for answer in answers] == ["stop", "length"]
+    (tmp_path / "asked.jsonl").write_text('{"messages": [], "colour": "red"}\n')
+    printed = run(cluster, *submit, "--input", str(tmp_path / "asked.jsonl"), fails=True)
+    assert "line 1: wanted" in printed and "colour" in printed
+
+
+@pytest.mark.feature("Y05", "R05")
+def test_ray_data_answers_a_dataset(cluster: Cluster) -> None:
+    script = str(ROOT / "examples" / "ray_data.py")
+    printed = run(cluster, "python", script, "--engines", "2", "--rows", "48")
+    [right] = re.findall(r"(\d+) of 48 right", printed)
+    assert int(right) > 40  # as the model is: it has learnt to add, not perfectly
