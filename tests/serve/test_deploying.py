@@ -51,12 +51,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     gcs, dashboard, agent, client = free_ports(4)
     ports = [f"--port={gcs}", f"--dashboard-port={dashboard}"]
     ports += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
-    memory = "--object-store-memory=200000000"
+    size = ("--num-cpus=8", "--object-store-memory=200000000")
     log = tmp_path_factory.mktemp("ray") / "log"
     # Sockets below it have long names, which the system bounds.
     with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray-") as temporary:
         process = subprocess.Popen(
-            [BIN / "ray", "start", "--head", "--block", f"--temp-dir={temporary}", *ports, memory],
+            [BIN / "ray", "start", "--head", "--block", f"--temp-dir={temporary}", *ports, *size],
             cwd="/",
             env={
                 **{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
