@@ -310,6 +310,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "lockstep-tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
+@pytest.mark.feature("R12")
 @pytest.mark.parametrize(
     ("body", "status", "param", "says"),
     [

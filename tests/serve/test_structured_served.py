@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+import urllib.request
 from typing import Any
 
 import jsonschema
@@ -105,13 +107,15 @@ def test_a_group_of_two_ranks_draws_what_one_rank_does(start_app: Any, overlap: 
 @pytest.mark.slow
 @pytest.mark.feature("R09")
 def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
-    """32 at a time, each with a schema of its own; half way the decode rank dies."""
+    """32 at a time, each with a schema of its own, in too few blocks for all; half way the decode
+    rank dies."""
     import os
     import random
     import signal
     from concurrent.futures import ThreadPoolExecutor
 
-    app = start_app("structured", "dtype=float32", "O=0", "max_num_seqs=32", "kv_memory=64MiB")
+    options = ("dtype=float32", "O=0", "max_num_seqs=32", "num_kv_blocks=160")
+    app = start_app("structured", *options)
     rng = random.Random(5)
     num_done, half = 0, threading.Event()
     lock = threading.Lock()
@@ -179,4 +183,9 @@ def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
     striker.join()
     print(f"{sum(ended)} of {len(ended)} answers ended, the others were cut by their length")
     assert sum(ended) > 800
+    with urllib.request.urlopen(f"{app.url}/metrics", timeout=30) as answer:
+        figures = answer.read().decode()
+    found = re.findall(r"^lockstep:num_preemptions_total\{.*?\} (\S+)$", figures, re.MULTILINE)
+    print(f"{found} pre-emptions, by engine")
+    assert sum(map(float, found)) > 0
     assert [rank["epoch"] for rank in app.ready_ranks("decode")] == [1]

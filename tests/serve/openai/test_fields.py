@@ -93,7 +93,7 @@ def test_every_parameter_of_the_official_client_is_known() -> None:
         assert set(names) <= table.names
 
 
-@pytest.mark.feature("R06")
+@pytest.mark.feature("R06", "R12")
 @pytest.mark.parametrize(("kind", "name"), [
     *(("chat", name) for name in ("user", "safety_identifier", "prompt_cache_key", "metadata")),
     ("completion", "user"),
