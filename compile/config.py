@@ -188,6 +188,10 @@ class CompilationConfig:
     reserve_graph_memory: bool | None = None
     """Capture the largest graphs for trial and leave their memory out of the KV cache; None: on
     CUDA, where the KV cache takes what is left."""
+    capture_logits: bool | None = None
+    """Score the vocabulary and find the likeliest tokens of a replayed decode step in a second
+    graph behind the full one; None: on CUDA. It scores padding as well, which takes a CPU longer
+    than the calls that it saves."""
     sealed: SealPolicy = "warn"
     """Whether what compiles or captures after ready is named (warn) or refused (strict). While a
     group serves and compiles, from the step on at which it has gone over to what was compiled."""
@@ -261,6 +265,7 @@ _KINDS: dict[str, Kind] = {
     "graph_pool": validate.one_of(*get_args(PoolPolicy)),
     "poison_graph_pool": validate.flag(),
     "reserve_graph_memory": validate.optional(validate.flag()),
+    "capture_logits": validate.optional(validate.flag()),
     "sealed": validate.one_of(*get_args(SealPolicy)),
     "serve_while_compiling": validate.switch("auto"),
     "passes": validate.optional(

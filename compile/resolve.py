@@ -284,6 +284,12 @@ def _warmups(config: CompilationConfig, around: _Surroundings) -> CompilationCon
     return config
 
 
+def _capture_logits(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    if config.capture_logits is not None:
+        return config
+    return replace(config, capture_logits=not around.is_cpu)
+
+
 def _serve_while_compiling(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
     """Decide what auto means.
 
@@ -338,5 +344,6 @@ _STEPS: tuple[tuple[str, _Step], ...] = (
     ("capture_num_tokens", _num_tokens),
     (" ".join(DEFAULT_WARMUPS), _warmups),
     ("passes", _passes),
+    ("capture_logits", _capture_logits),
     ("serve_while_compiling", _serve_while_compiling),
 )

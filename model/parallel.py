@@ -91,6 +91,17 @@ def _all_gather_fake(
     return x.new_empty(shape)
 
 
+def _gather(x: torch.Tensor, parts: torch.Tensor, group_name: str) -> None:
+    """Bring the ranks' tensors of equal shape to rank 0.
+
+    parts: [ranks, *shape of x] on rank 0; empty on others, where the op must not look as if it did
+    nothing.
+    """
+    group = find_group(group_name)
+    found = list(parts.unbind(0)) if group.rank() == 0 else None
+    dist.gather(x, found, group=group, group_dst=0)
+
+
 def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> torch.Tensor:
     """Return this rank's rows of the sum of `x` over the ranks; rank i's are `sizes[i]`.
 
@@ -113,6 +124,7 @@ def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> to
 
 all_reduce = direct_register_custom_op("all_reduce", _all_reduce, mutates_args=["x"])
 all_gather = direct_register_custom_op("all_gather", _all_gather, fake_impl=_all_gather_fake)
+gather = direct_register_custom_op("gather", _gather, mutates_args=["parts"])
 
 
 @dataclass(frozen=True)
@@ -185,9 +197,9 @@ class Shard:
         if self.size == 1:
             return t
         t = t.contiguous()
-        parts = [torch.empty_like(t) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(t, parts, group=self.group, group_dst=0)
-        return None if parts is None else torch.cat(parts, dim=dim)
+        parts = t.new_empty((self.size, *t.shape) if self.rank == 0 else 0)
+        gather(t, parts, self.group_name)
+        return torch.cat(parts.unbind(0), dim=dim) if self.rank == 0 else None
 
     def broadcast(self, t: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `t`, which has the same shape on all ranks. Others' are overwritten."""

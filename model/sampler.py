@@ -151,20 +151,25 @@ def costliest_sampling(num_rows: int, vocab_size: int, device: torch.device) -> 
     )
 
 
-def sample(logits: torch.Tensor, tensors: SamplingTensors) -> SamplerOutput:
+def sample(
+    logits: torch.Tensor, tensors: SamplingTensors, known: torch.Tensor | None = None
+) -> SamplerOutput:
     """Draw one token per row. logits: float32 [B, V], raw.
 
     The order is vLLM's: bias and allowed tokens, the mask of stop tokens before `min_tokens`,
     repetition, frequency and presence penalty; what is allowed of these alone, and the likeliest of
     that for greedy rows; for the others temperature, min-p, top-k, top-p. Logprobs are those of the
     raw logits.
+
+    Args:
+        known: `likeliest(logits)`, int64 [B], if that was computed before.
     """
     adjusted = logits
     if tensors.adjustments is not None:
         adjusted = adjust_logits(logits, tensors.adjustments)
     if tensors.allowed is not None:
         adjusted = adjusted.masked_fill(~unpack_bits(tensors.allowed, logits.shape[1]), -torch.inf)
-    token_ids = likeliest(adjusted)
+    token_ids = known if known is not None and adjusted is logits else likeliest(adjusted)
     if not tensors.all_greedy:
         drawn = _draw(_filtered_probs(adjusted, tensors), tensors.uniform)
         token_ids = torch.where(tensors.temperature > 0, drawn, token_ids)

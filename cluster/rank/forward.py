@@ -7,7 +7,8 @@
    is written. Compiling and capturing is left to the stages of a `Changeover`, which `enter` enters
    between steps.
 4. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
-   rank looks at anything of its own to decide which.
+   rank looks at anything of its own to decide which. Behind the full graph of a decode step comes
+   one that scores the vocabulary, if the configuration wants that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,11 +52,11 @@ from compile.graphs.capture import (
     warmups_of,
 )
 from compile.graphs.pools import GraphPools
-from compile.graphs.wrapper import wrap_forward
+from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
 from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
-from model.sampler import costliest_sampling, sample
+from model.sampler import costliest_sampling, likeliest, sample
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
@@ -66,6 +67,25 @@ NUM_LOADED_TOKENS = 1
 """Tokens of the padding that is shown to what is loaded, which looks at its kind alone."""
 _MISSING, _FOUND = 1, 2
 """What a rank finds of its compiled forward; 0 if it has no cache."""
+
+
+class Scored(NamedTuple):
+    """What a graph found of every row of a decode step, padding included. Both are None on ranks
+    that do not sample, and written again by the next step."""
+
+    logits: torch.Tensor | None
+    """float32 [graph_bs, V]"""
+    likeliest: torch.Tensor | None
+    """int64 [graph_bs]"""
+
+
+class StepOutput(NamedTuple):
+    """What a forward computed."""
+
+    hidden: torch.Tensor
+    """[T, E], padded"""
+    scored: Scored | None
+    """None if the step replayed no graph that scores."""
 
 
 class StepForward:
@@ -107,6 +127,11 @@ class StepForward:
         self._replays_at_end: dict[BatchDescriptor, int] = {}
         is_as_is = config.level == CompilationLevel.DYNAMO_AS_IS
         self._call = wrap_forward(compile_as_is(model) if is_as_is else model, config, pools)
+        self._score: CUDAGraphWrapper | None = None
+        """Scores the rows of decode steps that replay a full graph."""
+        if config.capture_logits and config.graph_mode.decode_mode() is CUDAGraphMode.FULL:
+            full = CUDAGraphMode.FULL
+            self._score = CUDAGraphWrapper(self._all_rows, full, pools, trims_pool=False)
 
     @property
     def num_replays(self) -> dict[BatchDescriptor, int]:
@@ -353,7 +378,15 @@ class StepForward:
 
     def _run_case(self, case: CaptureCase) -> Any:
         batch = self._padding(case.descriptor)
-        return self._call(batch.input_ids, batch.positions)
+        hidden = self._call(batch.input_ids, batch.positions)
+        if self._score is not None and case.descriptor.uniform_decode:
+            self._score(hidden)
+        return hidden
+
+    def _all_rows(self, hidden: torch.Tensor) -> Scored:
+        """hidden: [graph_bs, E]"""
+        logits = self._model.compute_logits(hidden)
+        return Scored(logits, None if logits is None else likeliest(logits))
 
     def _padding(self, key: BatchDescriptor) -> StepBatch:
         """Return a batch of a graph's size; equal keys lie at equal addresses."""
@@ -378,8 +411,8 @@ class StepForward:
         agreed: StepAgreement,
         num_seqs: int,
         num_tokens_across_dp: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        """Run a padded batch of `num_seqs` real sequences, or none. Returns [T, E], padded.
+    ) -> StepOutput:
+        """Run a padded batch of `num_seqs` real sequences, or none.
 
         Args:
             num_tokens_across_dp: of all data-parallel ranks, padding included; None if this
@@ -397,7 +430,10 @@ class StepForward:
         timed = self.gaps.step() if is_piecewise else nullcontext()
         with timed, forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-        return hidden
+            key = decided.descriptor
+            if self._score is None or key is None or not key.uniform_decode or not num_seqs:
+                return StepOutput(hidden, None)
+            return StepOutput(hidden, self._score(hidden))
 
     def _context(
         self,

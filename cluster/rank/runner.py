@@ -34,7 +34,7 @@ from cluster.rank.buffers import upload_once
 from cluster.rank.compile_ahead import CompileAhead
 from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.forward import Progress, StepForward
+from cluster.rank.forward import Progress, StepForward, StepOutput
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
 from cluster.rank.grammar_masks import GrammarMasks
 from cluster.rank.groups import GroupMembership
@@ -261,9 +261,9 @@ class ModelRunner:
         self.steps.add(agreed)
         self.step_counts.add(plan, agreed, num_padding)
         self.phases.run(agreed.step)
-        hidden = self.forward.run(batch, agreed, plan.num_seqs, across)
-        prompt = prompt_logprobs(self.model.compute_logits, hidden, plan)
-        drawn = self._draw(hidden, batch, plan.step) if batch.wants_logprobs else None
+        output = self.forward.run(batch, agreed, plan.num_seqs, across)
+        prompt = prompt_logprobs(self.model.compute_logits, output.hidden, plan)
+        drawn = self._draw(output, batch, plan) if batch.wants_logprobs else None
         ended: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             drawn = None if drawn is None else on_host(drawn)
@@ -291,15 +291,16 @@ class ModelRunner:
             token_ids=token_ids, logprobs=logprobs, prompt_logprobs=launched.prompt_logprobs
         )
 
-    def _draw(self, hidden: torch.Tensor, batch: StepBatch, step: int) -> SamplerOutput | None:
+    def _draw(self, output: StepOutput, batch: StepBatch, plan: StepPlan) -> SamplerOutput | None:
         """Draw the batch's tokens; ranks that do not sample get them if the loop overlaps."""
-        logits = self.model.compute_logits(hidden[batch.logits_index])
+        logits, known = self._logits(output, batch, plan)
         sampling, drawn = batch.sampling, None
         if logits is not None:
-            allowed = self.grammars.take(step, self.device) if self.grammars is not None else None
+            grammars = self.grammars
+            allowed = grammars.take(plan.step, self.device) if grammars is not None else None
             if allowed is not None:
                 sampling = replace(sampling, allowed=allowed)
-            drawn = sample(logits, sampling)
+            drawn = sample(logits, sampling, known)
         if not self.config.overlap:
             return drawn
         if drawn is None:
@@ -307,6 +308,24 @@ class ModelRunner:
         self.shard.broadcast(drawn.token_ids)
         self.inputs.keep_drawn(batch, drawn.token_ids)
         return drawn
+
+    def _logits(
+        self, output: StepOutput, batch: StepBatch, plan: StepPlan
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the sampled rows' logits, and their likeliest tokens if a graph found them.
+
+        Which of the two ways it goes follows from agreement and plan: one of them is a collective.
+        """
+        if output.scored is None:
+            return self.model.compute_logits(output.hidden[batch.logits_index]), None
+        logits, likeliest = output.scored
+        if logits is None or likeliest is None:
+            return None, None
+        num_sampled = len(batch.wants_logprobs)
+        has_all = num_sampled == plan.num_seqs
+        # The tokens are copied: an overlapped step replays the graph before they are read.
+        known = likeliest[batch.logits_index]
+        return (logits[:num_sampled] if has_all else logits[batch.logits_index]), known
 
     def build(self, plan: StepPlan, agreed: StepAgreement) -> StepBatch:
         """Return the plan's batch, or a dummy one, padded as all ranks agreed."""

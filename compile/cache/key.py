@@ -65,6 +65,7 @@ UNKEYED_FIELDS = (
     "graph_pool",
     "poison_graph_pool",
     "reserve_graph_memory",
+    "capture_logits",
     "sealed",
     "serve_while_compiling",
     "graph_bs",

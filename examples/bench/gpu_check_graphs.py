@@ -87,8 +87,8 @@ def part_sizing(at: Setting) -> Iterator[Row]:
 
 
 def run_sizes(runner: ModelRunner) -> list[torch.Tensor]:
-    """Return the hidden states of every number of sequences, captured or padded."""
-    return [hidden for size in range(1, SIZES[-1] + 1) for hidden in run(runner, size)]
+    """Return hidden states and logits of every number of sequences, captured or padded."""
+    return [each for size in range(1, SIZES[-1] + 1) for each in run(runner, size)]
 
 
 def compared(
@@ -105,7 +105,7 @@ def compared(
         note += f", {len(report.skipped)} without room" if report.skipped else ""
     is_replayed = mode == "NONE" or (replayed and report is not None and not report.skipped)
     error = max(errors) if is_replayed else math.inf
-    return Row(f"hidden states, {title}", error=error, limit=limit, note=note)
+    return Row(f"hidden states and logits, {title}", error=error, limit=limit, note=note)
 
 
 def compilation(
@@ -165,14 +165,17 @@ def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> Ste
 
 @torch.inference_mode()
 def run(runner: ModelRunner, size: int) -> list[torch.Tensor]:
-    """Return the hidden states of a prefill and of two decode steps, without padding."""
+    """Return hidden states and logits of a prefill and of two decode steps, without padding."""
     found = []
     for computed, new in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, 1)):
         plan = make_plan(size, computed, new)
         agreed = Lockstep.alone(runner.forward.captured).agree(plan.vote())
         batch = runner.build(plan, agreed)
-        hidden = runner.forward.run(batch, agreed, plan.num_seqs)
+        hidden, scored = runner.forward.run(batch, agreed, plan.num_seqs)
         found.append(hidden[: plan.num_tokens].clone())
+        logits = runner.model.compute_logits(hidden) if scored is None else scored.logits
+        assert logits is not None
+        found.append(logits[: plan.num_tokens].clone())
         if hidden.is_cuda:
             # The next step writes the host arrays that this one's copies read.
             torch.cuda.synchronize()

@@ -1,13 +1,15 @@
 """Streams through HTTP from one server after the other, again and again, and the ratios.
 
     python examples/bench/streams.py --server NAME URL COMMAND [--server ...] [--streams 1 8 32]
-        [--input 128] [--output 64] [--requests 2] [--repeats 3] [--max-token-id 500] [--out FILE]
+        [--input 128] [--output 64] [--requests 2] [--arriving 0] [--repeats 3]
+        [--max-token-id 500] [--out FILE]
 
 Each server is any that has OpenAI's completions: it is started by its command, warmed up, asked,
 and ended before the next one starts, so that A B A B ... see the same machine. Prompts are random
 token ids, the same for all servers and new in every repetition, so that none finds them in its
-cache; decoding is greedy and ignores the end token, so that every server has the same to do. Of
-each server and number of streams, the medians of all repetitions:
+cache; decoding is greedy and ignores the end token, so that every server has the same to do. With
+`--arriving`, prompts of so many tokens arrive meanwhile, each once the one before has its one
+token; they are not counted. Of each server and number of streams, the medians of all repetitions:
 
     tokens/s  output tokens a second, from the first request to the last answer
     ttft      mean milliseconds to the first token
@@ -15,6 +17,7 @@ each server and number of streams, the medians of all repetitions:
     gap p99   milliseconds between two chunks of a stream, 99th percentile
     cpu       processor seconds of the server per 1,000 output tokens
     chunks    per 100 output tokens
+    MiB       memory of all processes of the server afterwards, what they share counted once
     ready     seconds from the command to the first answer, with nothing left to compile
 
 A repetition during which other processes took more than a tenth of a core does not count and is
@@ -33,6 +36,7 @@ import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -57,6 +61,14 @@ class Load(msgspec.Struct, frozen=True):
     input_len: int
     output_len: int
     max_token_id: int
+    arriving_len: int = 0
+    """Tokens of prompts that arrive meanwhile; 0: none do."""
+
+    def arriving(self, turn: str) -> Iterator[list[int]]:
+        """Yield prompts without end, which no other turn has."""
+        rng = random.Random(f"arriving {turn} {self.streams}")
+        while True:
+            yield rng.choices(range(10, self.max_token_id), k=self.arriving_len)
 
     def prompts(self, turn: str, stream: int) -> list[list[int]]:
         """Return the prompts of one stream, which no other turn has: no server has them cached."""
@@ -74,6 +86,7 @@ class Figures(msgspec.Struct, frozen=True):
     gap_p99_ms: float
     cpu_s: float
     chunks: float
+    memory_mib: float
     others: float
     """Cores that other processes took."""
 
@@ -139,6 +152,14 @@ class Server:
             with suppress(psutil.Error):
                 times = process.cpu_times()
                 total += times.user + times.system
+        return total
+
+    def memory_bytes(self) -> int:
+        """Return the memory of all its processes; of what some share, each has its part."""
+        total = 0
+        for process in self._processes():
+            with suppress(psutil.Error):
+                total += process.memory_full_info().pss
         return total
 
     async def _is_ready(self) -> bool:
@@ -220,11 +241,19 @@ async def measure(server: Server, load: Load, turn: str) -> Figures:
             done.append(Stream())
             await done[-1].run(server, prompt, load.output_len)
 
+    async def arrive() -> None:
+        for prompt in load.arriving(turn):
+            await Stream().run(server, prompt, 1)
+
     own = psutil.Process()
     before, busy, mine = server.cpu_s(), busy_s(), sum(own.cpu_times()[:2])
     began = time.monotonic()
+    arriving = asyncio.create_task(arrive()) if load.arriving_len else None
     await asyncio.gather(*(run(i) for i in range(load.streams)))
     took = time.monotonic() - began
+    if arriving is not None:
+        arriving.cancel()
+        await asyncio.wait([arriving])
     cpu_s = server.cpu_s() - before
     others = busy_s() - busy - cpu_s - (sum(own.cpu_times()[:2]) - mine)
     num_tokens = sum(stream.num_tokens for stream in done)
@@ -237,6 +266,7 @@ async def measure(server: Server, load: Load, turn: str) -> Figures:
         gap_p99_ms=1e3 * sorted(gaps)[int(0.99 * (len(gaps) - 1))] if gaps else 0.0,
         cpu_s=1e3 * cpu_s / num_tokens,
         chunks=100 * sum(len(s.chunks_at) for s in done) / num_tokens,
+        memory_mib=server.memory_bytes() / 2**20,
         others=others / took,
     )
 
@@ -278,6 +308,7 @@ COLUMNS = {
     "gap p99": "gap_p99_ms",
     "cpu": "cpu_s",
     "chunks": "chunks",
+    "MiB": "memory_mib",
 }
 
 
@@ -314,19 +345,25 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=128)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2, help="of each stream, in turn")
+    parser.add_argument("--arriving", type=int, default=0, help="tokens of prompts that arrive")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-token-id", type=int, default=500)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     loads = [
-        Load(streams, given.requests, given.input, given.output, given.max_token_id)
+        Load(streams, given.requests, given.input, given.output, given.max_token_id, given.arriving)
         for streams in given.streams
     ]
     report = Report(
         machine=f"{platform.platform()}, {os.cpu_count()} cores",
         date=time.strftime("%Y-%m-%d"),
         commands={name: command for name, _, command in given.server},
-        load={"input": given.input, "output": given.output, "requests": given.requests},
+        load={
+            "input": given.input,
+            "output": given.output,
+            "requests": given.requests,
+            "arriving": given.arriving,
+        },
         ready_s={},
         rows=[],
     )

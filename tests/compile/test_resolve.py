@@ -49,8 +49,18 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
         "compilation.num_warmups_full: 1",
         "compilation.num_warmups_piecewise: 3",
         "compilation.passes: ['fuse_add_rms_norm']",
+        "compilation.capture_logits: True",
         "compilation.serve_while_compiling: off",
     ]
+
+
+def test_a_cpu_scores_no_padding_unless_asked_to() -> None:
+    config = CompilationConfig(level=3)
+    assert resolve(config, LIMITS, device="cpu").capture_logits is False
+    assert resolve(config, LIMITS, device="cuda").capture_logits is True
+    for asked in (True, False):
+        config = CompilationConfig(level=3, capture_logits=asked)
+        assert resolve(config, LIMITS, device="cpu").capture_logits is asked
 
 
 def test_the_fused_norm_is_used_where_inductor_fuses_nothing() -> None:

@@ -34,6 +34,7 @@ def test_servers_are_asked_in_turn_and_compared(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text(APPLICATION.format(port=port))
     server = (f"http://127.0.0.1:{port}", shlex.join([str(SERVE), "run", f"{tmp_path}/app.yaml"]))
     loads = ("--streams", "1", "3", "--input", "16", "--output", "8", "--repeats", "1")
+    loads += ("--arriving", "24")
     out = tmp_path / "out.json"
     done = run("--server", "a", *server, "--server", "b", *server, *loads, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,6 +51,7 @@ def test_servers_are_asked_in_turn_and_compared(tmp_path: Path) -> None:
             assert found["tokens_per_s"] > 0 and found["cpu_s"] > 0
             assert found["ttft_ms"] > 0 and 0 < found["tpot_ms"] <= found["gap_p99_ms"]
             assert 0 < found["chunks"] <= 100
+            assert found["memory_mib"] > 100
     assert set(report["ready_s"]) == {"a", "b"}
     assert "tokens/s" in done.stdout and "b: ready after" in done.stdout
 

@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     "graph_pool": "per_bucket",
     "poison_graph_pool": True,
     "reserve_graph_memory": True,
+    "capture_logits": True,
     "sealed": "warn",
     "serve_while_compiling": "off",
     "passes": ["fuse_add_rms_norm"],

@@ -99,7 +99,11 @@ def check_replays(run: Run, ranks: list[Report]) -> None:
     log = ranks[0].log
     if run.replays_by_step is not None:
         num_replays = {NONE: 0, PIECEWISE: run.num_pieces, FULL: 1}
-        wanted = [num_replays[CUDAGraphMode(step["mode"])] for step in log]
+        wanted = [
+            num_replays[CUDAGraphMode(step["mode"])]
+            + (run.row.scores and step["mode"] == FULL.value and step["kind"] == StepKind.DECODE)
+            for step in log
+        ]
         assert run.replays_by_step == wanted
     graphs = Counter(
         BatchDescriptor(step["num_tokens"], seqs_of(run, step), step["kind"] == StepKind.DECODE)

@@ -135,6 +135,8 @@ class Row:
     loses: int | None = None
     """The prefill rank that forgets the ticket of each request's first attempt."""
     overlap: bool = False
+    scores: bool = False
+    """Decode steps that replay a full graph replay one that scores the vocabulary too."""
 
     @property
     def id(self) -> str:
@@ -142,7 +144,7 @@ class Row:
         words += [f"{self.tp}x{self.dp}"] * (self.tp * self.dp > 1)
         words += [self.kv] * bool(self.kv) + [f"loses {self.loses}"] * (self.loses is not None)
         words += [f"O{self.level} {self.mode.name}"] * (self.level > 0 or self.has_graphs)
-        words += ["overlapped"] * self.overlap
+        words += ["overlapped"] * self.overlap + ["scored"] * self.scores
         return "-".join([*words, *[self.compiler] * (self.compiler != "auto")]).replace(" ", "_")
 
     @property
@@ -163,7 +165,7 @@ class Row:
         graphs: dict[str, Any] = {}
         if self.has_graphs:
             graphs["cudagraph_capture_sizes"] = load.graph_bs
-            graphs["capture_num_tokens"] = load.graph_tokens
+            graphs["capture_num_tokens"] = load.graph_tokens or None
         return EngineConfig(
             model_path=str(oracle.path),
             max_model_len=load.max_model_len,
@@ -180,6 +182,7 @@ class Row:
                 compiler=self.compiler,
                 cache_dir=f"{cache_dir}/{self.tp}x{self.dp}",
                 poison_graph_pool=True,
+                capture_logits=self.scores,
                 sealed="strict",
                 **graphs,
             ),
@@ -355,6 +358,14 @@ def seeded(oracle: Any) -> list[Request]:
     return [Request(one, sampling=SEEDED), Request(other, at=3, sampling=warm)]
 
 
+def seeded_in_chunks(oracle: Any) -> list[Request]:
+    """Where three decode and four tokens fit, a prompt goes on by a token, and samples nothing."""
+    return [
+        Request(prompt, sampling=SEEDED | {"seed": i})
+        for i, prompt in enumerate(prompts_for(oracle, 14, 5, longest=24))
+    ]
+
+
 def uneven(oracle: Any) -> list[Request]:
     rng, vocab = random.Random(11), oracle.model.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 60))] for _ in range(14)]
@@ -437,6 +448,7 @@ LOADS = {
         expect=everything_happened,
     ),
     "seeded": Load(seeded, 60, 8, 24, 220, graph_tokens=(8, 24)),
+    "seeded chunks": Load(seeded_in_chunks, 100, 4, 4, features="T02"),
     # Three long sequences fill a pool: some are pre-empted. Prompts come in chunks.
     "uneven": Load(
         uneven,

@@ -175,6 +175,17 @@ def overlapped() -> Iterator[Any]:
     yield case(Row("tied", "few", 2, kv="shm", loses=1, overlap=True), "T04")
 
 
+def scored() -> Iterator[Any]:
+    """Decode steps find their tokens in a graph of their own, for whatever is done with them."""
+    for load in ("run down", "everything", "seeded", "logprobs", "seeded chunks"):
+        yield case(Row("six heads", load, mode=DECODE_ONLY, scores=True), "D02 E10")
+    for load in ("run down", "seeded"):
+        yield case(Row("tied", load, mode=DECODE_ONLY, overlap=True, scores=True), "D02 E10 T04")
+    odd = "odd vocabulary"
+    yield case(Row(odd, "everything", 2, mode=DECODE_ONLY, scores=True), "D02 E10")
+    yield case(Row(odd, "uneven", 2, 2, mode=DECODE_ONLY, overlap=True, scores=True), "D02 E10")
+
+
 ROWS = [
     *one_rank(),
     *compiled(),
@@ -182,6 +193,7 @@ ROWS = [
     *data_parallel(),
     *pools(),
     *overlapped(),
+    *scored(),
 ]
 
 

@@ -62,6 +62,7 @@ CHANGES_NO_CODE: dict[str, Any] = {
     "graph_pool": "per_bucket",
     "poison_graph_pool": True,
     "reserve_graph_memory": True,
+    "capture_logits": True,
     "sealed": "strict",
     "serve_while_compiling": "off",
     "graph_bs": (1, 2),
