@@ -27,7 +27,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, int]:
     """The report of five quick attacks, what was printed, and the exit code."""
     out = tmp_path_factory.mktemp("hostile") / "out.json"
     attacks = "odd-texts,methods,model-name,schema-references,grammar-chains"
-    done = run("hostile.py", "--only", attacks, "--seconds", "1", "--out", str(out), "O=0")
+    done = run("hostile.py", "--only", attacks, "--seconds", "4", "--out", str(out), "O=0")
     assert out.exists(), done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout, done.returncode
 

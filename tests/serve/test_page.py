@@ -121,11 +121,11 @@ def test_every_field_that_the_page_reads_is_answered(server: Any) -> None:
 @pytest.mark.feature("R19", "R20")
 @pytest.mark.slow
 def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
-    start_app: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_app: Callable[..., Any], tmp_path: Path
 ) -> None:
     """While pieces are compiled: lines in the log, and growing times in `/ready`."""
-    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
-    app = start_app("page", "pools=mixed", "api_keys=sesame", is_compiled=False)
+    cold = f"compilation.cache_dir={tmp_path}"
+    app = start_app("page", "pools=mixed", "api_keys=sesame", cold, is_compiled=False)
     for path in (*FILES, "/status"):
         assert get(app.url + path)[0] == 200
     assert json.loads(get(app.url + "/status")[2])["needs_key"] is True

@@ -114,7 +114,7 @@ def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
     import signal
     from concurrent.futures import ThreadPoolExecutor
 
-    options = ("dtype=float32", "O=0", "max_num_seqs=32", "num_kv_blocks=160")
+    options = ("dtype=float32", "O=0", "max_num_seqs=32", "max_model_len=256", "num_kv_blocks=48")
     app = start_app("structured", *options)
     rng = random.Random(5)
     num_done, half = 0, threading.Event()
