@@ -131,7 +131,7 @@ class StepForward:
         """Scores the rows of decode steps that replay a full graph."""
         if config.capture_logits and config.graph_mode.decode_mode() is CUDAGraphMode.FULL:
             full = CUDAGraphMode.FULL
-            self._score = CUDAGraphWrapper(self._all_rows, full, pools, trims_pool=False)
+            self._score = CUDAGraphWrapper(self._score_rows, full, pools, trims_pool=False)
 
     @property
     def num_replays(self) -> dict[BatchDescriptor, int]:
@@ -348,7 +348,7 @@ class StepForward:
             pools=self._pools,
             warmups=warmups_of(self.config),
             synchronize=self._synchronize,
-            fits_on_all_ranks=self._free_memory.fits_on_all_ranks,
+            fits_on_all_ranks=self._fits_on_all_ranks,
             progress=progress,
         )
 
@@ -383,7 +383,15 @@ class StepForward:
             self._score(hidden)
         return hidden
 
-    def _all_rows(self, hidden: torch.Tensor) -> Scored:
+    def _fits_on_all_ranks(self, key: BatchDescriptor) -> bool:
+        logits_bytes = 0
+        if self._score is not None and key.uniform_decode:
+            # As the product gives them, which may be float32 too, and in float32.
+            each = 2 * torch.float32.itemsize
+            logits_bytes = key.num_tokens * self._model.config.vocab_size * each
+        return self._free_memory.fits_on_all_ranks(key.num_tokens, logits_bytes)
+
+    def _score_rows(self, hidden: torch.Tensor) -> Scored:
         """hidden: [graph_bs, E]"""
         logits = self._model.compute_logits(hidden)
         return Scored(logits, None if logits is None else likeliest(logits))

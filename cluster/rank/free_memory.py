@@ -42,11 +42,15 @@ class FreeMemory:
         self._free_bytes = free_bytes or free_memory_bytes
         self._num_asked = 0
 
-    def fits_on_all_ranks(self, num_tokens: int) -> bool:
-        """Wait for all ranks; return whether a graph of this many tokens fits on each."""
+    def fits_on_all_ranks(self, num_tokens: int, logits_bytes: int = 0) -> bool:
+        """Wait for all ranks; return whether a graph of this many tokens fits on each.
+
+        Args:
+            logits_bytes: what it takes if it scores the vocabulary as well.
+        """
         self._num_asked += 1
         free = self._group.minimum(f"free/{self._num_asked}", self._free_bytes(self._device))
-        return free >= MARGIN_BYTES + num_tokens * self._bytes_per_token
+        return free >= MARGIN_BYTES + num_tokens * self._bytes_per_token + logits_bytes
 
 
 def free_memory_bytes(device: torch.device) -> int:

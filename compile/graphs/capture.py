@@ -220,7 +220,7 @@ def capture_all(
     pools: GraphPools,
     warmups: Mapping[CUDAGraphMode, int],
     synchronize: Callable[[], None],
-    fits_on_all_ranks: Callable[[int], bool] | None = None,
+    fits_on_all_ranks: Callable[[BatchDescriptor], bool] | None = None,
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaptureReport:
@@ -233,7 +233,7 @@ def capture_all(
         warmups: eager runs before a capture, by mode; see `warmups_of`.
         synchronize: waits for the device after each graph.
         fits_on_all_ranks: waits for the other ranks before each graph; tells whether a graph of
-            this many tokens fits on all of them.
+            this key fits on all of them.
         progress: called with (graphs done, graphs in all), on rank 0 alone.
     """
     started, num_bytes = clock(), pools.num_bytes
@@ -242,7 +242,7 @@ def capture_all(
     with torch.inference_mode(), paused_gc(), capture_window():
         for num_done, case in enumerate(ordered, 1):
             graph = (case.mode, case.descriptor)
-            if fits_on_all_ranks is None or fits_on_all_ranks(case.descriptor.num_tokens):
+            if fits_on_all_ranks is None or fits_on_all_ranks(case.descriptor):
                 _capture(case, run, warmups[case.mode])
                 synchronize()
                 captured.append(graph)

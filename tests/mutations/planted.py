@@ -248,7 +248,7 @@ MUTATIONS = (
         "captures_take_what_is_not_there",
         "A rank captures without asking whether all ranks have the memory (P05).",
         "cluster/rank/forward.py",
-        {"fits_on_all_ranks=self._free_memory.fits_on_all_ranks,": ""},
+        {"fits_on_all_ranks=self._fits_on_all_ranks,": ""},
         (READY,),
     ),
     Mutation(

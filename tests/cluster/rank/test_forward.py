@@ -12,8 +12,19 @@ import pytest
 import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import GenerateRequest, Sampling, StepAgreement, StepKind, Submit, Vote
+from cluster.messages import (
+    Admission,
+    GenerateRequest,
+    NewBlocks,
+    Sampling,
+    StepAgreement,
+    StepKind,
+    StepPlan,
+    Submit,
+    Vote,
+)
 from cluster.rank import forward
+from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.leader import assemble_engine
 from cluster.rank.lockstep import Lockstep
@@ -38,12 +49,19 @@ GRAPH_BS, GRAPH_TOKENS = (1, 2, 4), (4, 8, 16)
 MAX_NUM_SEQS = 6
 
 
-def make_runner(oracle: Any, mode: str, level: int = 0, **arguments: Any) -> ModelRunner:
+def make_runner(
+    oracle: Any,
+    mode: str,
+    level: int = 0,
+    fields: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> ModelRunner:
     sizes: dict[str, Any] = {}
     if mode != "NONE":
         sizes |= {"cudagraph_capture_sizes": GRAPH_BS, "num_warmups_full": 1}
     if mode in ("FULL", "FULL_AND_PIECEWISE"):
         sizes["capture_num_tokens"] = GRAPH_TOKENS
+    sizes |= fields or {}
     config = EngineConfig(
         model_path=str(oracle.path),
         max_model_len=64,
@@ -265,3 +283,59 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
             runner.forward.run(batch, agreed, num_seqs)
             assert runner.forward.num_replays[BatchDescriptor(4, 4, True)] == num_replays
     assert sum(runner.forward.num_replays.values()) == 2
+
+
+def plan_of(step: int, computed: int, new: int, output_index: list[int]) -> StepPlan:
+    """Return a step of two sequences, both `new` tokens further than `computed`; they draw."""
+    is_first = computed == 0
+    return StepPlan(
+        epoch=0,
+        step=step,
+        admitted=[Admission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first],
+        new_blocks=[NewBlocks(row, 0, [1 + row]) for row in (0, 1) if is_first],
+        rows=[0, 1],
+        num_computed=[computed] * 2,
+        num_new=[new] * 2,
+        output_index=output_index,
+        token_ids=[11 + i for i in range(2 * new)],
+        num_decodes=2 if new == 1 else 0,
+        prompt_targets=[],
+    )
+
+
+@pytest.mark.feature("D02")
+def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_scores(
+    make_oracle: Callable[[str], Any],
+) -> None:
+    """A prompt that goes on by a token stands among the decodes."""
+    drawn = []
+    for mode, fields in (("NONE", {}), ("FULL_DECODE_ONLY", {"capture_logits": True})):
+        runner = make_runner(make_oracle("tied"), mode, fields=fields)
+        lockstep, found = Lockstep.alone(runner.forward.captured), list[list[int]]()
+        for step, (computed, new, index) in enumerate([(0, 2, [-1, 0]), (2, 1, [-1, 1])]):
+            plan = plan_of(step, computed, new, index)
+            found.append(runner.execute(plan, lockstep.agree(plan.vote())).token_ids)
+        drawn.append(found)
+        assert sum(runner.forward.num_replays.values()) == (mode != "NONE")
+        runner.close()
+    assert drawn[0] == drawn[1] and [len(tokens) for tokens in drawn[0]] == [1, 1]
+
+
+@pytest.mark.feature("C10", "P05")
+def test_room_for_logits_is_asked_for_where_a_graph_scores(
+    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def fits(self: FreeMemory, num_tokens: int, logits_bytes: int = 0) -> bool:
+        asked.append((num_tokens, logits_bytes))
+        return True
+
+    monkeypatch.setattr(FreeMemory, "fits_on_all_ranks", fits)
+    oracle = make_oracle("tied")
+    for scores in (False, True):
+        runner = make_runner(oracle, "FULL_DECODE_ONLY", fields={"capture_logits": scores})
+        vocab_size = runner.model_config.vocab_size
+        assert asked == [(bs, scores * 8 * bs * vocab_size) for bs in reversed(GRAPH_BS)]
+        asked.clear()
+        runner.close()

@@ -100,9 +100,9 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
             with lock:
                 log.append((case.descriptor.num_tokens, group.rank))
 
-        def fits_on_all_ranks(num_tokens: int) -> bool:
+        def fits_on_all_ranks(key: BatchDescriptor) -> bool:
             time.sleep(0.02 * group.rank)
-            return free_memory.fits_on_all_ranks(num_tokens)
+            return free_memory.fits_on_all_ranks(key.num_tokens)
 
         report = capture_all(
             [

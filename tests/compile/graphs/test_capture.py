@@ -301,17 +301,17 @@ def test_a_pause_sets_aside_what_exists_and_puts_it_back(was_frozen: bool) -> No
 
 def test_room_is_asked_for_before_each_graph_and_what_has_none_is_skipped() -> None:
     recorder = Recorder()
-    asked: list[int] = []
+    asked: list[BatchDescriptor] = []
 
-    def fits_on_all_ranks(num_tokens: int) -> bool:
-        asked.append(num_tokens)
-        return num_tokens not in (16, 2)
+    def fits_on_all_ranks(key: BatchDescriptor) -> bool:
+        asked.append(key)
+        return key.num_tokens not in (16, 2)
 
     report = recorder.capture(
         warmups={FULL: 0, PIECEWISE: 0},
         fits_on_all_ranks=fits_on_all_ranks,
     )
-    assert asked == [key.num_tokens for _, key in IN_ORDER]
+    assert asked == [key for _, key in IN_ORDER]
     assert recorder.captured() == [
         ("PIECEWISE", 8), ("PIECEWISE", 1), ("FULL", 4), ("FULL", 1)
     ]  # fmt: skip
