@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from streams import Load, measure
+from streams import Load, measure, memory_bytes
 
 from cluster.engine.changeover import Changeover
 from cluster.messages import SampledTokens, StepAgreement, StepPlan
@@ -155,6 +156,10 @@ class Target:
     def cpu_s(self) -> float:
         """Return those of all roles."""
         return sum(self.cpu_by_role().values())
+
+    def memory_bytes(self) -> int:
+        """Return the memory of all roles' processes."""
+        return memory_bytes(chain.from_iterable(self._processes().values()))
 
 
 class Row(msgspec.Struct):

@@ -36,9 +36,10 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -51,6 +52,19 @@ OTHERS_SHARE = 0.1
 """Cores that other processes may take."""
 MAX_ATTEMPTS = 3
 PATH = "/v1/completions"
+
+
+class Asked(Protocol):
+    """A running server that can be measured."""
+
+    address: tuple[str, int]
+    model: str
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds of all its processes so far."""
+
+    def memory_bytes(self) -> int:
+        """Return the memory of all its processes."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -155,12 +169,8 @@ class Server:
         return total
 
     def memory_bytes(self) -> int:
-        """Return the memory of all its processes; of what some share, each has its part."""
-        total = 0
-        for process in self._processes():
-            with suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        return total
+        """Return the memory of all its processes."""
+        return memory_bytes(self._processes())
 
     async def _is_ready(self) -> bool:
         with suppress(OSError, ValueError, KeyError, IndexError):
@@ -203,7 +213,7 @@ class Stream:
         self.chunks_at: list[float] = []
         self.num_tokens = 0
 
-    async def run(self, server: Server, prompt: list[int], output_len: int) -> None:
+    async def run(self, server: Asked, prompt: list[int], output_len: int) -> None:
         """Ask; an answer that is not whole is a SystemExit."""
         body = {
             "model": server.model,
@@ -232,7 +242,7 @@ class Stream:
             raise SystemExit(f"{PATH}: wanted {output_len} tokens, found {self.num_tokens}")
 
 
-async def measure(server: Server, load: Load, turn: str) -> Figures:
+async def measure(server: Asked, load: Load, turn: str) -> Figures:
     """Ask all streams at once and return what was seen."""
     done: list[Stream] = []
 
@@ -269,6 +279,15 @@ async def measure(server: Server, load: Load, turn: str) -> Figures:
         memory_mib=server.memory_bytes() / 2**20,
         others=others / took,
     )
+
+
+def memory_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Return the memory of processes; of what some share, each has its part."""
+    total = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total
 
 
 def busy_s() -> float:
