@@ -1,12 +1,18 @@
 // Paged decode attention that reads each byte of keys and values once, and the write of new ones.
 //
-// One work item is a (sequence, KV head): all query heads of the group are attended together, in
-// tiles of LANES tokens with an online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or
-// behind a sequence's length, or before its sliding window, are never read.
+// One work item is some KV heads of a sequence: all their query heads are attended together, with an
+// online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or behind a sequence's length,
+// or before its sliding window, are never read.
+//
+// Tokens are taken in tiles of LANES, tiles in chunks of TILES: all scores of a chunk, then their
+// weights, then its values. The highest score and the sum are chains of dependent operations, which a
+// chunk pays for once. Heads are inside of tiles, because the rows of a block's heads lie side by
+// side: PIECE bytes a token are enough to read a block in one piece.
 //
 // Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, B tokens per
 // block. Strides count elements; the last dimension of every tensor is contiguous.
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <vector>
@@ -15,16 +21,23 @@
 
 namespace {
 
-constexpr int TILE = LANES;
+constexpr int TILE = LANES, TILES = 4, CHUNK = TILES * TILE;
+constexpr int64_t PIECE = 512;
 
 template <class T>
 struct Paged {
   const T *k, *v;
   int64_t block_stride, slot_stride, head_stride, block_size;
 
-  int64_t offset(const int32_t* table, int64_t token, int64_t head) const {
-    return table[token / block_size] * block_stride + token % block_size * slot_stride +
-           head * head_stride;
+  // Where the rows [first, first + n) of the first head lie.
+  void locate(const int32_t* table, int64_t first, int64_t n, int64_t* at) const {
+    const int64_t end = first + n;
+    for (int64_t token = first; token < end;) {
+      const int64_t slot = token % block_size;
+      const int64_t stop = std::min(end, token + block_size - slot);
+      int64_t row = table[token / block_size] * block_stride + slot * slot_stride;
+      for (; token < stop; token++, row += slot_stride) *at++ = row;
+    }
   }
 };
 
@@ -65,58 +78,70 @@ inline void widen(const T* row, int64_t dim, f32v* out) {
 template <int VECTORS>
 struct Head {
   f32v q[VECTORS], attended[VECTORS];
-  f32v scores;
-  float p[TILE];
-  float top, weight, shrink;
+  // Scores of a chunk, which become weights.
+  float p[TILES][TILE];
+  float top, weight;
 };
 
-// A tile goes through three loops over the heads: each is a chain of dependent operations, and the
-// processor overlaps the chains of neighbours.
+// Widens the first n rows of a tile, zeros behind them.
+template <class T, int VECTORS>
+inline void widen_tile(const T* rows, const int64_t* at, int64_t n, int64_t dim,
+                       f32v (*out)[VECTORS]) {
+  for (int64_t t = 0; t < n; t++) widen<T, VECTORS>(rows + at[t], dim, out[t]);
+  if (n < TILE) memset(out[n], 0, (TILE - n) * sizeof out[0]);
+}
 
 // Scores the first n tokens of a tile.
 template <int VECTORS>
-inline void score(const f32v (*keys)[VECTORS], int64_t n, Head<VECTORS>& head) {
+inline void score(const f32v (*keys)[VECTORS], int64_t n, const Head<VECTORS>& head, float* p) {
   f32v rows[TILE];
   for (int t = 0; t < TILE; t++) rows[t] = head.q[0] * keys[t][0];
   for (int i = 1; i < VECTORS; i++)
     for (int t = 0; t < TILE; t++) rows[t] += head.q[i] * keys[t][i];
   const i32v token = by_lane([](int t) { return t; });
-  head.scores = token < (int32_t)n ? sums<TILE>(rows) : f32v{} - INFINITY;
+  store(p, token < (int32_t)n ? sums<TILE>(rows) : f32v{} - INFINITY);
 }
 
-// Makes weights of scores, relative to the highest score so far.
+// Makes weights of a chunk's scores, relative to the highest score so far.
 template <int VECTORS>
-inline void weigh(Head<VECTORS>& head) {
-  const float highest = fold<larger>(head.scores);
-  const float top = highest > head.top ? highest : head.top;
-  head.shrink = exp_of_negative(f32v{} + (head.top - top))[0];
-  const f32v p = exp_of_negative(head.scores - top);
-  store(head.p, p);
+inline void weigh(int64_t tiles, Head<VECTORS>& head) {
+  f32v high = load(head.p[0]);
+  for (int64_t i = 1; i < tiles; i++) high = larger(high, load(head.p[i]));
+  const float highest = fold<larger>(high), top = highest > head.top ? highest : head.top;
+  const float shrink = exp_of_negative(f32v{} + (head.top - top))[0];
+  f32v sum = {};
+  for (int64_t i = 0; i < tiles; i++) {
+    const f32v p = exp_of_negative(load(head.p[i]) - top);
+    store(head.p[i], p);
+    sum += p;
+  }
   head.top = top;
-  head.weight = head.weight * head.shrink + fold<plus>(p);
+  head.weight = head.weight * shrink + fold<plus>(sum);
+  for (int i = 0; i < VECTORS; i++) head.attended[i] *= shrink;
 }
 
-// Adds a tile's values by their weights. Rows behind its tokens hold zeros. As many sums are taken
-// at once as leave registers for what is added.
+// Adds a tile's values by their weights. As many sums are taken at once as leave registers for what
+// is added.
 template <int VECTORS>
-inline void add(const f32v (*values)[VECTORS], Head<VECTORS>& head) {
+inline void add(const f32v (*values)[VECTORS], const float* p, Head<VECTORS>& head) {
   constexpr int SUMS = VECTORS % 8 == 0 ? 8 : VECTORS % 6 == 0 ? 6 : VECTORS;
   for (int first = 0; first < VECTORS; first += SUMS) {
     f32v sum[SUMS];
-    for (int i = 0; i < SUMS; i++) sum[i] = head.attended[first + i] * head.shrink;
+    for (int i = 0; i < SUMS; i++) sum[i] = head.attended[first + i];
     for (int t = 0; t < TILE; t++)
-      for (int i = 0; i < SUMS; i++) sum[i] += values[t][first + i] * head.p[t];
+      for (int i = 0; i < SUMS; i++) sum[i] += values[t][first + i] * p[t];
     for (int i = 0; i < SUMS; i++) head.attended[first + i] = sum[i];
   }
 }
 
-// All query heads of one KV head of one sequence, which see its tokens from `start` on. q, out: the
-// first of these heads.
+// All query heads of `kv_heads` neighbouring KV heads of one sequence, which see its tokens from
+// `start` on. q, out, cache: the first of these heads.
 template <class T, int VECTORS>
 void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t start, int64_t length,
-            int64_t kv_head, int64_t dim, float scale, T* out, int64_t q_stride,
+            int64_t kv_heads, int64_t dim, float scale, T* out, int64_t q_stride,
             int64_t out_stride, std::vector<Head<VECTORS>>& heads) {
-  for (size_t g = 0; g < heads.size(); g++) {
+  const int64_t num_heads = heads.size(), group = num_heads / kv_heads;
+  for (int64_t g = 0; g < num_heads; g++) {
     widen<T, VECTORS>(q + g * q_stride, dim, heads[g].q);
     for (int i = 0; i < VECTORS; i++) {
       heads[g].q[i] *= scale;
@@ -125,25 +150,45 @@ void attend(const T* q, const Paged<T>& cache, const int32_t* table, int64_t sta
     heads[g].top = -FLT_MAX;
     heads[g].weight = 0;
   }
-  f32v keys[TILE][VECTORS], values[TILE][VECTORS];
-  for (int64_t first = start; first < length; first += TILE) {
-    const int64_t n = length - first < TILE ? length - first : TILE;
-    for (int64_t t = 0; t < n; t++) {
-      const int64_t at = cache.offset(table, first + t, kv_head);
-      widen<T, VECTORS>(cache.k + at, dim, keys[t]);
-      widen<T, VECTORS>(cache.v + at, dim, values[t]);
-    }
-    memset(keys[n], 0, (TILE - n) * sizeof keys[0]);
-    memset(values[n], 0, (TILE - n) * sizeof values[0]);
-    for (Head<VECTORS>& head : heads) score<VECTORS>(keys, n, head);
-    for (Head<VECTORS>& head : heads) weigh<VECTORS>(head);
-    for (Head<VECTORS>& head : heads) add<VECTORS>(values, head);
+  f32v rows[TILE][VECTORS];
+  int64_t at[CHUNK];
+  for (int64_t first = start; first < length; first += CHUNK) {
+    const int64_t n = std::min<int64_t>(length - first, CHUNK), tiles = (n + TILE - 1) / TILE;
+    cache.locate(table, first, n, at);
+    auto size = [&](int64_t tile) { return std::min<int64_t>(n - tile * TILE, TILE); };
+    auto for_each_tile = [&](const T* from, auto f) {
+      for (int64_t i = 0; i < tiles; i++)
+        for (int64_t h = 0; h < kv_heads; h++) {
+          widen_tile<T, VECTORS>(from + h * cache.head_stride, at + i * TILE, size(i), dim, rows);
+          for (int64_t g = h * group; g < (h + 1) * group; g++) f(i, heads[g]);
+        }
+    };
+    for_each_tile(cache.k, [&](int64_t i, Head<VECTORS>& head) {
+      score<VECTORS>(rows, size(i), head, head.p[i]);
+    });
+    for (Head<VECTORS>& head : heads) weigh<VECTORS>(tiles, head);
+    for_each_tile(cache.v,
+                  [&](int64_t i, Head<VECTORS>& head) { add<VECTORS>(rows, head.p[i], head); });
   }
-  for (size_t g = 0; g < heads.size(); g++) {
+  for (int64_t g = 0; g < num_heads; g++) {
     const float rest = length > 0 ? 1 / heads[g].weight : 0;
-    for (int64_t d = 0; d < dim; d++)
-      from_float(heads[g].attended[d / LANES][d % LANES] * rest, out + g * out_stride + d);
+    T* row = out + g * out_stride;
+    for (int64_t i = 0, d = 0; d < dim; i++, d += LANES) {
+      const f32v attended = heads[g].attended[i] * rest;
+      if (d + LANES <= dim)
+        store(row + d, attended);
+      else
+        store_part(row + d, attended, dim - d);
+    }
   }
+}
+
+// How many KV heads are attended together: up to PIECE bytes a token, as long as every thread has
+// several items.
+int64_t heads_at_once(int64_t seqs, int64_t kv_heads, int64_t row_bytes, int64_t threads) {
+  int64_t count = std::min(kv_heads, std::max<int64_t>(PIECE / row_bytes, 1));
+  while (count > 1 && (kv_heads % count || seqs * (kv_heads / count) < 4 * threads)) count--;
+  return count;
 }
 
 template <class T, int VECTORS>
@@ -153,16 +198,20 @@ void decode(const void* q, const void* k, const void* v, const int32_t* table,
   const int64_t q_seq = sizes[8], q_head = sizes[9], out_seq = sizes[10], out_head = sizes[11];
   const int64_t table_stride = sizes[12], threads = sizes[13], group = sizes[1] / kv_heads;
   const int64_t window = sizes[14];
-  const Paged<T> cache{(const T*)k, (const T*)v, sizes[4], sizes[5], sizes[6], sizes[7]};
+  const int64_t at_once = heads_at_once(seqs, kv_heads, dim * (int64_t)sizeof(T), threads);
+  const int64_t items = kv_heads / at_once;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<Head<VECTORS>> heads(group);
+    std::vector<Head<VECTORS>> heads(group * at_once);
 #pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < seqs * kv_heads; item++) {
-      const int64_t seq = item / kv_heads, kv_head = item % kv_heads, length = lengths[seq];
+    for (int64_t item = 0; item < seqs * items; item++) {
+      const int64_t seq = item / items, kv_head = item % items * at_once, length = lengths[seq];
       const int64_t start = window > 0 && length > window ? length - window : 0;
+      const int64_t skipped = kv_head * sizes[6];
+      const Paged<T> cache{(const T*)k + skipped, (const T*)v + skipped, sizes[4],
+                           sizes[5],              sizes[6],              sizes[7]};
       attend<T, VECTORS>((const T*)q + seq * q_seq + kv_head * group * q_head, cache,
-                         table + seq * table_stride, start, length, kv_head, dim, scale,
+                         table + seq * table_stride, start, length, at_once, dim, scale,
                          (T*)out + seq * out_seq + kv_head * group * out_head, q_head, out_head,
                          heads);
     }
