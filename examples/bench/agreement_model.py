@@ -36,14 +36,17 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 import zmq  # noqa: E402
 
-from cluster.messages import Wire  # noqa: E402
-from cluster.rank.channel import bind_pair, connect_pair, open_pair  # noqa: E402
+from cluster.credentials import SECRET_BYTES, Credentials  # noqa: E402
+from cluster.group_messages import PeerHello  # noqa: E402
+from cluster.messages import PROTOCOL_VERSION, Wire  # noqa: E402
+from cluster.rank.links import GoingEnd, WaitingEnd  # noqa: E402
 from cluster.wire.sockets import end_context  # noqa: E402
 
 SIZES = (2, 4, 64, 256, 1024)
 CHILDREN = (2, 4, 8, 16, 32)
 BURST = 200
 """Frames that are sent before the first is received."""
+CREDENTIALS = Credentials("bench", bytes(SECRET_BYTES))
 
 
 class Partial(Wire, frozen=True):
@@ -148,27 +151,28 @@ def constants(rounds: int) -> Costs:
     process = spawn.Process(target=echo, args=(theirs, rounds))
     process.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = open_pair(context)
-    ours.send(bind_pair(socket, "127.0.0.1"))
+    link = WaitingEnd(context, CREDENTIALS, "dp1", None)
+    ours.send(link.address)
+    link.await_hello(hello_of(0), PeerHello)
     frame = encoded(8)
     there_and_back, sends, receives = [], [], []
     for _ in range(rounds):
         began = time.perf_counter()
-        socket.send(frame)
-        socket.recv()
+        link.send(frame)
+        link.receive()
         there_and_back.append(time.perf_counter() - began)
     for _ in range(rounds // BURST):
         began = time.perf_counter()
         for _ in range(BURST):
-            socket.send(frame)
+            link.send(frame)
         sends.append((time.perf_counter() - began) / BURST)
         ours.recv()  # all were answered, and lie in this process
         began = time.perf_counter()
         for _ in range(BURST):
-            socket.recv()
+            link.receive()
         receives.append((time.perf_counter() - began) / BURST)
     process.join()
-    socket.close(linger=0)
+    link.close()
     end_context(context, "bench")
     send, receive = (statistics.median(times) * 1e6 for times in (sends, receives))
     travel = statistics.median(there_and_back) * 1e6 / 2 - send - receive
@@ -178,18 +182,30 @@ def constants(rounds: int) -> Costs:
 def echo(pipe: Connection, rounds: int) -> None:
     """Answer frame by frame, then burst by burst."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = open_pair(context)
-    connect_pair(socket, pipe.recv())
+    link = GoingEnd(context, CREDENTIALS, "dp0", pipe.recv())
+    link.greet(hello_of(1))
+    link.await_hello(hello_of(1), PeerHello)
+
+    def receive() -> bytes:
+        frame = link.receive()
+        if frame is None:
+            raise SystemExit("dp0: wanted a frame, found none")
+        return frame
+
     for _ in range(rounds):
-        socket.send(socket.recv())
+        link.send(receive())
     for _ in range(rounds // BURST):
-        for frame in [socket.recv() for _ in range(BURST)]:
-            socket.send(frame)
+        for frame in [receive() for _ in range(BURST)]:
+            link.send(frame)
         time.sleep(0.005)
         pipe.send("answered")
     time.sleep(0.5)
-    socket.close(linger=0)
+    link.close()
     end_context(context, "bench")
+
+
+def hello_of(dp_rank: int) -> PeerHello:
+    return PeerHello(PROTOCOL_VERSION, CREDENTIALS.config_hash, 0, "bench", dp_rank, 2, 0)
 
 
 def encoded(num_ranks: int, first_rank: int = 0) -> bytes:
