@@ -54,8 +54,8 @@ MAX_ATTEMPTS = 3
 PATH = "/v1/completions"
 
 
-class Asked(Protocol):
-    """A running server that can be measured."""
+class Measurable(Protocol):
+    """A running server."""
 
     address: tuple[str, int]
     model: str
@@ -213,7 +213,7 @@ class Stream:
         self.chunks_at: list[float] = []
         self.num_tokens = 0
 
-    async def run(self, server: Asked, prompt: list[int], output_len: int) -> None:
+    async def run(self, server: Measurable, prompt: list[int], output_len: int) -> None:
         """Ask; an answer that is not whole is a SystemExit."""
         body = {
             "model": server.model,
@@ -242,7 +242,7 @@ class Stream:
             raise SystemExit(f"{PATH}: wanted {output_len} tokens, found {self.num_tokens}")
 
 
-async def measure(server: Asked, load: Load, turn: str) -> Figures:
+async def measure(server: Measurable, load: Load, turn: str) -> Figures:
     """Ask all streams at once and return what was seen."""
     done: list[Stream] = []
 
