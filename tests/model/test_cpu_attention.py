@@ -210,6 +210,22 @@ def test_more_threads_change_nothing() -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    # With neighbours, one thread attends all KV heads of a sequence; alone, one of them.
+    case = Case([100, 7, 31, 64, 65, 1, 200, 90], group=3, kv_heads=4, dtype=dtype)
+
+    def attend(rows: slice) -> torch.Tensor:
+        out = torch.empty_like(case.q[rows].contiguous())
+        where = (case.table[rows], case.lengths[rows], case.scale, out)
+        cpu_attention.paged_decode(case.q[rows], case.k, case.v, *where)
+        return out
+
+    together = attend(slice(None))
+    for row in range(len(case.lengths)):
+        assert torch.equal(attend(slice(row, row + 1)), together[row : row + 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_written_tokens_equal_the_twins(dtype: torch.dtype) -> None:
     # Opens block 5 and goes on in block 2; the last two tokens are padding.
