@@ -1,27 +1,19 @@
-"""The arguments of `deploy` and of `LLM`: strict, and resolved into engine configurations.
+"""What `deploy` and `LLM` run, resolved from their arguments, the model and the machine.
 
-Arguments come as text (`serve run serve.app:deploy max_num_seqs=8 prefill.replicas=2`) or typed
-and nested (YAML), and `config=FILE` adds those of a file. Every error is one line,
-`FIELD: wanted ..., found ...`, and is raised before anything is started.
+Every error is one line, `FIELD: wanted ..., found ...`, and is raised before anything is started.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import UNSET, UnsetType
-
 from cluster.config import (
-    DEFAULT_NUM_CPUS,
     CacheConfig,
     ConfigError,
     EngineConfig,
@@ -31,19 +23,11 @@ from cluster.config import (
     TransferConfig,
 )
 from cluster.engine.blocks import check_num_blocks
-from cluster.logs import FORMATS
 from cluster.messages import PROTOCOL_VERSION
 from model.config import ModelConfig, fingerprint
 from model.fields import ModelError
-from serve.compilation import (
-    as_object,
-    check_warmups,
-    given_fields,
-    refuse_speculation,
-    resolved,
-    shared_facts,
-)
-from serve.config_file import read_file
+from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
+from serve.compilation import check_warmups, resolved, shared_facts
 from serve.keys import check_keys, read_keys
 from serve.openai.reasoning import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
@@ -58,164 +42,6 @@ BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 prompt in them, and the next one of every stream, waits for their end."""
 MAX_INGRESSES = 64
 """Engines send to 128 addresses, and while a deployment is replaced both have theirs."""
-
-
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all argument structs: an unknown key is an error."""
-
-
-class PoolArgs(_Strict, frozen=True):
-    """`prefill.*`, `decode.*` and `mixed.*`."""
-
-    replicas: int = 1
-    """Rank groups in the pool."""
-    tensor_parallel_size: int = 1
-    """Ranks that hold the model together: a number that its heads allow, the same in both pools."""
-    data_parallel_size: int = 1
-    """Engines in a rank group, each with its own KV, that run every step together."""
-    routing: str = Routing.LEAST_REQUESTS.value
-    """Which engine of a group gets a request: `round_robin`, `least_requests` or `least_tokens`."""
-    num_cpus: float = DEFAULT_NUM_CPUS
-    """CPUs that each rank reserves in Ray. The default is next to nothing, so that it starts on any
-    machine."""
-
-
-class IngressArgs(_Strict, frozen=True):
-    """`ingress.*`."""
-
-    replicas: int = 1
-    """Processes that take requests and send tokens; as many as sequences decode at once, and at
-    most 64. What may run and wait is divided among them, and so bounds the sequences of one
-    request."""
-
-
-class KVArgs(_Strict, frozen=True):
-    """`kv.*`."""
-
-    transport: str = "auto"
-    """`shm` (shared memory, not on GPUs) or `tcp`; `auto`: shared memory within a node where it can
-    be opened, else TCP."""
-    lease_s: float = 30.0
-    """How long a prefill rank holds KV without hearing from its reader; 0.01 to 86400."""
-
-
-class DeployArgs(_Strict, frozen=True):
-    """Every argument with its default; None means: taken from the model or the machine."""
-
-    model: str | None = None
-    """A directory with `config.json`, safetensors and tokenizer (Llama, Mistral, Mixtral, Qwen2,
-    Qwen3, Qwen3-MoE); null: the bundled model."""
-    served_model_name: str | list[str] | None = None
-    """What requests call the model; of several names, in a list or separated by commas, the first
-    is reported. Null: the last part of its path."""
-    device: str = "auto"
-    """`cpu` or `cuda`; `auto` is what the machine that deploys has, and is refused where that one
-    has no GPU and others do."""
-    dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`, of weights, activations and KV; `auto`: the
-    checkpoint's."""
-    max_model_len: int | None = None
-    """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
-    the model's."""
-    max_num_seqs: int = 64
-    """Sequences that run at once in one engine."""
-    max_num_batched_tokens: int | None = None
-    """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
-    2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
-    block_size: int = 16
-    """Tokens in one KV block."""
-    num_kv_blocks: int | None = None
-    """KV blocks of one rank; null: as many as its memory for KV holds."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights, activations and KV; above 0, at most 1."""
-    kv_memory: int | str = "1GiB"
-    """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`."""
-    threads_per_rank: int | None = None
-    """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
-    enable_prefix_caching: bool = True
-    """Whether prompts that begin alike share KV."""
-    pools: str = "pd"
-    """`pd`: a prefill and a decode pool; `mixed`: one pool that does both."""
-    prefill: PoolArgs = PoolArgs()
-    """The prefill pool."""
-    decode: PoolArgs = PoolArgs()
-    """The decode pool."""
-    mixed: PoolArgs = PoolArgs()
-    """The mixed pool."""
-    ingress: IngressArgs = IngressArgs()
-    """What clients reach."""
-    lockstep: str = "on"
-    """`off`: data-parallel engines of a dense model step apart; those of a model with experts
-    cannot."""
-    overlap: str = "auto"
-    """`on`: a step is planned while the device runs the one before; `off`: after it; `auto`: `on`
-    with `device=cuda`. A CPU runs a step before its launch returns, so nothing is won there."""
-    kv: KVArgs = KVArgs()
-    """How KV travels from prefill to decode ranks."""
-    enforce_eager: bool = False
-    """Compile and capture nothing."""
-    compilation: dict[str, Any] = {}
-    """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given."""
-    torch_compile_config: dict[str, Any] | UnsetType | None = UNSET
-    """Compilation fields as TensorRT-LLM spells them; null: compilation is off."""
-    cuda_graph_config: dict[str, Any] | UnsetType | None = UNSET
-    """Graph fields as TensorRT-LLM spells them; null: decode steps replay no full graphs."""
-    speculative_config: dict[str, Any] | None = None
-    """Refused by name: speculation is not built yet."""
-    max_queued_requests: int = 256
-    """Sequences that wait beyond those that run; more get 429."""
-    max_queue_wait_s: float = 60.0
-    """How long sequences may have to wait, at the rate at which others have ended in the last 30 s;
-    beyond that a request gets 429."""
-    request_timeout_s: float = 600.0
-    """For receiving a request, and again for answering it to the last byte."""
-    drain_timeout_s: float = 30.0
-    """How long what runs may take once `serve run` got SIGTERM; new requests get 503 meanwhile."""
-    watchdog_s: float = 10.0
-    """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
-    what the step should take, if that is longer."""
-    max_body_bytes: int = 8 << 20
-    """Bytes of one request's body; a larger one gets 413."""
-    max_answer_bytes: int = 64 << 20
-    """How large a streamed answer may become by what its request asks for, a whole one to a quarter
-    of that. More gets 400, or fewer tokens where `max_tokens` was left out. At least 64 KiB."""
-    stream_interval: int = 1
-    """Tokens that a chunk of a stream has at least; its first and last tokens come at once. With
-    more than four streams chunks hold what comes between two ticks of at most 0.1 s."""
-    api_keys: str | list[str] = ""
-    """Bearer keys of clients, separated by commas; empty: none are needed. Keys on a command line
-    are seen in `ps`."""
-    api_keys_file: str | None = None
-    """A file with one key a line, read again when it changes."""
-    open_paths: str | list[str] = "/,/page.css,/page.js,/status,/health,/ready,/version,/metrics"
-    """Paths that need no key."""
-    allowed_hosts: str | list[str] = ""
-    """Without keys: names that requests may call this server by, beside addresses and private
-    names; `*` allows all."""
-    allowed_origins: str | list[str] = ""
-    """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
-    log_format: str = "text"
-    """Of the log: `text`, or `json` for an object a line."""
-    log_requests: str = "on"
-    """`on`: a line for each request, with its ids, tokens, times and engines, and nothing of
-    prompts, answers or keys; `off`: none."""
-    otlp_traces_endpoint: str | None = None
-    """Where the ingress sends a trace of each request by OTLP, if the extra `tracing` is installed:
-    `http://localhost:4317` (gRPC) or `http://localhost:4318/v1/traces` (HTTP, which has a path);
-    null: nowhere. Sampling and the rest follow the environment's `OTEL_*`."""
-    tool_call_parser: str = "auto"
-    """How the model writes tool calls: `hermes` (also Qwen), `llama3_json` or `mistral`; `auto`: as
-    its chat template writes them."""
-    reasoning_parser: str = "none"
-    """How a model that thinks writes its reasoning, which answers then have apart from the content:
-    `deepseek_r1` (an answer begins with it) or `qwen3` (where it is opened by `<think>`)."""
-    debug: bool = False
-    """Serve `GET /debug/ranks` (what each rank compiled, captured and replayed, and its last 1,000
-    agreements) and `GET /debug/ingress` (what it holds, how long tokens of streams wait for one
-    another, and its event loop's longest pause)."""
-    config: str | None = None
-    """A YAML file of these arguments ([bundled.yaml](../examples/configs/bundled.yaml)); none may
-    be given both in it and beside it. `LLM` takes the same file."""
 
 
 @dataclass(frozen=True)
@@ -403,137 +229,6 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
         field = "compilation.serve_while_compiling"
         raise ConfigError(field, "auto or off for an engine in process", "on")
     return engine
-
-
-def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
-    """Turn key=value text or typed nested values into `DeployArgs`.
-
-    A text value that parses as a JSON list, object or null is taken as JSON; all other text is
-    converted to the field's type.
-
-    Args:
-        raw: what is given, with `config` a file of more.
-        defaults: what holds where neither says anything.
-    """
-    nested = {**defaults, **_nest(raw)}
-    for name in ("lockstep", "overlap", "log_requests"):
-        if isinstance(value := nested.get(name), bool):
-            nested[name] = "on" if value else "off"  # as YAML reads these words
-    try:
-        args = msgspec.convert(nested, DeployArgs, strict=False)
-    except msgspec.ValidationError as error:
-        raise _config_error(str(error), nested) from None
-    names = ("torch_compile_config", "cuda_graph_config")
-    sections = {name: getattr(args, name) for name in names if getattr(args, name) is not UNSET}
-    fields = given_fields(args.compilation, **sections)
-    args = msgspec.structs.replace(args, compilation=fields)
-    refuse_speculation(args.speculative_config or {})
-    if args.lockstep not in ("on", "off"):
-        raise ConfigError("lockstep", "on or off", args.lockstep)
-    if args.overlap not in ("auto", "on", "off"):
-        raise ConfigError("overlap", "auto, on or off", args.overlap)
-    if args.log_format not in FORMATS:
-        raise ConfigError("log_format", " or ".join(FORMATS), args.log_format)
-    if args.log_requests not in ("on", "off"):
-        raise ConfigError("log_requests", "on or off", args.log_requests)
-    return args
-
-
-def parse_bytes(field: str, value: int | str) -> int:
-    """Return a number of bytes from a number or from text such as 512MiB or 2GB."""
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B|)", value.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
-    unit = match[2].upper().rstrip("B")
-    base = 1024 if unit.endswith("I") else 1000
-    found = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
-    if found >= _MAX_BYTES:
-        raise ConfigError(field, f"less than {_MAX_BYTES >> 60} EiB", value)
-    return int(found)
-
-
-_MAX_BYTES = 1 << 63
-_MISSING = object()
-_SECRET = "api_keys"
-ALIASES = {
-    "O": ("compilation", "level"),
-    "cc": ("compilation",),
-    "compilation_config": ("compilation",),
-}
-"""The paths that other spellings of an argument stand for."""
-
-
-def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    given: set[tuple[str, ...]] = set()
-    in_file = read_file(raw["config"]) if raw.get("config") is not None else {}
-    for key, value in (*raw.items(), *in_file.items()):
-        head, *rest = str(key).split(".")
-        path = (*ALIASES.get(head, (head,)), *rest)
-        value = _text_value(value)
-        _insert(nested, path, as_object(value) if path == ("compilation",) else value, given)
-    return nested
-
-
-def _insert(
-    nested: dict[str, Any], path: tuple[str, ...], value: Any, given: set[tuple[str, ...]]
-) -> None:
-    """Put a value at its path; a path that is given twice, in whatever spelling, is an error."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _insert(nested, (*path, *str(key).split(".")), inner, given)
-        is_mentioned = any(known[: len(path)] == path for known in given)
-        if value or is_mentioned:
-            return
-    if path in given:
-        raise ConfigError(".".join(path), "one value", "it twice")
-    given.add(path)
-    for key in path[:-1]:
-        nested = nested.setdefault(key, {})
-        if not isinstance(nested, dict):
-            raise ConfigError(".".join(path), f"{key} to have fields", nested)
-    nested[path[-1]] = value
-
-
-def _text_value(value: Any) -> Any:
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", "null")):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
-
-
-def _lookup(nested: Any, path: list[str]) -> Any:
-    if path[0].startswith(_SECRET):
-        return "what is not repeated here"
-    for key in path:
-        if not isinstance(nested, dict) or key not in nested:
-            return _MISSING
-        nested = nested[key]
-    return nested
-
-
-def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
-    """Turn msgspec's message into the project's form."""
-    at = re.search(r" - at `\$\.?([^`]*)`", message)
-    field = at[1] if at else ""
-    unknown = re.search(r"unknown field `([^`]+)`", message)
-    if unknown:
-        name = f"{field}.{unknown[1]}" if field else unknown[1]
-        known = _fields_at(field)
-        found = _lookup(nested, name.split("."))
-        return ConfigError(name, f"one of {', '.join(known)}", found)
-    wanted = re.search(r"Expected `([^`]+)`", message)
-    found = _lookup(nested, field.split("."))
-    return ConfigError(field, wanted[1] if wanted else message, found)
-
-
-def _fields_at(field: str) -> tuple[str, ...]:
-    kinds = {"ingress": IngressArgs, "kv": KVArgs, "": DeployArgs}
-    return kinds.get(field, PoolArgs).__struct_fields__
 
 
 def _max_num_batched_tokens(args: DeployArgs, device: str) -> int:

@@ -27,9 +27,9 @@ from cluster.config import ConfigError
 from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
 from compile.config import FIELDS, CompilationConfig, CompilationConfigError
 from compile.resolve import PRESETS
+from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
 from serve.compilation import given_fields, requested
-from serve.config import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.openai import responses_request, schema, tokenizing
+from serve.openai import request_parser, responses_request, schema, tokenizing
 from serve.openai.fields import FieldTable
 from serve.parameters import ParameterError
 
@@ -263,8 +263,8 @@ def _limits() -> Iterator[tuple[str, str, str, str]]:
 
 def _inert() -> Iterator[tuple[str, str, str]]:
     chat, completion = (
-        _without_effect(schema.CHAT_FIELDS),
-        _without_effect(schema.COMPLETION_FIELDS),
+        _without_effect(request_parser.CHAT_FIELDS),
+        _without_effect(request_parser.COMPLETION_FIELDS),
     )
     for name, values in (chat | completion).items():
         of = "both" if name in chat and name in completion else "chat" if name in chat else "texts"

@@ -15,6 +15,7 @@ from serve.openai.endpoint import Serving, Stamp
 from serve.openai.errors import BadRequest
 from serve.openai.generation import Choice, Generation, Piece
 from serve.openai.reasoning import CLOSER, OPENER, TAIL_TOKENS, ReasoningFormat
+from serve.openai.request_parser import parse_chat
 from serve.openai.responses import (
     AnsweredCall,
     AnsweredCallDelta,
@@ -31,7 +32,7 @@ from serve.openai.responses import (
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.schema import ChatRequest, NamedToolChoice, parse_chat
+from serve.openai.schema import ChatRequest, NamedToolChoice
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import (
     check_calls,

@@ -12,6 +12,7 @@ from serve.event_loop import Check
 from serve.openai.body import check_limits, check_num_chars
 from serve.openai.endpoint import Serving, Stamp
 from serve.openai.generation import Choice, Generation, Piece
+from serve.openai.request_parser import parse_completion
 from serve.openai.responses import (
     Completion,
     CompletionChoice,
@@ -22,7 +23,7 @@ from serve.openai.responses import (
     limited,
     prompt_logprobs,
 )
-from serve.openai.schema import CompletionRequest, parse_completion
+from serve.openai.schema import CompletionRequest
 from serve.text import detokenizer
 from serve.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from serve import page
-from serve.openai import responses, schema, tokenizing
+from serve.openai import request_parser, responses, tokenizing
 from serve.openai.backend import ApiSettings
 from serve.openai.fields import FieldTable
 from serve.openai.responses_request import RESPONSES_FIELDS
@@ -24,22 +24,22 @@ from serve.parameters import ParameterError
 
 _REF = "#/components/schemas/{name}"
 _TABLES = (
-    schema.CHAT_FIELDS,
-    schema.COMPLETION_FIELDS,
+    request_parser.CHAT_FIELDS,
+    request_parser.COMPLETION_FIELDS,
     tokenizing.TOKENIZE_FIELDS,
     tokenizing.DETOKENIZE_FIELDS,
-    schema.STREAM_OPTIONS_FIELDS,
-    schema.MESSAGE_FIELDS,
-    schema.PART_FIELDS,
-    schema.TOOL_FIELDS,
-    schema.FUNCTION_FIELDS,
-    schema.NAMED_CHOICE_FIELDS,
-    schema.FUNCTION_NAME_FIELDS,
-    schema.TOOL_CALL_FIELDS,
-    schema.CALLED_FUNCTION_FIELDS,
-    schema.RESPONSE_FORMAT_FIELDS,
-    schema.JSON_SCHEMA_FIELDS,
-    schema.STRUCTURED_FIELDS,
+    request_parser.STREAM_OPTIONS_FIELDS,
+    request_parser.MESSAGE_FIELDS,
+    request_parser.PART_FIELDS,
+    request_parser.TOOL_FIELDS,
+    request_parser.FUNCTION_FIELDS,
+    request_parser.NAMED_CHOICE_FIELDS,
+    request_parser.FUNCTION_NAME_FIELDS,
+    request_parser.TOOL_CALL_FIELDS,
+    request_parser.CALLED_FUNCTION_FIELDS,
+    request_parser.RESPONSE_FORMAT_FIELDS,
+    request_parser.JSON_SCHEMA_FIELDS,
+    request_parser.STRUCTURED_FIELDS,
     RESPONSES_FIELDS,
 )
 _ANSWERS = (
@@ -127,7 +127,7 @@ def _describe_what_is_checked_later(components: dict[str, Any], settings: ApiSet
     of["ChatRequest"]["max_completion_tokens"] = _or_null(dict(length))
     of["ChatRequest"]["messages"] = messages
     of["TokenizeRequest"]["messages"] = _or_null(dict(messages))
-    of["Message"]["role"] = {"enum": list(schema.ROLES)}
+    of["Message"]["role"] = {"enum": list(request_parser.ROLES)}
     of["TextPart"]["type"] = {"enum": ["text"]}
     if settings.vocab_size is not None:
         token = {"type": "integer", "minimum": 0, "maximum": settings.vocab_size - 1}

@@ -13,8 +13,8 @@ from msgspec import UNSET, UnsetType
 
 from serve.openai.errors import BadRequest
 from serve.openai.fields import FieldTable, convert, join_path, parse_fields
+from serve.openai.request_parser import LABELS, screen_response_format
 from serve.openai.schema import (
-    LABELS,
     CalledFunction,
     ChatRequest,
     Function,
@@ -25,7 +25,6 @@ from serve.openai.schema import (
     TextPart,
     Tool,
     ToolCall,
-    screen_response_format,
 )
 
 MAX_METADATA = 16

@@ -16,8 +16,9 @@ from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response
 from serve.openai.errors import ApiError, BadRequest
 from serve.openai.fields import FieldTable, convert, parse_fields
+from serve.openai.request_parser import chat_request
 from serve.openai.responses import Detokenized, Tokenized
-from serve.openai.schema import ChatRequest, chat_request
+from serve.openai.schema import ChatRequest
 from serve.parameters import ParameterError
 from serve.sampling import too_long_a_prompt
 from serve.tokenizer import Tokenizer, TooManyTokens

@@ -12,8 +12,9 @@ import yaml
 
 from cluster.config import ConfigError, SchedulerConfig
 from compile.config import FIELDS, CompilationConfig, CUDAGraphMode, DynamicShapes
+from serve.arguments import parse_args
 from serve.compilation import requested, resolved
-from serve.config import deploy_config, engine_config, parse_args
+from serve.config import deploy_config, engine_config
 from serve.llm import LLM
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode

@@ -11,7 +11,8 @@ import pytest
 
 from cluster.config import ConfigError, Role
 from serve import config as config_module
-from serve.config import deploy_config, engine_config, parse_args
+from serve.arguments import parse_args
+from serve.config import deploy_config, engine_config
 
 
 def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:

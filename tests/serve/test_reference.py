@@ -12,11 +12,10 @@ import pytest
 
 from cluster.metrics import METRICS, PREFIX
 from compile.config import FIELDS
-from serve.config import DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS
 from serve.openai.responses_request import RESPONSES_FIELDS, ResponsesRequest
 from serve.openai.schema import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
     CalledFunction,
     ChatRequest,
     CompletionRequest,

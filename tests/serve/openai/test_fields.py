@@ -10,7 +10,7 @@ from openai.types import completion_create_params as openai_completion
 from openai.types.chat import completion_create_params as openai_chat
 
 from serve.openai.errors import BadRequest
-from serve.openai.schema import CHAT_FIELDS, COMPLETION_FIELDS, parse_chat, parse_completion
+from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS, parse_chat, parse_completion
 
 MINIMAL: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hi"}]},

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from serve.admission import Admission
 from serve.llm import LLM
-from serve.openai.schema import CHAT_FIELDS, COMPLETION_FIELDS
+from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 NAMES = sorted(

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from serve.openai.app import NO_TEXT
 from serve.openai.fields import FieldTable
-from serve.openai.schema import CHAT_FIELDS, COMPLETION_FIELDS
+from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS
 from serve.openai.tokenizing import TOKENIZE_FIELDS
 from serve.tokenizer import Tokenizer
 
