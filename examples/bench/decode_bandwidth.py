@@ -151,14 +151,17 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
 
 def their_steps(model: Any, batch: int, context: int) -> Callable[[], None]:
     """Return a function that decodes with transformers' cache, greedily and down to the host."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        prompt = torch.randint(1000, (batch, context))
-        past = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+        # The cache by position: its name is another one since transformers 5.24.
+        model(torch.randint(1000, (batch, context)), None, None, cache, logits_to_keep=1)
     token = torch.full((batch, 1), 7)
 
     @torch.inference_mode()
     def step() -> None:
-        logits = model(token, past_key_values=past, use_cache=True).logits
+        logits = model(token, None, None, cache).logits
         logits[:, -1].argmax(-1).tolist()
 
     return step

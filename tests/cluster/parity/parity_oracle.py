@@ -382,6 +382,8 @@ class Oracle:
     @torch.inference_mode()
     def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
         """Return what each output token was chosen from: [len(output), vocabulary]."""
+        from transformers import DynamicCache
+
         if not is_dynamic(self.model.config):
             logits = self.model(torch.tensor([prompt + output[:-1]])).logits
             return logits[0, len(prompt) - 1 :]
@@ -389,10 +391,12 @@ class Oracle:
         # generation token by token tells; and the model remembers the longest it has seen.
         inner = self.model.model
         inner.rotary_emb = type(inner.rotary_emb)(self.model.config)
-        out = self.model(torch.tensor([prompt]), use_cache=True)
-        rows = [out.logits[0, -1]]
-        for token in output[:-1]:
-            out = self.model(torch.tensor([[token]]), past_key_values=out.past_key_values)
+        cache = DynamicCache(config=self.model.config)
+        rows = []
+        for new in (prompt, *([token] for token in output[:-1])):
+            # By position: the argument is named `cache` since transformers 5.24, and was
+            # `past_key_values` before.
+            out = self.model(torch.tensor([new]), None, None, cache)
             rows.append(out.logits[0, -1])
         return torch.stack(rows)
 
