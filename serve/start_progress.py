@@ -6,6 +6,7 @@ one another there; a pipe or a file gets each of them.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import sys
@@ -143,5 +144,11 @@ def draw_on_terminal() -> None:
     if isinstance(sys.stdout, OneLineStream) or not (sys.stdout.isatty() and sys.stderr.isatty()):
         return
     line = OneLine()
-    sys.stdout = line.stream(sys.stdout)
-    sys.stderr = line.stream(sys.stderr)
+    stand_ins = {each: line.stream(each) for each in (sys.stdout, sys.stderr)}
+    sys.stdout, sys.stderr = stand_ins[sys.stdout], stand_ins[sys.stderr]
+    # Ray Serve's logger, among others, took hold of the stream when it was set up.
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", ()):  # a placeholder in the tree has none
+            if isinstance(handler, logging.StreamHandler) and handler.stream in stand_ins:
+                handler.setStream(stand_ins[handler.stream])

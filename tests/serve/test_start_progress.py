@@ -23,9 +23,11 @@ SERVE = Path(sys.executable).with_name("serve")
 COLUMNS = 100
 PREFIX = "\x1b[36m(ServeReplica:default:Ingress pid=1)\x1b[0m 2026-11-24 02:22:50,923 INFO"
 PRINTS = """
+import logging
 import sys
 from serve.start_progress import draw_on_terminal
 
+logging.getLogger("ray.serve").addHandler(logging.StreamHandler())  # holds today's sys.stderr
 draw_on_terminal()
 prefix = sys.argv[1]
 print("before")
@@ -34,6 +36,8 @@ print(f"{prefix} lockstep.ingress: loading, 7 s: mixed: " + "compiling " * 30, f
 print("half a line, ", end="")
 print("and the rest")
 print(f"{prefix} lockstep.ingress: compiling while it serves, 9 s: mixed: compiling 1/5 for 2 s")
+logging.getLogger("ray.serve").warning("is ready at /")
+print(f"{prefix} lockstep.ingress: compiling while it serves, 9 s: mixed: compiling 2/5 for 3 s")
 print(f"{prefix} lockstep.ingress: ready after 12.0 s", file=sys.stderr)
 print()
 print("behind", flush=True)
@@ -83,7 +87,8 @@ def test_progress_is_drawn_over_itself_and_other_lines_stay(terminal: Terminal) 
     )
     written = terminal.read()
     ready = f"{PREFIX} lockstep.ingress: ready after 12.0 s"
-    assert terminal.screen() == ["before", "half a line, and the rest", ready, "", "behind", ""]
+    others = ["before", "half a line, and the rest", "is ready at /", ready, "", "behind", ""]
+    assert terminal.screen() == others
     assert "loading, 2 s: mixed: starting for 2 s" in written
     assert "compiling while it serves, 9 s" in written
     drawn = re.findall(r"\r\x1b\[2K(loading[^\r\n]*)", written)
