@@ -149,8 +149,9 @@ class Router:
                     request.request_id, FinishReason.ERROR, f"{losses}, at last: {output.error}"
                 )
                 return
-            log.warning("%s: %s; it is prefilled again", attempt.request_id, output.error)
+            # Behind the pause, in which a client may turn out to have left.
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
+            log.warning("%s: %s; it is prefilled again", attempt.request_id, output.error)
 
     async def _attempt(
         self, request: GenerateRequest, record: SequenceRecord

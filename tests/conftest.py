@@ -29,10 +29,12 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+import contextlib
 import importlib.util
+import random
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +115,26 @@ def _unsealed() -> Iterator[None]:
         capture.unseal()
 
 
+@pytest.fixture(scope="session")
+def new_port() -> Callable[[], int]:
+    """Returns another TCP port with each call, on which nobody listened a moment ago.
+
+    They lie between those that Ray gives its workers and those that the system gives to whoever
+    asks for any, so that nobody comes upon one before the test uses it.
+    """
+    ports = random.SystemRandom().sample(range(20_000, 32_000), 1000)
+
+    def new() -> int:
+        while True:
+            port = ports.pop()
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+
+    return new
+
+
 @pytest.fixture
-def free_port() -> int:
+def free_port(new_port: Callable[[], int]) -> int:
     """A TCP port on which nobody listened a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return new_port()

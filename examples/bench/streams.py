@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import platform
 import random
@@ -273,7 +274,7 @@ async def measure(server: Measurable, load: Load, turn: str) -> Figures:
         tokens_per_s=num_tokens / took,
         ttft_ms=1e3 * statistics.mean(s.chunks_at[0] - s.asked_at for s in done),
         tpot_ms=1e3 * statistics.mean(decoding) / max(load.output_len - 1, 1),
-        gap_p99_ms=1e3 * sorted(gaps)[int(0.99 * (len(gaps) - 1))] if gaps else 0.0,
+        gap_p99_ms=1e3 * sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1] if gaps else 0.0,
         cpu_s=1e3 * cpu_s / num_tokens,
         chunks=100 * sum(len(s.chunks_at) for s in done) / num_tokens,
         memory_mib=server.memory_bytes() / 2**20,

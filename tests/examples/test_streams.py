@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +26,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_servers_are_asked_in_turn_and_compared(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (tmp_path / "app.yaml").write_text(APPLICATION.format(port=port))
-    server = (f"http://127.0.0.1:{port}", shlex.join([str(SERVE), "run", f"{tmp_path}/app.yaml"]))
+def test_servers_are_asked_in_turn_and_compared(tmp_path: Path, free_port: int) -> None:
+    (tmp_path / "app.yaml").write_text(APPLICATION.format(port=free_port))
+    server = (
+        f"http://127.0.0.1:{free_port}",
+        shlex.join([str(SERVE), "run", f"{tmp_path}/app.yaml"]),
+    )
     loads = ("--streams", "1", "3", "--input", "16", "--output", "8", "--repeats", "1")
     loads += ("--arriving", "24")
     out = tmp_path / "out.json"

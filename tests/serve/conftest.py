@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = Path(sys.executable).with_name("serve")
 """Ray's command, in the environment that runs the tests."""
+
+FIGURES = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
+Ranks = dict[str, list[dict[str, Any]]]
+"""By pool: what `/ready` tells of each rank."""
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Server:
 
     def ranks(self, pool: str) -> list[dict[str, Any]]:
         _, body = self.get("/ready")
-        return [rank for replica in body["pools"][pool]["replicas"] for rank in replica["ranks"]]
+        return self._ranks(body["pools"][pool])
 
     def ready_ranks(self, pool: str, timeout_s: float = 60) -> list[dict[str, Any]]:
         """Return a pool's ranks once each has reported that it is ready.
@@ -54,6 +57,28 @@ class Server:
             assert time.monotonic() < deadline, self.ranks(pool)
             time.sleep(0.1)
         return self.ranks(pool)
+
+    def settled_ranks(
+        self, have_told: Callable[[Ranks], bool] = lambda ranks: True, timeout_s: float = 60
+    ) -> Ranks:
+        """Wait until nothing runs; return the ranks by pool, whose figures two looks found alike.
+
+        Ranks, their pool and the ingress each tell four times a second what they have heard, and
+        are late where the machine is busy: `have_told` says that what is waited for is there.
+        """
+        deadline = time.monotonic() + timeout_s
+        last: list[Any] = []
+        while True:
+            _, body = self.get("/ready")
+            ranks = {name: self._ranks(pool) for name, pool in body["pools"].items()}
+            every = [rank for pool in ranks.values() for rank in pool]
+            figures = [rank[name] for rank in every for name in FIGURES]
+            is_idle = all(r["num_free_blocks"] == r["num_blocks"] for r in every)
+            if is_idle and figures == last and have_told(ranks):
+                return ranks
+            assert time.monotonic() < deadline, ranks
+            last = figures
+            time.sleep(1)
 
     def wait_until_ready(self, timeout_s: float = 300, *, is_compiled: bool = True) -> None:
         """Wait for all pools; unless told otherwise also until they have gone over to graphs."""
@@ -69,9 +94,12 @@ class Server:
             time.sleep(0.1)
         raise AssertionError(f"not ready after {timeout_s} s:\n{self.log.read_text()}")
 
+    def _ranks(self, pool: dict[str, Any]) -> list[dict[str, Any]]:
+        return [rank for replica in pool["replicas"] for rank in replica["ranks"]]
+
 
 @pytest.fixture(scope="session")
-def http_port(ray_cluster: Any) -> Iterator[int]:
+def http_port(ray_cluster: Any, new_port: Callable[[], int]) -> Iterator[int]:
     """Ray Serve's HTTP proxy on a free port of the run's cluster.
 
     `serve run` takes no port, but joins an instance that is there: two proxies on one port would
@@ -79,9 +107,7 @@ def http_port(ray_cluster: Any) -> Iterator[int]:
     """
     from ray import serve as ray_serve
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = new_port()
     ray_serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     yield port
     ray_serve.shutdown()

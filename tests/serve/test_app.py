@@ -24,6 +24,7 @@ from serve.config import deploy_config
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
 
 
 @pytest.fixture(scope="module")
@@ -108,33 +109,29 @@ def test_the_raw_bytes_of_a_stream(server: Any) -> None:
 def test_the_decode_rank_computes_no_prompt_and_no_kv_byte_is_lost(
     server: Any, client: openai.OpenAI
 ) -> None:
-    before = settled(server)
+    before = server.settled_ranks()
     answers = [ask(client, f"What is {a} + 7?", max_tokens=16) for a in range(10, 16)]
-    after = settled(server)
-    grown = {
-        pool: {name: after[pool][name] - before[pool][name] for name in COUNTERS}
-        for pool in ("prefill", "decode")
-    }
     prompt_tokens = sum(answer.usage.prompt_tokens for answer in answers)
     cached = sum(answer.usage.prompt_tokens_details.cached_tokens for answer in answers)
+
+    def grown_by(ranks: dict[str, list[dict[str, Any]]], pool: str, name: str) -> int:
+        return int(ranks[pool][0][name] - before[pool][0][name])
+
+    after = server.settled_ranks(
+        lambda now: (
+            grown_by(now, "prefill", "prompt_tokens_computed") >= prompt_tokens - cached
+            and grown_by(now, "decode", "kv_bytes_received")
+            >= grown_by(now, "prefill", "kv_bytes_sent")
+        )
+    )
+    grown = {
+        pool: {name: grown_by(after, pool, name) for name in FIGURES}
+        for pool in ("prefill", "decode")
+    }
     assert grown["prefill"]["prompt_tokens_computed"] == prompt_tokens - cached
     assert grown["decode"]["prompt_tokens_computed"] == 0
     assert grown["prefill"]["kv_bytes_sent"] == grown["decode"]["kv_bytes_received"] > 0
-    assert after["prefill"]["pid"] != after["decode"]["pid"]
-
-
-COUNTERS = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
-
-
-def settled(server: Any, timeout_s: float = 5.0) -> dict[str, Any]:
-    """Wait until nothing runs and return both ranks' figures."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        time.sleep(0.5)  # figures are at most half a second old
-        ranks = {pool: server.ranks(pool)[0] for pool in ("prefill", "decode")}
-        if all(r["num_free_blocks"] == r["num_blocks"] for r in ranks.values()):
-            return ranks
-        assert time.monotonic() < deadline, ranks
+    assert after["prefill"][0]["pid"] != after["decode"][0]["pid"]
 
 
 @pytest.mark.feature("T01")
@@ -228,7 +225,7 @@ def test_stop_strings_end_a_stream_and_the_sequence(server: Any, client: openai.
     assert "7" not in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == "7"
-    settled(server)
+    server.settled_ranks()
 
 
 def test_200_clients_that_leave_mid_stream_leave_nothing_behind(

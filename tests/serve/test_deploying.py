@@ -6,14 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,20 +34,11 @@ class Cluster(NamedTuple):
     dashboard: str
 
 
-def free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    gcs, dashboard, agent, client = free_ports(4)
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, new_port: Callable[[], int]
+) -> Iterator[Cluster]:
+    gcs, dashboard, agent, client = (new_port() for _ in range(4))
     ports = [f"--port={gcs}", f"--dashboard-port={dashboard}"]
     ports += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
     size = ("--num-cpus=8", "--object-store-memory=200000000")
@@ -156,9 +146,9 @@ def deployable(path: Path, port: int, *applications: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def http_port() -> int:
+def http_port(new_port: Callable[[], int]) -> int:
     """Of Serve, which keeps it for as long as the cluster lives."""
-    return free_ports(1)[0]
+    return new_port()
 
 
 def application(name: str, route: str, **args: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,14 +38,14 @@ serve.run(app, blocking=True)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], str, Path]]]:
+def run(
+    tmp_path: Path, new_port: Callable[[], int]
+) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], str, Path]]]:
     """Return a function that starts an application on a cluster of its own."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = new_port()
         log = tmp_path / "log"
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         with log.open("wb") as out:

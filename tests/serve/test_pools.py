@@ -151,6 +151,11 @@ class PoolOfGroups(PoolWithoutRanks):
         self.pushed.append((report.state, report.group.ranks))
         self.in_state_s.append(report.in_state_s)
 
+    async def has_pushed(self, state: str) -> None:
+        async with asyncio.timeout(30):
+            while state not in (told for told, _ in self.pushed):
+                await asyncio.sleep(0.01)
+
 
 class PoolConfig:
     name = "mixed"
@@ -159,15 +164,16 @@ class PoolConfig:
 @pytest.mark.feature("P14")
 def test_ranks_of_a_group_that_ended_are_told_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "REPORT_PERIOD_S", 0.01)
-    monkeypatch.setattr(pools, "STUCK_AFTER_S", 0.025)
+    monkeypatch.setattr(pools, "STUCK_AFTER_S", 0.5)
     pool = PoolOfGroups()
 
     async def scenario() -> None:
         pool._spawn(pool._report())  # type: ignore[misc]
-        await asyncio.sleep(0.2)
+        await pool.has_pushed("stuck")
+        await asyncio.sleep(1)
         pool._group = Group(1, pool)
         pool._enter("restarting")
-        await asyncio.sleep(0.05)
+        await pool.has_pushed("restarting")
         pool._tasks[0].cancel()
 
     asyncio.run(scenario())

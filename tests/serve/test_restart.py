@@ -205,6 +205,8 @@ def test_leaders_that_fail_inside_a_step_or_a_capture_are_named_and_nothing_is_t
 ) -> None:
     options = ["pools=mixed", "dtype=float32", "O=0", "max_num_seqs=64", "kv_memory=64MiB"]
     options += ["mixed.data_parallel_size=2", "compilation.cudagraph_mode=FULL_DECODE_ONLY"]
+    # So many graphs that capturing takes long enough to be seen.
+    options += [f"compilation.cudagraph_capture_sizes={list(range(1, 65))}"]
     app = start_app("leaders", *options)
     told = []
     with Load(app.url) as load:

@@ -390,3 +390,27 @@ def test_a_client_that_leaves_is_not_prefilled_again() -> None:
     pool, tokens = asyncio.run(main())
     assert len(pool.submitted) == 1
     assert tokens.aborted == ["r.0"]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_is_said_to_be_prefilled_again_when_it_is(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router_module, "LEAVING_GRACE_S", 0)
+
+    async def main() -> int:
+        tokens = Tokens()
+        pool = Pool(tokens, cancel, lambda mailbox: finish(mailbox, position=1))
+        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
+        outputs = router.generate(REQUEST)
+        await anext(outputs)
+        client = asyncio.ensure_future(anext(outputs))
+        while not tokens.aborted:  # its call is lost, and the pause begins
+            await asyncio.sleep(0)
+        if leaves:
+            client.cancel()
+        await asyncio.wait([client])
+        return len(pool.submitted)
+
+    assert asyncio.run(main()) == (1 if leaves else 2)
+    assert ("prefilled again" in caplog.text) != leaves

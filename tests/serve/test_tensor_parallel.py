@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +47,13 @@ def test_groups_of_two_ranks_answer_as_one_rank_does(
             [offline] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60))
             assert served.choices[0].token_ids == offline.outputs[0].token_ids  # type: ignore[attr-defined]
     if name == "pd":
-        time.sleep(1.0)  # figures are at most half a second old
-        sent = [r["kv_bytes_sent"] for r in app.ranks("prefill")]
-        assert sent == [r["kv_bytes_received"] for r in app.ranks("decode")]
+        ranks = app.settled_ranks(
+            lambda ranks: (
+                all(r["kv_bytes_sent"] for r in ranks["prefill"])
+                and all(r["kv_bytes_received"] for r in ranks["decode"])
+            )
+        )
+        sent = [r["kv_bytes_sent"] for r in ranks["prefill"]]
+        assert sent == [r["kv_bytes_received"] for r in ranks["decode"]]
         assert sent[0] == sent[1] > 0
-        assert [r["held_tickets"] for r in app.ranks("prefill")] == [0, 0]
+        assert [r["held_tickets"] for r in ranks["prefill"]] == [0, 0]

@@ -120,7 +120,7 @@ def test_a_request_through_two_pools_is_traced_and_logged_without_its_prompt(
         answer = ask(client, "whole", max_tokens=30)
         ask(client, "two", max_tokens=10, n=2)
         with ask(
-            client, "left", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            client, "left", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
         ) as it:
             next(iter(it))
         with pytest.raises(openai.BadRequestError):

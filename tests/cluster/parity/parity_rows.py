@@ -108,7 +108,6 @@ class Load:
     max_model_len: int = 256
     graph_tokens: tuple[int, ...] = ()
     """Captured for steps of prompts."""
-    empty_within_s: float = 5.0
     expect: Callable[[Run], None] = lambda run: None
     features: str = ""
 
@@ -464,6 +463,6 @@ LOADS = {
     "pools": POOLS,
     "roomy pools": replace(POOLS, num_kv_blocks=900, expect=none_was_pre_empted),
     "few": replace(POOLS, requests=drawn(17, 4, 150), num_kv_blocks=400),
-    "cut": replace(POOLS, requests=cut(14, 40, 30), num_kv_blocks=400, empty_within_s=1.0),
+    "cut": replace(POOLS, requests=cut(14, 40, 30), num_kv_blocks=400),
     "cut early": replace(POOLS, requests=cut(18, 12, 6)),
 }

@@ -37,6 +37,8 @@ from serve.tokens import TokenSocket
 FOLDER = Path(__file__).resolve().parent
 MAX_STEPS = 10_000
 MAX_SERVE_S = 120.0
+EMPTY_WITHIN_S = 5.0
+"""Behind the last request, also where clients have left; a lease is longer."""
 AFTER_READY = (
     "num_graphs_seen",
     "num_backend_compilations",
@@ -255,16 +257,17 @@ async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
     router = Router(dict(pools), socket)
 
     async def ask(i: int, request: Request) -> None:
+        num_tokens = 0
         async with aclosing(router.generate(request.message(i))) as outputs:
             async for output in outputs:
                 run.outputs[i].append(output)
-                if len(run.outputs[i]) == request.leaves_after:
+                num_tokens += len(output.token_ids)
+                if request.leaves_after and num_tokens >= request.leaves_after:
                     return
 
     async def settle(asked: list[asyncio.Task[None]]) -> None:
         await asyncio.gather(*asked)
-        within_s = LOADS[run.row.load].empty_within_s
-        await _until(lambda: all(pool.is_empty() for pool in pools.values()), within_s)
+        await _until(lambda: all(pool.is_empty() for pool in pools.values()), EMPTY_WITHIN_S)
 
     asked: list[asyncio.Task[None]] = []
     try:

@@ -50,15 +50,17 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
             shares.append(gaps.last_share)
 
         frames = dict(torch._dynamo.utils.counters["frames"])
-        prefill(0)
-        assert gaps.num_steps == 1  # the two steps of decodes replay full graphs
+        for i in range(3):
+            prefill(i)
+        assert gaps.num_steps == 3  # the two steps of decodes replay full graphs
         # Slow between pieces.
         monkeypatch.setattr(Attention, "attend", lambda *args: (time.sleep(0.02), attend(*args)))
-        prefill(1)
-        assert gaps.num_steps == 2
-    assert 0 < shares[0] < shares[1] < 1
-    assert shares[1] > 0.5
-    assert shares[0] < gaps.share < shares[1]
+        prefill(3)
+        assert gaps.num_steps == 4
+    *plain, slow = shares
+    assert 0 < min(plain) < slow < 1  # the machine may pause in one of them
+    assert slow > 0.5
+    assert min(plain) < gaps.share < max(shares)
     # Attention holds nothing that compiles while pieces are replayed.
     assert dict(torch._dynamo.utils.counters["frames"]) == frames
 

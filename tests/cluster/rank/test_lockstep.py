@@ -182,6 +182,27 @@ class Pair:
         body = encode(Submit(request, None))
         self.inboxes[rank].send_multipart(pack(body, CREDENTIALS))
 
+    def steps_asleep(self) -> list[int]:
+        """Wait until both leaders sleep behind the same step; return it for each."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            agreed = [leader.engine.agreed for leader in self.leaders]
+            steps = [each.step for each in agreed if each is not None]
+            is_idle = all(leader.engine.is_idle for leader in self.leaders)
+            if is_idle and len(steps) == len(agreed) and len(set(steps)) == 1:
+                return steps
+            time.sleep(0.002)
+        raise AssertionError("they do not sleep")
+
+    def tokens_told(self, wanted: dict[str, int]) -> dict[str, int]:
+        """Return how many tokens were told of each request, waiting for as many as are wanted."""
+        told = dict.fromkeys(wanted, 0)
+        deadline = time.monotonic() + 10
+        while (outputs := self.receive(0.1)) or (told != wanted and time.monotonic() < deadline):
+            for request_id, token_ids, _ in outputs:
+                told[request_id] += len(token_ids)
+        return told
+
     def receive(self, timeout_s: float) -> list[tuple[str, list[int], str]]:
         """Return request, tokens and finish reason of each output of the next frame, or nothing."""
         if not self.replies.poll(int(timeout_s * 1000)):
@@ -318,11 +339,8 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
     print(f"{last!r} after {took:.3f} s")
     assert took < 2.0
     # One token of each sequence in each of the three steps; nothing of the fourth.
-    tokens: dict[str, int] = {}
-    while outputs := pair.receive(0.1):
-        for request_id, token_ids, _ in outputs:
-            tokens[request_id] = tokens.get(request_id, 0) + len(token_ids)
-    assert tokens == {"a": 3, "b": 3}
+    wanted = {"a": 3, "b": 3}
+    assert pair.tokens_told(wanted) == wanted
     assert [step["step"] for step in pair.leaders[0].runner.steps.as_dicts()] == [1, 2, 3]
 
 
@@ -344,15 +362,12 @@ def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_
         assert not thread.is_alive()
     step = int(note.read_text().split()[0])
     told = step + 1 if field == "step" else step  # by whom it is altered
-    wanted = rf"rank dp=1 tp=0 epoch=2 step {told}: {field}: wanted .*, found .*"
-    assert re.fullmatch(wanted, str(errors[0]).splitlines()[-1])
+    message = rf"rank dp=1 tp=0 epoch=2 step {told}: {field}: wanted .*, found .*"
+    assert re.fullmatch(message, str(errors[0]).splitlines()[-1])
     # It may not be able to run what it agreed on: it told its peer before.
     assert isinstance(errors[1], StepDivergence | ValueError)
-    tokens = {"a": 0, "b": 0}
-    while outputs := pair.receive(0.1):
-        for request_id, token_ids, _ in outputs:
-            tokens[request_id] += len(token_ids)
-    assert tokens == {"a": step - 1, "b": step - 1}
+    wanted = {"a": step - 1, "b": step - 1}
+    assert pair.tokens_told(wanted) == wanted
     for leader in pair.leaders:
         assert [each["step"] for each in leader.runner.steps.as_dicts()] == list(range(1, step))
         leader._close()
@@ -364,19 +379,17 @@ def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together
 ) -> None:
     errors = run_both(pair)
     for i in range(6):
-        time.sleep(0.03)
-        steps = [leader.engine.agreed.step for leader in pair.leaders]  # type: ignore[union-attr]
-        assert all(leader.engine.is_idle for leader in pair.leaders)
+        steps = pair.steps_asleep()
         pair.submit(i % 2, str(i), 2)
         finish = ""
         while not finish:
             [(request_id, _, finish)] = pair.receive(5.0)
             assert request_id == str(i)
+        pair.steps_asleep()
         time.sleep(0.02)
         # Two steps with work and the one that lets them sleep; nobody spins, and at most one
         # leader has looked around by itself meanwhile.
-        ended = [leader.engine.agreed.step for leader in pair.leaders]  # type: ignore[union-attr]
-        assert ended[0] == ended[1]
+        ended = pair.steps_asleep()
         assert 3 <= ended[0] - steps[0] <= 5
     # The rank without a request ran all the same steps, as dummies.
     first, second = (leader.runner.steps.as_dicts() for leader in pair.leaders)

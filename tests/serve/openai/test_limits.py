@@ -340,7 +340,9 @@ def test_what_waited_for_a_slow_client_comes_when_it_reads(app: Any, backend: An
     async def main() -> list[bytes]:
         connection = Connection({"prompt": "a", "stream": True, "return_token_ids": True})
         call = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while not backend.closed_at:  # all has come
+                await asyncio.sleep(0.002)
         connection.reads.set()
         await call
         return connection.sent

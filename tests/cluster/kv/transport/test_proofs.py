@@ -216,7 +216,7 @@ def test_a_lease_ends_in_time_whatever_is_sent(reader: Reader) -> None:
         is_over.set()
         thread.join(timeout=5)
     assert reader.server.take_ended() == [ticket]
-    assert 0.4 < took < 2.0
+    assert 0.4 < took < 8
 
 
 # --- a reader, and a holder that is not one -------------------------------------------------------
@@ -326,13 +326,17 @@ class Target:
     context: Context
     puller: KVPuller
     pool: torch.Tensor
+    monkeypatch: pytest.MonkeyPatch
 
-    def read(self, holder: Holder, ticket: int = 1) -> KVReadResult:
+    def read(
+        self, holder: Holder, ticket: int = 1, *, answer_timeout_s: float = 5.0
+    ) -> KVReadResult:
+        self.monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", answer_timeout_s)
         source = KVSource(0, "elsewhere", 0, -1, holder.address, holder.process)
         handoff = KVHandoff(ticket, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
         self.puller.expect("r", handoff)
         self.puller.start("r", handoff, [0], [3])
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             if results := self.puller.take_finished():
                 return results[0]
@@ -342,12 +346,11 @@ class Target:
 
 @pytest.fixture
 def target(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
-    monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", 0.5)
     mine = pool()
     puller = KVPuller(
         mine, tp_rank=0, transport="tcp", context=context, credentials=OURS, doorbell=Doorbell()
     )
-    yield Target(context, puller, mine)
+    yield Target(context, puller, mine, monkeypatch)
     puller.close()
 
 
@@ -371,7 +374,7 @@ def test_an_answer_that_cannot_be_right_ends_the_read_and_not_the_rank(
     contexts: list[Context] = [zmq.Context(), zmq.Context()]
     bad, good = Holder(contexts[0], script), Holder(contexts[1], honest)
     try:
-        result = target.read(bad)
+        result = target.read(bad, answer_timeout_s=0.5)
         assert not result.ok
         with pytest.raises(AssertionError, match=error):
             raise AssertionError(result.error)
@@ -402,7 +405,7 @@ def test_an_answer_is_good_for_one_call(target: Target) -> None:
     try:
         assert target.read(holder).ok
         target.pool.zero_()
-        result = target.read(holder, ticket=2)
+        result = target.read(holder, ticket=2, answer_timeout_s=0.5)
         assert not result.ok and "no answer" in result.error
         assert not target.pool.any()
     finally:
