@@ -24,7 +24,6 @@ from serve.config import deploy_config
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +113,21 @@ def test_the_decode_rank_computes_no_prompt_and_no_kv_byte_is_lost(
     prompt_tokens = sum(answer.usage.prompt_tokens for answer in answers)
     cached = sum(answer.usage.prompt_tokens_details.cached_tokens for answer in answers)
 
-    def grown_by(ranks: dict[str, list[dict[str, Any]]], pool: str, name: str) -> int:
+    def grown(ranks: dict[str, list[dict[str, Any]]], pool: str, name: str) -> int:
         return int(ranks[pool][0][name] - before[pool][0][name])
 
+    def received(ranks: dict[str, list[dict[str, Any]]]) -> bool:
+        sent = grown(ranks, "prefill", "kv_bytes_sent")
+        return 0 < sent <= grown(ranks, "decode", "kv_bytes_received")
+
+    computed = prompt_tokens - cached
     after = server.settled_ranks(
-        lambda now: (
-            grown_by(now, "prefill", "prompt_tokens_computed") >= prompt_tokens - cached
-            and grown_by(now, "decode", "kv_bytes_received")
-            >= grown_by(now, "prefill", "kv_bytes_sent")
-        )
+        lambda now: grown(now, "prefill", "prompt_tokens_computed") >= computed and received(now)
     )
-    grown = {
-        pool: {name: grown_by(after, pool, name) for name in FIGURES}
-        for pool in ("prefill", "decode")
-    }
-    assert grown["prefill"]["prompt_tokens_computed"] == prompt_tokens - cached
-    assert grown["decode"]["prompt_tokens_computed"] == 0
-    assert grown["prefill"]["kv_bytes_sent"] == grown["decode"]["kv_bytes_received"] > 0
+    assert grown(after, "prefill", "prompt_tokens_computed") == computed
+    assert grown(after, "decode", "prompt_tokens_computed") == 0
+    sent = grown(after, "prefill", "kv_bytes_sent")
+    assert sent == grown(after, "decode", "kv_bytes_received") > 0
     assert after["prefill"][0]["pid"] != after["decode"][0]["pid"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -37,6 +37,8 @@ RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
 """(config, epoch=0): a group that has started; its ranks are killed at the end."""
 Generate = Callable[..., Any]
 """(inboxes, prompts, num_tokens, pause_s=0): see `_generate`."""
+Reported = Callable[..., Any]
+"""(group): see `_reported`."""
 
 
 @pytest.fixture
@@ -47,6 +49,19 @@ def running_group(ray_cluster: Any) -> RunningGroup:
 @pytest.fixture
 def generate() -> Generate:
     return _generate
+
+
+@pytest.fixture
+def reported() -> Reported:
+    return _reported
+
+
+async def _reported(group: Any) -> Any:
+    """Return a group's report, asked for again while its ranks are late, as right after a start."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(TimeoutError):
+                return await group.report()
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def config(oracle: Any) -> EngineConfig:
 
 @pytest.mark.feature("P19")
 def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
-    ray_cluster: Any, make_oracle: Callable[[str], Any]
+    ray_cluster: Any, reported: Any, make_oracle: Callable[[str], Any]
 ) -> None:
     import ray
 
@@ -47,11 +46,7 @@ def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
 
     async def scenario() -> None:
         await group.start()
-        async with asyncio.timeout(60):
-            report = None
-            while report is None:
-                with suppress(TimeoutError):  # right after its start a rank may be late
-                    report = await group.report()
+        report = await reported(group)
         # Census: as many actors as places, each with a process, a place and a bundle of its own.
         places = [(r.dp_rank, r.tp_rank, r.epoch) for r in report.ranks]
         assert places == [(0, 0, 3)]

@@ -39,14 +39,6 @@ def config(oracle: Any, tensor_parallel_size: int) -> EngineConfig:
     )
 
 
-async def reported(group: Any) -> Any:
-    """Return a group's report, asked for again while its ranks are late."""
-    async with asyncio.timeout(60):
-        while True:
-            with suppress(TimeoutError):
-                return await group.report()
-
-
 def prompts_for(oracle: Any) -> list[list[int]]:
     rng = random.Random(21)
     vocab = oracle.model.config.vocab_size
@@ -60,6 +52,7 @@ def prompts_for(oracle: Any) -> list[list[int]]:
 def test_ranks_of_a_group_generate_what_transformers_does(
     running_group: Any,
     generate: Any,
+    reported: Any,
     make_oracle: Callable[[str], Any],
     shape: str,
     size: int,
@@ -99,6 +92,7 @@ def test_ranks_of_a_group_generate_what_transformers_does(
 def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
     running_group: Any,
     generate: Any,
+    reported: Any,
     make_oracle: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
     busy: bool,
