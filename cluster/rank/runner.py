@@ -6,13 +6,14 @@ eager or replayed, is `cluster/rank/forward.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,6 @@ from cluster.engine.blocks import check_num_blocks
 from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepLog
 from cluster.engine.lockstep import get_dp_padding
-from cluster.grammars import Vocabulary, VocabularyError
 from cluster.messages import (
     PromptTargets,
     SampledTokens,
@@ -36,7 +36,6 @@ from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import Progress, StepForward, StepOutput
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
-from cluster.rank.grammar_masks import GrammarMasks
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.status import PhaseRecorder
@@ -49,6 +48,9 @@ from model.kv_cache import KVCacheSpec
 from model.parallel import Shard
 from model.sampler import SamplerOutput, sample, score
 from model.weights import load_model
+
+if TYPE_CHECKING:
+    from cluster.rank.grammar_masks import GrammarMasks
 
 log = logging.getLogger("lockstep.rank")
 MAX_SCORED_ROWS = 256
@@ -391,8 +393,17 @@ class ModelRunner:
         return allowed - (total - free) - self._step_bytes - graph_bytes
 
 
-def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks:
-    """Return what compiles grammars for the checkpoint's tokenizer, if it has one that can."""
+def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | None:
+    """Return what compiles grammars, or None if their library is not installed.
+
+    The engine runs without it, and refuses requests that have a grammar.
+    """
+    if importlib.util.find_spec("llguidance") is None:
+        log.warning("llguidance is not installed: requests with a grammar are refused")
+        return None
+    from cluster.grammars import Vocabulary, VocabularyError
+    from cluster.rank.grammar_masks import GrammarMasks
+
     path = Path(config.model_path)
     vocab_size = ModelConfig.from_dir(path).vocab_size
     vocabulary: Vocabulary | VocabularyError

@@ -120,7 +120,9 @@ def _replace(graph: torch.fx.Graph, match: Match) -> None:
     for new, old in zip(results, (norm, summed), strict=True):
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
-    fused.meta = {key: old for key, old in norm.meta.items() if key not in ("val", "example_value")}
+    # `eager_input_vals` holds the norm's own arguments; Inductor matches them to the op's schema.
+    left_out = ("val", "example_value", "eager_input_vals")
+    fused.meta = {key: old for key, old in norm.meta.items() if key not in left_out}
     key = "val" if "val" in norm.meta else "example_value"
     fused.meta[key] = tuple(value(new) for new in results)
     for node in graph_pass.matched_nodes(match):
