@@ -196,7 +196,7 @@ def print_rows(name: str, options: argparse.Namespace) -> None:
     import torch
     from gpu_check_rows import Setting
 
-    if options.time_limit > STACKS_S:
+    if STACKS_S < options.time_limit < math.inf:
         faulthandler.dump_traceback_later(options.time_limit - STACKS_S)
     kind, *arguments = name.split("-")
     part = getattr(importlib.import_module(PARTS[name][0]), f"part_{kind}")
