@@ -164,3 +164,25 @@ def test_what_a_graph_needs_follows_from_the_model(tiny_checkpoint: Any) -> None
     config = ModelConfig.from_dir(tiny_checkpoint)
     assert bytes_per_token(config, "float32") == 2 * bytes_per_token(config, "bfloat16")
     assert free_memory_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_what_a_graph_of_a_sparse_model_needs_counts_each_tokens_experts() -> None:
+    dense: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    sparse = dense | experts | {"architectures": ["Qwen3MoeForCausalLM"]}
+    plain, routed = (ModelConfig.from_dict(each, "config.json") for each in (dense, sparse))
+    row = 24 * 2 + 32 * 4  # gated in bfloat16, computed in float32
+    for ranks in (1, 3):
+        more = bytes_per_token(routed, "bfloat16", ranks) - bytes_per_token(
+            plain, "bfloat16", ranks
+        )
+        assert more == ranks * 4 * row
