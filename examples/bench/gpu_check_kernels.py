@@ -215,9 +215,11 @@ def prefills(
                 dispatch.paged_prefill(q, k, v, *args)
                 return
             from model.kernels import triton_prefill
+            from model.kernels.triton_tiles import arch_of
 
             group = cache.num_heads // cache.num_kv_heads
-            own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype)
+            arch = arch_of(q.device)
+            own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype, arch)
             triton_prefill.paged_prefill(q, *args, replace(own, **other_tiles))
 
         call()
