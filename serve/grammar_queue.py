@@ -40,7 +40,7 @@ from serve.structured import StructuredOutputsParams, Verdicts, key_of, refused
 
 log = logging.getLogger("lockstep.grammars")
 
-QUICK_CPU_S = 0.25
+QUICK_CPU_S = 0.1
 """Of a processor, for which a grammar is tried at first. Ordinary ones take some milliseconds."""
 MAX_GRAMMARS_WAITING = 256
 """Grammars that wait to be compiled; beyond that the client of whom most wait gets 429."""
@@ -88,13 +88,17 @@ class Turns:
 
     def __init__(self, num_processes: int) -> None:
         """Decide for so many processes."""
-        self._num_processes = num_processes
-        self._max_long = max(1, num_processes - 1)
+        self.num_processes = num_processes
         self._waiting: dict[Job, None] = {}
         self._running: dict[Job, float] = {}
         """With the processor time that its client was charged in advance."""
         self._spent: OrderedDict[Client, tuple[float, float]] = OrderedDict()
         """Seconds of a processor by client, and when that was so; the last charged last."""
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether any job waits."""
+        return bool(self._waiting)
 
     def spent_s(self, client: Client, now: float) -> float:
         """Return what a client's grammars took, less what is forgotten."""
@@ -128,9 +132,10 @@ class Turns:
 
     def take(self, now: float) -> Job | None:
         """Return the next to be compiled, or None if no process is free for any."""
-        if len(self._running) >= self._num_processes:
+        if len(self._running) >= self.num_processes:
             return None
-        may_be_long = sum(job.is_long for job in self._running) < self._max_long
+        max_long = max(1, self.num_processes - 1)
+        may_be_long = sum(job.is_long for job in self._running) < max_long
         spent_s = {job.client: self.spent_s(job.client, now) for job in self._waiting}
         job = min(
             (job for job in self._waiting if may_be_long or not job.is_long),
@@ -165,14 +170,16 @@ class GrammarQueue:
     ) -> None:
         """Start nothing yet; the tokenizer.json lies in the directory `path`."""
         num = num_processes or _num_processes_here()
-        self._idle = [GrammarProcess(path) for _ in range(num)]
-        """The last one is used next: it is the likeliest to run already."""
+        self._idle = [GrammarProcess(path)]
+        """Processes that compile nothing now."""
+        self._cold = [GrammarProcess(path) for _ in range(num - 1)]
+        """Those that were not needed yet: no grammar waits for one to start."""
         self._threads = ThreadPoolExecutor(num, "grammars")
         self._clock = clock
         self._lock = threading.Lock()
         """Of all that follows."""
         self._verdicts = Verdicts()
-        self._turns = Turns(num)
+        self._turns = Turns(num_processes=1)
         self._jobs: dict[bytes, Job] = {}
         self._num_asked = 0
         self._lost: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
@@ -184,7 +191,7 @@ class GrammarQueue:
         One that does not start is started again for the first grammar.
         """
         try:
-            self._idle[-1].start()
+            self._idle[0].start()
         except GrammarProcessLost as error:
             log.warning("%s", error)
 
@@ -250,6 +257,20 @@ class GrammarQueue:
         with self._lock:
             while (job := self._turns.take(self._clock())) is not None:
                 self._threads.submit(self._run, job, self._idle.pop())
+            if self._turns.are_waiting and self._cold:
+                self._threads.submit(self._start_another, self._cold.pop())
+
+    def _start_another(self, process: GrammarProcess) -> None:
+        """Start a process in a thread, for grammars that wait when it is ready."""
+        try:
+            process.start()
+        except GrammarProcessLost as error:
+            log.warning("%s; one process goes on", error)
+            return
+        with self._lock:
+            self._idle.append(process)
+            self._turns.num_processes += 1
+        self._go_on()
 
     def _run(self, job: Job, process: GrammarProcess) -> None:
         """Try a grammar once, in a thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from serve import grammar_queue
 from serve.admission import Overloaded
 from serve.clients import UNKNOWN, Client
+from serve.config import bundled_model
 from serve.grammar_process import MAX_CPU_S, GrammarProcessLost, Tried
 from serve.grammar_queue import (
     MAX_GRAMMARS_WAITING,
@@ -119,18 +121,18 @@ def test_clients_with_costly_grammars_share_the_time() -> None:
 def test_a_costly_grammar_is_compiled_though_quick_ones_of_others_keep_coming() -> None:
     compiling = Compiling(1)
     others = [Client(str(i)) for i in range(3)]
-    ask_each(compiling, others, cost_s=0.2)
+    ask_each(compiling, others, cost_s=0.09)
     costly = compiling.ask(HONEST, 1.5)
     while costly not in compiling.ended_at and compiling.now < 60:
         if (job := compiling.end_one()) is not None:
-            compiling.ask(job.client, 0.2)
+            compiling.ask(job.client, 0.09)
     assert compiling.ended_at[costly] < 30
 
 
 @settings(deadline=None)
 @given(
     st.integers(1, 2),
-    st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from([0.01, 0.2, 1.0, 9.0]))),
+    st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from([0.01, 0.09, 1.0, 9.0]))),
 )
 def test_each_is_tried_at_most_twice_and_one_process_is_left_to_quick_ones(
     num: int, asked: list[tuple[str, float]]
@@ -203,6 +205,7 @@ def queue_of(
 ) -> tuple[GrammarQueue, ScriptedProcess]:
     queue, process = GrammarQueue(Path(), 1, clock), ScriptedProcess(do)
     queue._idle[:] = [process]  # type: ignore[list-item]
+    assert not queue._cold
     return queue, process
 
 
@@ -276,3 +279,31 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.Monk
     queue._idle.append(taken)
     queue._go_on()
     assert process.budgets == [] and queue._jobs == {}
+
+
+@pytest.mark.feature("R09")
+def test_no_grammar_waits_for_the_second_process_to_start() -> None:
+    queue = GrammarQueue(Path(bundled_model()), num_processes=2)
+    queue.start()
+    [ready], [cold] = queue._idle, queue._cold
+
+    assert ready._process is not None
+    running = ready._process
+    running.send_signal(signal.SIGSTOP)
+
+    async def all_at_once() -> list[str]:
+        wanted = [StructuredOutputsParams(regex=f"[a-c]{{{i}}}") for i in (1, 2, 3)]
+        texts = asyncio.gather(*(queue.text(each, HONEST) for each in wanted))
+        while queue._cold:
+            await asyncio.sleep(0.001)
+        assert len(queue._turns._running) == 1
+        running.send_signal(signal.SIGCONT)
+        found = await texts
+        async with asyncio.timeout(60):
+            while len(queue._idle) < 2:
+                await asyncio.sleep(0.01)
+        return found
+
+    assert all(asyncio.run(all_at_once()))
+    assert set(queue._idle) == {ready, cold} and queue._turns.num_processes == 2
+    assert cold._process is not None and cold._process.poll() is None
