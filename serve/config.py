@@ -57,6 +57,8 @@ class AccessConfig:
     """Names that requests may call this server by, where no key is needed."""
     allowed_origins: tuple[str, ...] = ()
     """Other servers whose pages may ask."""
+    trusted_proxies: int = 0
+    """That stand in front and add to `X-Forwarded-For` where they were asked from."""
 
     @property
     def needs_key(self) -> bool:
@@ -415,6 +417,7 @@ def _access(args: DeployArgs) -> AccessConfig:
         open_paths=_texts(args.open_paths),
         allowed_hosts=_texts(args.allowed_hosts),
         allowed_origins=_texts(args.allowed_origins),
+        trusted_proxies=_at_least("trusted_proxies", args.trusted_proxies, 0),
     )
 
 
