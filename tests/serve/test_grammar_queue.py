@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -282,11 +283,14 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.Monk
 
 
 @pytest.mark.feature("R09")
-def test_no_grammar_waits_for_the_second_process_to_start() -> None:
+def test_no_grammar_waits_for_the_second_process_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     queue = GrammarQueue(Path(bundled_model()), num_processes=2)
     queue.start()
     [ready], [cold] = queue._idle, queue._cold
-
+    may_start, start = threading.Event(), cold.start
+    monkeypatch.setattr(cold, "start", lambda: (may_start.wait(), start()))
     assert ready._process is not None
     running = ready._process
     running.send_signal(signal.SIGSTOP)
@@ -296,9 +300,9 @@ def test_no_grammar_waits_for_the_second_process_to_start() -> None:
         texts = asyncio.gather(*(queue.text(each, HONEST) for each in wanted))
         while queue._cold:
             await asyncio.sleep(0.001)
-        assert len(queue._turns._running) == 1
         running.send_signal(signal.SIGCONT)
         found = await texts
+        may_start.set()
         async with asyncio.timeout(60):
             while len(queue._idle) < 2:
                 await asyncio.sleep(0.01)
