@@ -201,7 +201,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
-        app: Starlette = build_app(self._serving, self._config.access)
+        app: Starlette = build_app(self._serving, self._config.access, sends_id=False)
         return app
 
     # What other Ray apps call through `serve.get_app_handle(...)`.

@@ -59,8 +59,13 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.
 """Ends of names that cannot be registered in public DNS."""
 
 
-def build_app(serving: Serving, access: AccessConfig | None = None) -> Starlette:
+def build_app(
+    serving: Serving, access: AccessConfig | None = None, *, sends_id: bool = True
+) -> Starlette:
     """Return the API over a backend; requests get 503 until its tokenizer is loaded.
+
+    Args:
+        sends_id: put `X-Request-Id` into answers, which no server in front does.
 
     Raises:
         ConfigError: the file of keys cannot be used.
@@ -94,6 +99,7 @@ def build_app(serving: Serving, access: AccessConfig | None = None) -> Starlette
         routes=[route.path for route in routes],
         on_end=serving.on_end,
         is_traced=serving.is_traced,
+        sends_id=sends_id,
     )
     app = Starlette(
         routes=routes,
