@@ -204,7 +204,10 @@ class Ingress:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
         # HAProxy tells nobody who has connected to it; Ray's own proxy hands it on.
         app: Starlette = build_app(
-            self._serving, self._config.access, is_peer_known=not self._is_behind_haproxy
+            self._serving,
+            self._config.access,
+            is_peer_known=not self._is_behind_haproxy,
+            sends_id=False,
         )
         return app
 

@@ -60,12 +60,17 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.
 
 
 def build_app(
-    serving: Serving, access: AccessConfig | None = None, *, is_peer_known: bool = True
+    serving: Serving,
+    access: AccessConfig | None = None,
+    *,
+    is_peer_known: bool = True,
+    sends_id: bool = True,
 ) -> Starlette:
     """Return the API over a backend; requests get 503 until its tokenizer is loaded.
 
     Args:
         is_peer_known: a request's scope tells who has connected, and not a proxy of Ray's.
+        sends_id: put `X-Request-Id` into answers, which no server in front does.
 
     Raises:
         ConfigError: the file of keys cannot be used.
@@ -99,6 +104,7 @@ def build_app(
         routes=[route.path for route in routes],
         on_end=serving.on_end,
         is_traced=serving.is_traced,
+        sends_id=sends_id,
     )
     app = Starlette(
         routes=routes,

@@ -461,7 +461,9 @@ MUTATIONS = (
         "keys_are_not_asked_for",
         "The application is built without its keys (R18).",
         "serve/ingress.py",
-        {"build_app(self._serving, self._config.access)": "build_app(self._serving)"},
+        {
+            "            self._config.access,\n            is_peer": "            None,\n            is_peer"
+        },
         (WIRED,),
     ),
     Mutation(
