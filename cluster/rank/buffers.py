@@ -2,99 +2,177 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
+ALIGNMENT = 128
+"""Bytes: a line of a GPU's cache. Kernels are compiled for addresses that are multiples of 16."""
+MAX_GAP_BYTES = 64 * 1024
+"""What a copy may carry between two buffers that a step fills. So much takes a PCIe link some 3 us,
+and another copy takes the host about as long to launch."""
+
 
 class Staging:
-    """Which of their host arrays the buffers of one rank fill.
+    """Memory for buffers that are copied to the device together, once a step.
 
     A copy to a CUDA device reads its host array after the call has returned. With two arrays a step
-    fills those that the step before the last one did: that one has ended.
+    fills the one that the step before the last one did: that step has ended. On a CPU there is one
+    array, which steps read where it is, and nothing is copied.
+
+    Invariant: all buffers are reserved before the first of them is used.
     """
 
     def __init__(self, device: torch.device, num_steps: int = 1) -> None:
-        """Fill arrays on behalf of `device`, with up to `num_steps` steps in flight."""
+        """Reserve nothing yet; up to `num_steps` steps are in flight."""
         self.device = device
-        # On a CPU the host array is the tensor that the step reads: it has been read.
-        self.num_arrays = num_steps if device.type == "cuda" else 1
+        self.is_copied = device.type == "cuda"
         self.turn = 0
+        self._num_arrays = num_steps if self.is_copied else 1
+        self._num_bytes = 0
+        self._spans: list[tuple[int, int]] = []
+        """What `upload` has to copy: first byte, and the one behind the last."""
+
+    def reserve(self, num_bytes: int) -> int:
+        """Return where a new buffer begins."""
+        start = self._num_bytes
+        self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return start
+
+    @cached_property
+    def arrays(self) -> list[torch.Tensor]:
+        """The host arrays, uint8."""
+        with torch.inference_mode(False):
+            return [
+                torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=self.is_copied)
+                for _ in range(self._num_arrays)
+            ]
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """What steps read, uint8: on a CPU the host array."""
+        if not self.is_copied:
+            return self.arrays[0]
+        with torch.inference_mode(False):
+            return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self.device)
 
     def next_step(self) -> None:
-        """Fill the arrays of the next step from now on."""
-        self.turn = (self.turn + 1) % self.num_arrays
+        """Fill the array of the next step from now on."""
+        self.turn = (self.turn + 1) % self._num_arrays
+
+    def stage(self, start: int, end: int) -> None:
+        """Let the next `upload` copy these bytes."""
+        if self.is_copied and start < end:
+            self._spans.append((start, end))
+
+    def upload(self) -> None:
+        """Copy what was staged, in as few copies as gaps allow.
+
+        What lies in a gap is copied too, so a buffer holds what was staged for this step alone.
+        """
+        array = self.arrays[self.turn]
+        for start, end in joined(self._spans):
+            self.on_device[start:end].copy_(array[start:end], non_blocking=True)
+        self._spans = []
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order, those that lie within `MAX_GAP_BYTES` of each other as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start - found[-1][1] <= MAX_GAP_BYTES:
+            first, last = found[-1]
+            found[-1] = (first, max(last, end))
+        else:
+            found.append((start, end))
+    return found
 
 
 class StaticBuffer:
-    """One tensor on the device with host arrays that fill it in turn.
-
-    On CPU there is one, in the same memory, and `upload` copies nothing.
-    """
+    """One tensor on the device whose address never changes, and the host arrays that fill it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, staging: Staging) -> None:
-        pinned = staging.device.type == "cuda"
-        self._turns = staging
-        self._staging = [
-            torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(staging.num_arrays)
-        ]
-        self._hosts = [tensor.numpy() for tensor in self._staging]
-        first = self._staging[0]
-        self.device = torch.zeros_like(first, device=staging.device) if pinned else first
-        self._view = self.device
+        self._shape, self._dtype, self._staging = shape, dtype, staging
+        self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        self._num_bytes = shape[0] * self._row_bytes
+        self._start = staging.reserve(self._num_bytes)
+        self._view: torch.Tensor | None = None
 
     @property
     def host(self) -> npt.NDArray[Any]:
         """The array to fill in this step. What it holds of earlier steps is undefined."""
-        return self._hosts[self._turns.turn]
+        return self._hosts[self._staging.turn]
 
-    def upload(self, n: int) -> torch.Tensor:
-        """Return the first `n` entries on the device."""
-        staging = self._staging[self._turns.turn]
-        if self.device is not staging:
-            self.device[:n].copy_(staging[:n], non_blocking=True)
+    @cached_property
+    def device(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self._of(self._staging.on_device)
+
+    def stage(self, n: int) -> torch.Tensor:
+        """Return the first `n` entries on the device, as they are once the staging is uploaded."""
+        self._staging.stage(self._start, self._start + n * self._row_bytes)
         # Most steps have the size of the step before.
-        if self._view.shape[0] != n:
+        if self._view is None or self._view.shape[0] != n:
             self._view = self.device[:n]
         return self._view
+
+    @cached_property
+    def _hosts(self) -> list[npt.NDArray[Any]]:
+        return [self._of(array).numpy() for array in self._staging.arrays]
+
+    def _of(self, memory: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            own = memory[self._start : self._start + self._num_bytes]
+            return own.view(self._dtype).view(self._shape)
 
 
 class StaticTable:
     """A table on the device of which each step fills the first rows and columns.
 
     The table keeps its width, which graphs rely on. On a GPU what is filled is packed on the host
-    for one short copy and spread on the device, because torch copies what is not contiguous by way
-    of memory that is not pinned, and waits. On a CPU the table itself is filled.
+    and spread on the device, because torch copies what is not contiguous by way of memory that is
+    not pinned, and waits. On a CPU the table itself is filled.
 
     Invariant: what no step has filled is 0; what the last one left out is undefined.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, staging: Staging) -> None:
-        self._rows, self._num_columns = rows, columns
+        self._rows, self._width = rows, columns
+        self._num_columns = columns
         self._flat = StaticBuffer((rows * columns,), dtype, staging)
-        self._is_packed = staging.device.type == "cuda"
-        table = self._flat.device.view(rows, columns)
-        self.device = torch.zeros_like(table) if self._is_packed else table
-        self._view = self.device
+        self._is_packed = staging.is_copied
+        self._view: torch.Tensor | None = None
+
+    @cached_property
+    def device(self) -> torch.Tensor:
+        """The whole table."""
+        table = self._flat.device.view(self._rows, self._width)
+        with torch.inference_mode(False):
+            return torch.zeros_like(table) if self._is_packed else table
 
     def first_columns(self, columns: int) -> npt.NDArray[Any]:
-        """Return the array to fill in this step, [rows, columns], for `upload` to take."""
+        """Return the array to fill in this step, [rows, columns], for `stage` to take."""
         self._num_columns = columns
         if self._is_packed:
             return self._flat.host[: self._rows * columns].reshape(self._rows, columns)
         return self._flat.host.reshape(self._rows, -1)[:, :columns]
 
-    def upload(self, n: int) -> torch.Tensor:
-        """Return the first `n` rows on the device, in their full width."""
-        if self._is_packed:
-            columns = self._num_columns
-            packed = self._flat.upload(n * columns).view(n, columns)
-            self.device[:n, :columns].copy_(packed)
-        if self._view.shape[0] != n:
+    def stage(self, n: int) -> torch.Tensor:
+        """Return the first `n` rows on the device, in their full width; see `spread`."""
+        self._flat.stage(n * self._num_columns)
+        if self._view is None or self._view.shape[0] != n:
             self._view = self.device[:n]
         return self._view
+
+    def spread(self, n: int) -> None:
+        """Put the first `n` rows in their places, once the staging was uploaded."""
+        if self._is_packed:
+            columns = self._num_columns
+            self.device[:n, :columns].copy_(self._flat.device[: n * columns].view(n, columns))
 
 
 def upload_once(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -69,7 +69,14 @@ class StepInputs:
             is_overlapped: a step may be built while the one before is in flight.
         """
         rows, tokens = max_num_seqs, max_num_batched_tokens
-        self._staging = staging = Staging(device, num_steps=2 if is_overlapped else 1)
+        num_steps = 2 if is_overlapped else 1
+        # Tokens and positions are what compiled code is traced on: a tensor that begins somewhere
+        # in its storage would have an offset there, which is another symbol of its graph.
+        self._of_ids, self._of_positions = Staging(device, num_steps), Staging(device, num_steps)
+        self._of_step = Staging(device, num_steps)
+        """What else each step fills anew."""
+        self._of_sampled = Staging(device, num_steps)
+        """What stays while the same sequences are sampled."""
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -81,24 +88,26 @@ class StepInputs:
         self._row_min_p = np.zeros(rows, dtype=np.float32)
         self._row_seed = np.zeros(rows, dtype=np.uint64)
         self._row_num_logprobs = np.full(rows, -1, dtype=np.int64)
-        self._rules = RowRulesTables(rows, tokens, vocab_size, staging)
 
-        self._input_ids = StaticBuffer((tokens,), torch.int64, staging)
-        self._positions = StaticBuffer((tokens,), torch.int64, staging)
-        self._slot_mapping = StaticBuffer((tokens,), torch.int64, staging)
-        self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, staging)
-        self._seq_lens = StaticBuffer((rows,), torch.int32, staging)
-        self._block_table = StaticTable(rows, max_blocks_per_seq, torch.int32, staging)
+        self._input_ids = StaticBuffer((tokens,), torch.int64, self._of_ids)
+        self._positions = StaticBuffer((tokens,), torch.int64, self._of_positions)
+        # In the order of their lengths, so that few bytes lie between what a decode step fills.
+        step = self._of_step
+        self._rules = RowRulesTables(rows, tokens, vocab_size, step)
+        self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, step)
+        self._seq_lens = StaticBuffer((rows,), torch.int32, step)
+        self._logits_index = StaticBuffer((rows,), torch.int64, step)
+        self._uniform = StaticBuffer((rows,), torch.float64, step)
+        self._sampled_index = StaticBuffer((rows,), torch.int64, step)
+        self._pending = StaticBuffer((rows, 2), torch.int64, step)
+        self._slot_mapping = StaticBuffer((tokens,), torch.int64, step)
+        self._block_table = StaticTable(rows, max_blocks_per_seq, torch.int32, step)
+        self._temperature = StaticBuffer((rows,), torch.float32, self._of_sampled)
+        self._top_k = StaticBuffer((rows,), torch.int64, self._of_sampled)
+        self._top_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
+        self._min_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
         self._blocks = self._block_table.first_columns(1)
         """Of the step that is built, as many columns as its longest sequence has blocks."""
-        self._logits_index = StaticBuffer((rows,), torch.int64, staging)
-        self._temperature = StaticBuffer((rows,), torch.float32, staging)
-        self._top_k = StaticBuffer((rows,), torch.int64, staging)
-        self._top_p = StaticBuffer((rows,), torch.float32, staging)
-        self._min_p = StaticBuffer((rows,), torch.float32, staging)
-        self._uniform = StaticBuffer((rows,), torch.float64, staging)
-        self._sampled_index = StaticBuffer((rows,), torch.int64, staging)
-        self._pending = StaticBuffer((rows, 2), torch.int64, staging)
         self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
         """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
@@ -120,7 +129,7 @@ class StepInputs:
             is_mixed: attention treats every sequence as a prefill chunk, decodes included, because
                 a full graph of a mixed step fixes the number of decodes at capture.
         """
-        self._staging.next_step()
+        self._next_step()
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
         num_seqs = plan.num_seqs if num_seqs is None else num_seqs
         for admission in plan.admitted:
@@ -134,24 +143,30 @@ class StepInputs:
         num_decodes = num_seqs if plan.num_decodes == plan.num_seqs else plan.num_decodes
         num_decodes = 0 if is_mixed else num_decodes
         attention = self._attention(num_decodes, num_tokens, num_seqs)
-        input_ids = self._input_ids.upload(num_tokens)
-        self._fill_pending(plan, rows, input_ids)
+        pending = self._stage_pending(plan, rows)
         positions = self._positions.host[: plan.num_tokens]
-        self._rules.count(rows, plan.num_new, positions, input_ids)
+        counted = self._rules.stage_counted(rows, plan.num_new, positions)
         sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
         num_sampled = len(sampled)
         self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
         self._sampled_index.host[:num_sampled] = rows[sampled]
         sampling, wants_logprobs = self._sampling(plan.output_index, rows, sampled)
-        return StepBatch(
-            input_ids=input_ids,
-            positions=self._positions.upload(num_tokens),
+        batch = StepBatch(
+            input_ids=self._input_ids.stage(num_tokens),
+            positions=self._positions.stage(num_tokens),
             attention=attention,
-            logits_index=self._logits_index.upload(num_sampled),
-            sampled_rows=self._sampled_index.upload(num_sampled),
+            logits_index=self._logits_index.stage(num_sampled),
+            sampled_rows=self._sampled_index.stage(num_sampled),
             sampling=sampling,
             wants_logprobs=wants_logprobs,
         )
+        self._upload(num_seqs)
+        if pending is not None:
+            places, pending_rows = pending.unbind(1)
+            batch.input_ids[places] = self._last_tokens[pending_rows]
+        if counted is not None:
+            self._rules.count(counted, batch.input_ids)
+        return batch
 
     def keep_drawn(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
         """Keep what the batch's rows drew for a plan that is made ahead of it.
@@ -160,16 +175,26 @@ class StepInputs:
         """
         self._last_tokens[batch.sampled_rows] = token_ids
 
-    def _fill_pending(self, plan: StepPlan, rows: np.ndarray, input_ids: torch.Tensor) -> None:
-        """Put the tokens that the host did not know in their places."""
+    def _next_step(self) -> None:
+        for staging in (self._of_ids, self._of_positions, self._of_step, self._of_sampled):
+            staging.next_step()
+
+    def _upload(self, num_seqs: int) -> None:
+        """Bring what was staged to the device."""
+        for staging in (self._of_ids, self._of_positions, self._of_step, self._of_sampled):
+            staging.upload()
+        self._block_table.spread(num_seqs)
+
+    def _stage_pending(self, plan: StepPlan, rows: np.ndarray) -> torch.Tensor | None:
+        """Stage where the tokens belong that the host does not know yet: int64 [P, 2], each one's
+        place and row."""
         index = np.flatnonzero(self._input_ids.host[: plan.num_decodes] == PENDING)
         if not (num_pending := len(index)):
-            return
+            return None
         # Each decode is one token, and they come first: a sequence's place is its token's.
         self._pending.host[:num_pending, 0] = index
         self._pending.host[:num_pending, 1] = rows[index]
-        places, pending_rows = self._pending.upload(num_pending).unbind(1)
-        input_ids[places] = self._last_tokens[pending_rows]
+        return self._pending.stage(num_pending)
 
     def _admit(self, admission: Admission) -> None:
         row = admission.row
@@ -188,22 +213,24 @@ class StepInputs:
         With as many sequences as tokens every sequence decodes, unless `is_mixed`; else none of
         them attends to anything.
         """
-        self._staging.next_step()
+        self._next_step()
         is_decode = num_tokens == num_seqs and not is_mixed
         self._cu_seqlens_q.host[0] = 0
         self._blocks = self._block_table.first_columns(1)
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)
         sampling, wants_logprobs = self._sampling([], nothing, nothing)
-        return StepBatch(
-            input_ids=self._input_ids.upload(num_tokens),
-            positions=self._positions.upload(num_tokens),
+        batch = StepBatch(
+            input_ids=self._input_ids.stage(num_tokens),
+            positions=self._positions.stage(num_tokens),
             attention=self._attention(num_seqs if is_decode else 0, num_tokens, num_seqs),
-            logits_index=self._logits_index.upload(0),
-            sampled_rows=self._sampled_index.upload(0),
+            logits_index=self._logits_index.stage(0),
+            sampled_rows=self._sampled_index.stage(0),
             sampling=sampling,
             wants_logprobs=wants_logprobs,
         )
+        self._upload(num_seqs)
+        return batch
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
         """Write where the plan's tokens belong into the host arrays."""
@@ -245,10 +272,10 @@ class StepInputs:
     def _attention(self, num_decodes: int, num_tokens: int, num_seqs: int) -> AttentionMetadata:
         return AttentionMetadata(
             num_decodes=num_decodes,
-            cu_seqlens_q=self._cu_seqlens_q.upload(num_seqs + 1),
-            seq_lens=self._seq_lens.upload(num_seqs),
-            block_table=self._block_table.upload(num_seqs),
-            slot_mapping=self._slot_mapping.upload(num_tokens),
+            cu_seqlens_q=self._cu_seqlens_q.stage(num_seqs + 1),
+            seq_lens=self._seq_lens.stage(num_seqs),
+            block_table=self._block_table.stage(num_seqs),
+            slot_mapping=self._slot_mapping.stage(num_tokens),
         )
 
     def _sampling(
@@ -266,7 +293,7 @@ class StepInputs:
         adjustments = self._rules.adjustments(rows, positions)
         if not sampling.all_greedy:
             self._uniform.host[: len(rows)] = draw_uniform(self._row_seed[rows], positions)
-            uniform = self._uniform.upload(len(rows))
+            uniform = self._uniform.stage(len(rows))
             sampling = replace(sampling, uniform=uniform, adjustments=adjustments)
         elif adjustments is not None:
             sampling = replace(sampling, adjustments=adjustments)
@@ -281,11 +308,11 @@ class StepInputs:
         self._top_p.host[:n] = top_p
         self._min_p.host[:n] = min_p
         sampling = SamplingTensors(
-            temperature=self._temperature.upload(n),
-            top_k=self._top_k.upload(n),
-            top_p=self._top_p.upload(n),
-            min_p=self._min_p.upload(n),
-            uniform=self._uniform.upload(n),
+            temperature=self._temperature.stage(n),
+            top_k=self._top_k.stage(n),
+            top_p=self._top_p.stage(n),
+            min_p=self._min_p.stage(n),
+            uniform=self._uniform.stage(n),
             num_logprobs=int(self._row_num_logprobs[rows].max(initial=-1)),
             all_greedy=bool((temperature == 0).all()),
             any_top_k=bool((top_k > 0).any()),

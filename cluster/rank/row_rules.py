@@ -16,6 +16,7 @@ Shapes: R rows, V vocabulary, B sampled rows, T tokens of a step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,16 @@ from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_onc
 from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Tokens of a step that count towards penalties."""
+
+    places: torch.Tensor
+    """int64 [C, 2]: where in the step each lies, and its row."""
+    num_output: int
+    """The first ones are output, the others prompt."""
 
 
 class RowRulesTables:
@@ -48,10 +59,11 @@ class RowRulesTables:
         self._is_stop: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._is_in_prompt: torch.Tensor | None = None
+        # The longest first: what the others fill then lies close to what follows them.
+        self._counted = StaticBuffer((tokens, 2), torch.int64, staging)
         self._rows = StaticBuffer((rows,), torch.int64, staging)
         self._is_before_min = StaticBuffer((rows,), torch.bool, staging)
         self._penalties = StaticBuffer((rows, 3), torch.float32, staging)
-        self._counted = StaticBuffer((tokens, 2), torch.int64, staging)
 
     def admit(self, admission: Admission) -> None:
         """Let a row follow the rules of its new sequence, or none."""
@@ -71,18 +83,15 @@ class RowRulesTables:
         if rules.has_penalties:
             self._set_penalties(row, found)
 
-    def count(
-        self, rows: Ints, num_new: list[int], positions: Ints, input_ids: torch.Tensor
-    ) -> None:
-        """Count the tokens that a step computes in rows with penalties.
+    def stage_counted(self, rows: Ints, num_new: list[int], positions: Ints) -> Counted | None:
+        """Stage which tokens of a step `count` counts: those in rows with penalties.
 
         Args:
             rows, num_new: [S], one entry per sequence of the step.
             positions: [T], of the tokens in their sequences.
-            input_ids: [T], on the device.
         """
         if not self._has_penalties[rows].any():
-            return
+            return None
         token_rows = rows if len(rows) == len(positions) else np.repeat(rows, num_new)
         index = np.flatnonzero(self._has_penalties[token_rows])
         is_output = positions[index] >= self._num_prompt[token_rows[index]]
@@ -91,11 +100,15 @@ class RowRulesTables:
         num_counted, num_output = len(index), int(is_output.sum())
         self._counted.host[:num_counted, 0] = index
         self._counted.host[:num_counted, 1] = token_rows[index]
-        counted = self._counted.upload(num_counted)
-        self._book(counted[:, 1], input_ids[counted[:, 0]], num_output)
+        return Counted(self._counted.stage(num_counted), num_output)
+
+    def count(self, counted: Counted, input_ids: torch.Tensor) -> None:
+        """Count what was staged and uploaded. input_ids: [T], on the device."""
+        index, rows = counted.places.unbind(1)
+        self._book(rows, input_ids[index], counted.num_output)
 
     def adjustments(self, rows: Ints, output_index: Ints) -> Adjustments | None:
-        """Return what the sampled rows want done; None if none of them wants anything.
+        """Stage and return what the sampled rows want done; None if none of them wants anything.
 
         rows, output_index: [B]
         """
@@ -107,10 +120,10 @@ class RowRulesTables:
         has_masked = bool(is_before_min.any())
         self._is_before_min.host[:num] = is_before_min
         return Adjustments(
-            rows=self._rows.upload(num),
+            rows=self._rows.stage(num),
             bias=self._bias if self._has_bias[rows].any() else None,
             is_stop=self._is_stop if has_masked else None,
-            is_before_min_tokens=self._is_before_min.upload(num) if has_masked else None,
+            is_before_min_tokens=self._is_before_min.stage(num) if has_masked else None,
             penalties=self._row_batch_penalties(rows),
         )
 
@@ -119,7 +132,7 @@ class RowRulesTables:
             return None
         assert self._counts is not None and self._is_in_prompt is not None
         self._penalties.host[: len(rows)] = self._row_penalties[rows]
-        presence, frequency, repetition = self._penalties.upload(len(rows)).unbind(1)
+        presence, frequency, repetition = self._penalties.stage(len(rows)).unbind(1)
         return Penalties(presence, frequency, repetition, self._counts, self._is_in_prompt)
 
     def _clear(self, row: int) -> None:
