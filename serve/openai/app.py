@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve import page
 from serve.config import AccessConfig
-from serve.keys import ApiKeys
+from serve.keys import ApiKeys, bearer_key
 from serve.openai import openapi, tokenizing
 from serve.openai.chat import parse_chat_shape
 from serve.openai.completions import parse_completion_shape
@@ -236,10 +236,9 @@ class Access:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in self._open_paths:
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        if not (key := bearer_key(headers.get("authorization", ""))):
             return Unauthorized("authorization: wanted a header «Bearer KEY», found none")
-        if not self._keys.has(key.strip()):
+        if not self._keys.has(key):
             return Unauthorized("authorization: wanted a key that is known, found another one")
         return None
 

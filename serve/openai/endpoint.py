@@ -26,7 +26,9 @@ from starlette.responses import Response
 from cluster.messages import GenerateRequest
 from cluster.metrics import Described
 from serve.admission import Admission, Overloaded, Place
+from serve.cache_salt import CacheSalts
 from serve.event_loop import Check, Pace, SharedTick, WorkThreads
+from serve.keys import bearer_key
 from serve.metrics import Scrapes
 from serve.openai.backend import ApiSettings, Backend
 from serve.openai.body import BodyReader, check_values
@@ -71,8 +73,10 @@ class Serving:
         tokenizer: Callable[[], Tokenizer | None],
         admission: Admission,
         tick: SharedTick | None = None,
+        salts: CacheSalts | None = None,
     ) -> None:
         """Share what is given; `tick` is the one that the backend's outputs wait for."""
+        self.salts = salts or CacheSalts()
         self.settings = settings
         self.backend = backend
         self.admission = admission
@@ -237,6 +241,7 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
     tokenizer, place = await admitted(serving, request)
     try:
         body = await serving.bodies.read(request, place)
+        key = bearer_key(request.headers.get("authorization", ""))
         shape = await parsed(serving, tokenizer, parse, body, place, record)
     except BaseException as error:
         place.leave()
@@ -246,13 +251,13 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
     timeout_s = serving.settings.request_timeout_s
     if shape.request.stream:
         return EventStream(
-            lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog),
+            lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog, key),
             place,
             timeout_s,
             is_typed=shape.has_typed_events,
         )
     return WholeAnswer(
-        lambda: whole_answer(serving, tokenizer, shape, place, record), place, timeout_s
+        lambda: whole_answer(serving, tokenizer, shape, place, record, key), place, timeout_s
     )
 
 
@@ -288,10 +293,19 @@ async def parsed(
 
 
 async def whole_answer(
-    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, record: RequestRecord
+    serving: Serving,
+    tokenizer: Tokenizer,
+    shape: Shape,
+    place: Place,
+    record: RequestRecord,
+    key: str = "",
 ) -> bytes:
-    """Return the answer's JSON when all sequences have ended; cancelling aborts them."""
-    prepared = await _prepared(serving, tokenizer, shape, place)
+    """Return the answer's JSON when all sequences have ended; cancelling aborts them.
+
+    Args:
+        key: the client's; empty if it came by a handle.
+    """
+    prepared = await _prepared(serving, tokenizer, shape, place, key)
     n, pace = shape.params.n, serving.sequences
     async with Generation(
         serving.backend, prepared.choices, n, pace, record=record, counts=serving.counts
@@ -314,13 +328,15 @@ async def stream_chunks(
     place: Place,
     record: RequestRecord,
     backlog: Backlog,
+    key: str = "",
 ) -> AsyncGenerator[msgspec.Struct, None]:
     """Yield the answer's events; closing the generator aborts the sequences.
 
     Args:
         backlog: counts what waits to be yielded.
+        key: the client's; empty if it came by a handle.
     """
-    prepared = await _prepared(serving, tokenizer, shape, place)
+    prepared = await _prepared(serving, tokenizer, shape, place, key)
     options = shape.request.stream_options or StreamOptions()
     n, pace = shape.params.n, serving.sequences
     async with Generation(
@@ -348,14 +364,17 @@ def _chunk_usage(options: StreamOptions, generation: Generation) -> Usage | Unse
     return None if options.include_usage else UNSET
 
 
-async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place) -> Prepared:
+async def _prepared(
+    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, key: str
+) -> Prepared:
     """Do everything that may refuse the request, before an engine has it."""
     size = shape.size + CHOICE_SIZE * shape.num_prompts * shape.params.n
     wanted = shape.params.structured_outputs
+    salt = serving.salts.of(key, shape.request.cache_salt)
     try:
         text = await _grammar_text(serving, tokenizer.grammars, wanted) if wanted else ""
         return await serving.threads.run(
-            size, lambda check: _prepare(serving.settings, tokenizer, shape, text, check)
+            size, lambda check: _prepare(serving.settings, tokenizer, shape, text, salt, check)
         )
     except ParameterError as error:
         raise error.renamed(shape.request.spelling(error.param)) from error
@@ -374,7 +393,12 @@ async def _grammar_text(
 
 
 def _prepare(
-    settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, grammar_text: str, check: Check
+    settings: ApiSettings,
+    tokenizer: Tokenizer,
+    shape: Shape,
+    grammar_text: str,
+    cache_salt: bytes,
+    check: Check,
 ) -> Prepared:
     request, params = shape.request, shape.params
     vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
@@ -403,7 +427,7 @@ def _prepare(
     choices = [
         Choice(
             index,
-            GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, ""),
+            GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, "", cache_salt),
             TextStream.of(tokenizer, params, stop, prompt, shape.shown_token_ids),
             params.stop_token_ids,
         )
