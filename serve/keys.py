@@ -76,12 +76,6 @@ class ApiKeys:
             log.error("api_keys_file: %s; the keys that were read before stay", error)
 
 
-def bearer_key(authorization: str) -> str:
-    """Return the key in an `Authorization` header; empty if there is none."""
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
 def read_keys(file: Path) -> list[str]:
     """Return the keys in a file: one in a line, without blank lines and those that begin with #.
 

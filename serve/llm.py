@@ -28,6 +28,7 @@ from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from serve.cache_salt import CacheSalts, check_cache_salt
+from serve.clients import UNKNOWN
 from serve.config import engine_config
 from serve.sampling import Resolver, SamplingParams
 from serve.structured import GrammarChecks, StructuredOutputsParams, check
@@ -188,7 +189,7 @@ class LLM:
         requests: list[GenerateRequest],
     ) -> RequestOutput:
         content, salt = _content(prompt)
-        cache_salt = self._salts.of("", salt)
+        cache_salt = self._salts.of(UNKNOWN, salt)
         if isinstance(content, str):
             text, ids = content, self.tokenizer.encode(content, add_special_tokens=True)
         else:
@@ -263,8 +264,10 @@ class _Running:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict):
-        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, dict):
+        return [prompts]
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -277,7 +280,7 @@ def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         ValueError: it has other fields.
     """
     if not isinstance(prompt, dict):
-        return prompt, None  # type: ignore[return-value]
+        return prompt, None
     fields: dict[str, Any] = {**prompt}
     salt = fields.pop("cache_salt", None)
     check_cache_salt(salt)

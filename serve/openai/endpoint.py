@@ -27,8 +27,8 @@ from cluster.messages import GenerateRequest
 from cluster.metrics import Described
 from serve.admission import Admission, Overloaded, Place
 from serve.cache_salt import CacheSalts
+from serve.clients import client_of
 from serve.event_loop import Check, Pace, SharedTick, WorkThreads
-from serve.keys import bearer_key
 from serve.metrics import Scrapes
 from serve.openai.backend import ApiSettings, Backend
 from serve.openai.body import BodyReader, check_values
@@ -41,7 +41,6 @@ from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
 from serve.parameters import ParameterError
 from serve.records import IngressCounts, RequestRecord
 from serve.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
-from serve.structured import GrammarChecks, StructuredOutputsParams
 from serve.text import StopStrings, TextStream
 from serve.tokenizer import Tokenizer, TooManyTokens
 
@@ -225,7 +224,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Place
     try:
         tokenizer = serving.require_ready()
         serving.bodies.check_length(request)
-        return tokenizer, serving.admission.enter()
+        return tokenizer, serving.admission.enter(client_of(request.scope))
     except (ApiError, Overloaded):
         await serving.bodies.discard(request)
         raise
@@ -241,7 +240,6 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
     tokenizer, place = await admitted(serving, request)
     try:
         body = await serving.bodies.read(request, place)
-        key = bearer_key(request.headers.get("authorization", ""))
         shape = await parsed(serving, tokenizer, parse, body, place, record)
     except BaseException as error:
         place.leave()
@@ -251,13 +249,13 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
     timeout_s = serving.settings.request_timeout_s
     if shape.request.stream:
         return EventStream(
-            lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog, key),
+            lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog),
             place,
             timeout_s,
             is_typed=shape.has_typed_events,
         )
     return WholeAnswer(
-        lambda: whole_answer(serving, tokenizer, shape, place, record, key), place, timeout_s
+        lambda: whole_answer(serving, tokenizer, shape, place, record), place, timeout_s
     )
 
 
@@ -293,19 +291,10 @@ async def parsed(
 
 
 async def whole_answer(
-    serving: Serving,
-    tokenizer: Tokenizer,
-    shape: Shape,
-    place: Place,
-    record: RequestRecord,
-    key: str = "",
+    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, record: RequestRecord
 ) -> bytes:
-    """Return the answer's JSON when all sequences have ended; cancelling aborts them.
-
-    Args:
-        key: the client's; empty if it came by a handle.
-    """
-    prepared = await _prepared(serving, tokenizer, shape, place, key)
+    """Return the answer's JSON when all sequences have ended; cancelling aborts them."""
+    prepared = await _prepared(serving, tokenizer, shape, place)
     n, pace = shape.params.n, serving.sequences
     async with Generation(
         serving.backend, prepared.choices, n, pace, record=record, counts=serving.counts
@@ -328,15 +317,13 @@ async def stream_chunks(
     place: Place,
     record: RequestRecord,
     backlog: Backlog,
-    key: str = "",
 ) -> AsyncGenerator[msgspec.Struct, None]:
     """Yield the answer's events; closing the generator aborts the sequences.
 
     Args:
         backlog: counts what waits to be yielded.
-        key: the client's; empty if it came by a handle.
     """
-    prepared = await _prepared(serving, tokenizer, shape, place, key)
+    prepared = await _prepared(serving, tokenizer, shape, place)
     options = shape.request.stream_options or StreamOptions()
     n, pace = shape.params.n, serving.sequences
     async with Generation(
@@ -364,15 +351,13 @@ def _chunk_usage(options: StreamOptions, generation: Generation) -> Usage | Unse
     return None if options.include_usage else UNSET
 
 
-async def _prepared(
-    serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place, key: str
-) -> Prepared:
+async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place: Place) -> Prepared:
     """Do everything that may refuse the request, before an engine has it."""
     size = shape.size + CHOICE_SIZE * shape.num_prompts * shape.params.n
     wanted = shape.params.structured_outputs
-    salt = serving.salts.of(key, shape.request.cache_salt)
+    salt = serving.salts.of(place.client, shape.request.cache_salt)
     try:
-        text = await _grammar_text(serving, tokenizer.grammars, wanted) if wanted else ""
+        text = await tokenizer.grammars.text(wanted, place.client) if wanted else ""
         return await serving.threads.run(
             size, lambda check: _prepare(serving.settings, tokenizer, shape, text, salt, check)
         )
@@ -380,16 +365,6 @@ async def _prepared(
         raise error.renamed(shape.request.spelling(error.param)) from error
     finally:
         place.let_go_of_bytes()
-
-
-async def _grammar_text(
-    serving: Serving, grammars: GrammarChecks, wanted: StructuredOutputsParams
-) -> str:
-    """Return a grammar as engines take it; raises ParameterError."""
-    known = grammars.known(wanted)
-    if known is not None:
-        return known
-    return await serving.threads.run_grammar(lambda: grammars.text(wanted))
 
 
 def _prepare(

@@ -1,10 +1,13 @@
 """What every HTTP request gets: an id, a count of its answer and, if it generates, a log line.
 
-A client's `X-Request-Id` is taken if it is one; every answer has it, errors included.
+A client's `X-Request-Id` is taken if it is one; every answer has it, errors included. Ray Serve's
+HTTP server gives a request without one an id, and appends it to every answer, so there it is only
+read here.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -15,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.openai.errors import BadRequest
 from serve.records import IngressCounts, RequestRecord
+
+logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 MAX_ID_CHARS = 128
@@ -48,6 +53,7 @@ class Observed:
         routes: Iterable[str],
         on_end: Iterable[Callable[[RequestRecord], None]],
         is_traced: bool,
+        sends_id: bool,
     ) -> None:
         """Observe an app.
 
@@ -55,6 +61,7 @@ class Observed:
             routes: their paths; what follows a `{` is any text.
             on_end: called with each request that generated or was to.
             is_traced: note the trace that a client names.
+            sends_id: put the id into answers, which no server in front does.
         """
         self._app = app
         self._counts = counts
@@ -62,6 +69,7 @@ class Observed:
         self._prefixes = tuple(route.partition("{")[0] for route in routes if "{" in route)
         self._on_end = tuple(on_end)
         self._is_traced = is_traced
+        self._sends_id = sends_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,16 +89,26 @@ class Observed:
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = request_id
+                if self._sends_id:
+                    MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
+
+        async def heard() -> Message:
+            try:
+                return await receive()
+            except Exception as error:
+                # Ray's proxy drops a request whose client left, and the call for more of its body
+                # fails (TaskCancelledError).
+                logger.debug("a request ended while it was received", exc_info=error)
+                return {"type": "http.disconnect"}
 
         try:
             if is_bad:
                 wanted = f"1 to {MAX_ID_CHARS} letters, digits and ._:/+=@~-"
                 refusal = BadRequest(f"x-request-id: wanted {wanted}, found something else")
-                await refusal.response()(scope, receive, told)
+                await refusal.response()(scope, heard, told)
             else:
-                await self._app(scope, receive, told)
+                await self._app(scope, heard, told)
         finally:
             self._counts.on_response(path, record.status)
             if record.is_generating:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import queue
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
+from ray.serve._private.http_util import RequestIdMiddleware
 from starlette.applications import Starlette
 
 from cluster.logs import JsonFormatter
@@ -159,13 +162,46 @@ def test_requests_that_fail_are_logged_too_and_reads_are_not(
 
 @pytest.mark.feature("R15")
 def test_calls_by_handle_are_logged_and_counted(serving: Serving, lines: Lines) -> None:
-    import asyncio
-
     body = {"prompt": SECRET, "max_tokens": 4}
     answer = asyncio.run(direct.answer(serving, parse_completion_shape, body))
     told: dict[str, Any] = lines.next().fields  # type: ignore[attr-defined]
     assert told["path"] == "handle" and told["id"] == answer["id"] and told["status"] == 200
     assert serving.counts.counts()["request_success_total", "stop"] == 1
+
+
+@pytest.mark.feature("R15")
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize"])
+def test_a_client_that_leaves_while_its_body_is_read_is_no_failure_of_the_server(
+    serving: Serving, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """As behind Ray's proxy, where the call for the rest of the body fails instead of ending."""
+    parts = iter([{"type": "http.request", "body": b'{"prompt": "', "more_body": True}])
+    answered: list[Any] = []
+
+    async def receive() -> Any:
+        for part in parts:
+            return part
+        raise ray.exceptions.TaskCancelledError
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"host", b"localhost")]}
+    asyncio.run(build_app(serving)({**scope, "query_string": b""}, receive, send))
+    counted = {key: n for key, n in serving.counts.counts().items() if "http_responses" in key[0]}
+    assert counted == {("http_responses_total", path, "499"): 1}
+    assert answered[0]["status"] == 499
+    assert "a request failed" not in caplog.text
+    assert serving.admission.num_live == serving.admission.num_bytes == 0
+
+
+@pytest.mark.feature("R15")
+def test_where_ray_names_answers_they_are_not_named_twice(serving: Serving, send_to: Call) -> None:
+    app = RequestIdMiddleware(build_app(serving, sends_id=False))
+    for headers in ({}, {"X-Request-Id": "client-7"}):
+        answer = send_to(app, "GET", "/v1/models", headers=headers)
+        [found] = answer.headers.get_list("x-request-id")
+        assert found == headers.get("X-Request-Id", found) and found
 
 
 def series(call: Call) -> dict[tuple[str, ...], float]:
