@@ -219,16 +219,20 @@ class RankGroup:
     async def _watch_loading(self) -> str:
         """Return which rank fell silent while it loaded."""
         since = asyncio.get_running_loop().time() + FIRST_WORD_S
-        return await self._listen(self._loading_silent_s, since=since)
+        return await self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
 
     @property
     def _loading_silent_s(self) -> float:
         return LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s)
 
-    async def _listen(self, silent_s: float, *, since: float) -> str:
+    async def _listen(self, silent_s: float, *, since: float, starting_s: float = 0.0) -> str:
         """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
         An owner that was itself held up judges no rank before it has listened again.
+
+        Args:
+            starting_s: how much longer a rank may be silent that has no heartbeat yet. It lives as
+                long as it answers that: on a slow disk it may import torch for minutes.
         """
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
@@ -254,8 +258,11 @@ class RankGroup:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             now = clock()
             for i in [i for i, task in asked.items() if task.done()]:
-                if (found := asked.pop(i).result().value) is not None:
-                    watchdogs[i // size].on_heartbeat(i % size, found, now)
+                answer, watchdog = asked.pop(i).result(), watchdogs[i // size]
+                if answer.value is not None:
+                    watchdog.on_heartbeat(i % size, answer.value, now)
+                elif answer.error is None and starting_s:
+                    watchdog.on_answer(i % size, now + starting_s)
             if now - began > 2 * HEARTBEAT_PERIOD_S or self._is_stopping:
                 continue
             for watchdog in watchdogs:

@@ -85,25 +85,6 @@ def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
         complete(client.with_options(api_key="simsim"), "1 2 3", max_tokens=1)
 
 
-@pytest.mark.feature("R18", "T01")
-def test_a_key_does_not_find_what_another_one_asked(client: openai.OpenAI) -> None:
-    prompt = "The prefix cache says how prompts begin. " * 3
-
-    def cached(asks: openai.OpenAI, **fields: Any) -> int:
-        usage = complete(asks, prompt, max_tokens=1, extra_body=fields).usage
-        return int(usage.prompt_tokens_details.cached_tokens)
-
-    assert cached(client) == 0
-    deadline = time.monotonic() + 60
-    in_a_row = 0
-    while in_a_row < 4:  # both engines have it
-        assert time.monotonic() < deadline
-        in_a_row = in_a_row + 1 if cached(client) else 0
-    assert cached(client.with_options(api_key=OTHER_KEY)) == 0
-    assert cached(client, cache_salt="mine") == 0
-    assert cached(client)
-
-
 @pytest.mark.feature("R01", "P08", "R21")
 def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_prompts(
     app: Any, client: openai.OpenAI
@@ -184,6 +165,25 @@ def test_a_handle_completes_what_http_completes(app: Any, client: openai.OpenAI)
     chunks = list(handle.options(stream=True).stream_complete.remote(body))
     streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert streamed == posted.choices[0].text
+
+
+@pytest.mark.feature("R18", "T01")
+def test_a_key_does_not_find_what_another_one_asked(client: openai.OpenAI) -> None:
+    prompt = "The prefix cache says how prompts begin. " * 3
+
+    def cached(asks: openai.OpenAI, **fields: Any) -> int:
+        usage = complete(asks, prompt, max_tokens=1, extra_body=fields).usage
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    assert cached(client) == 0
+    deadline = time.monotonic() + 60
+    in_a_row = 0
+    while in_a_row < 4:  # both engines have it
+        assert time.monotonic() < deadline
+        in_a_row = in_a_row + 1 if cached(client) else 0
+    assert cached(client.with_options(api_key=OTHER_KEY)) == 0
+    assert cached(client, cache_salt="mine") == 0
+    assert cached(client)
 
 
 @pytest.mark.feature("R06")
