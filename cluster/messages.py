@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_TEMPERATURE = 1e6
 """Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
@@ -40,6 +40,7 @@ MAX_GRAMMAR_CHARS = 1 << 18
 escapes."""
 MAX_ABORTS = 1024
 """In one frame: each of them is looked for in the queue."""
+SALT_BYTES = 16
 MAX_PID = 1 << 22
 """Linux has no higher process ids."""
 MAX_FD = 1 << 20
@@ -150,6 +151,9 @@ class GenerateRequest(Wire, frozen=True):
     sampling: Sampling
     reply_to: Address
     """Of the socket that wants the tokens."""
+    cache_salt: Annotated[bytes, Meta(max_length=SALT_BYTES)]
+    """Of the prefix cache, which shows a sequence no KV of sequences with another one. A digest;
+    empty: shared by all that have none."""
 
 
 class RankProcess(Wire, frozen=True):
@@ -222,6 +226,7 @@ class _BadRequest(Wire, frozen=True):
     output_token_ids: msgspec.Raw
     sampling: msgspec.Raw
     reply_to: Address
+    cache_salt: msgspec.Raw
 
 
 class _BadSubmit(Wire, frozen=True, tag="Submit"):

@@ -49,5 +49,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    # The cluster of `RAY_ADDRESS`, or else the one that was started last on this machine.
     ray.init(address="auto", logging_level="ERROR")
+    print("cluster:", ray.get_runtime_context().gcs_address)
     asyncio.run(main())

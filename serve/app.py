@@ -16,6 +16,7 @@ from cluster.actors.placement import rank_bundles
 from cluster.config import DEFAULT_NUM_CPUS, ConfigError
 from serve.config import DeployConfig, PoolConfig, deploy_config
 from serve.draining import INGRESS, drain
+from serve.failed_start import StartWatch
 from serve.ingress import RETRY_AFTER_S, Ingress
 from serve.pools import Pool
 from serve.start_progress import draw_on_terminal
@@ -37,8 +38,9 @@ GRACEFUL_S = 20
 def deploy(args: dict[str, Any]) -> Application:
     """Build the application from key=value or YAML arguments, or those in `config=FILE`.
 
-    Bad arguments end the process with exit code 1 and one line on stderr, before Ray starts;
-    inside a cluster (`serve deploy`) they are raised.
+    Bad arguments end the process with exit code 1 and one line on stderr, before Ray starts; so
+    does what a pool cannot start with, once that is known. Inside a cluster (`serve deploy`) bad
+    arguments are raised.
     """
     try:
         config = deploy_config(args)
@@ -47,9 +49,14 @@ def deploy(args: dict[str, Any]) -> Application:
             raise
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
+    watch = StartWatch(config.config_hash, [pool.name for pool in config.pools])
     if not ray.is_initialized():  # this is `serve run`, and no cluster that builds a YAML
+        watch.start()
+        atexit.register(watch.end)  # after what runs was answered
         atexit.register(drain, config.drain_timeout_s)
         draw_on_terminal()
+    else:
+        watch.forget()
     return build(config)
 
 

@@ -106,6 +106,9 @@ class DeployArgs(_Strict, frozen=True):
     """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share KV."""
+    prefix_cache_sharing: str = "key"
+    """With API keys, whose prompts share KV: `key`, those of one key, since what is found tells how
+    others' begin; `all`, those of all. A request's `cache_salt` divides either further."""
     pools: str = "pd"
     """`pd`: a prefill and a decode pool; `mixed`: one pool that does both."""
     prefill: PoolArgs = PoolArgs()
@@ -220,6 +223,8 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
         raise ConfigError("lockstep", "on or off", args.lockstep)
     if args.overlap not in ("auto", "on", "off"):
         raise ConfigError("overlap", "auto, on or off", args.overlap)
+    if args.prefix_cache_sharing not in ("key", "all"):
+        raise ConfigError("prefix_cache_sharing", "key or all", args.prefix_cache_sharing)
     if args.log_format not in FORMATS:
         raise ConfigError("log_format", " or ".join(FORMATS), args.log_format)
     if args.log_requests not in ("on", "off"):

@@ -13,6 +13,7 @@ from typing import Any
 from cluster.config import ConfigError, SchedulerConfig
 from compile.aliases import fields_of
 from compile.config import (
+    DEFAULT_SPLITTING_OPS,
     FIELDS,
     CompilationConfig,
     CompilationConfigError,
@@ -86,6 +87,30 @@ def resolved(
             device=device,
             is_served=is_served,
         )
+
+
+def check_names(config: CompilationConfig) -> None:
+    """Refuse ops and options of the compiler that do not exist: with them no start could compile.
+
+    Only torch and the model know the names, so both are imported, which takes seconds: not where
+    no name is given.
+
+    Raises:
+        ConfigError: names the field and what is unknown.
+    """
+    ops = set(config.splitting_ops or ()) - set(DEFAULT_SPLITTING_OPS) if config.can_split else ()
+    has_options = config.inductor_compile_config and config.level >= CompilationLevel.DYNAMO_ONCE
+    if ops:
+        import model.weights  # noqa: F401  (registers its ops)
+        from compile.pieces.split import SplittingOps
+
+        with _as_argument():
+            SplittingOps(config.splitting_ops or ())
+    if has_options:
+        from compile.cache.inductor import make_compiler
+
+        with _as_argument():
+            make_compiler(config)
 
 
 def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:

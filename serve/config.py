@@ -27,7 +27,7 @@ from cluster.messages import PROTOCOL_VERSION
 from model.config import ModelConfig, fingerprint
 from model.fields import ModelError
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
-from serve.compilation import resolved, shared_facts
+from serve.compilation import check_names, resolved, shared_facts
 from serve.keys import check_keys, read_keys
 from serve.openai.reasoning import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
@@ -53,6 +53,8 @@ class AccessConfig:
     """Read again when it changes."""
     open_paths: tuple[str, ...] = ()
     """What needs no key."""
+    shares_prefix_cache: bool = False
+    """Whether the prefix cache shows a key what others' requests have left there."""
     allowed_hosts: tuple[str, ...] = ()
     """Names that requests may call this server by, where no key is needed."""
     allowed_origins: tuple[str, ...] = ()
@@ -286,6 +288,7 @@ def _pool_config(
     if threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     engine = replace(engine, threads=threads)
+    check_names(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
     num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)
@@ -415,6 +418,7 @@ def _access(args: DeployArgs) -> AccessConfig:
         api_keys=keys,
         api_keys_file=file,
         open_paths=_texts(args.open_paths),
+        shares_prefix_cache=args.prefix_cache_sharing == "all",
         allowed_hosts=_texts(args.allowed_hosts),
         allowed_origins=_texts(args.allowed_origins),
         trusted_proxies=_at_least("trusted_proxies", args.trusted_proxies, 0),

@@ -46,6 +46,7 @@ from cluster.logs import configure_logs
 from cluster.messages import EngineOutput, GenerateRequest
 from cluster.metrics import Described, MetricsSnapshot
 from serve.admission import Admission
+from serve.cache_salt import CacheSalts
 from serve.config import DeployConfig
 from serve.dock import SharedDock
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, SharedTick
@@ -166,7 +167,11 @@ class Ingress:
         )
         self._told: Counts = {}
         """What the board was told last; empty if it was made anew."""
-        self._serving = Serving(settings, self, lambda: self._tokenizer, self._admission, tick)
+        access = config.access
+        salts = CacheSalts(secret, is_per_key=access.needs_key and not access.shares_prefix_cache)
+        self._serving = Serving(
+            settings, self, lambda: self._tokenizer, self._admission, tick, salts
+        )
         if config.log_requests:
             self._serving.on_end.append(RequestLog().write)
         self._tracing: Tracing | None = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from cluster.messages import (
     EngineOutput,
@@ -27,6 +27,8 @@ from cluster.messages import (
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
+from serve.cache_salt import CacheSalts, check_cache_salt
+from serve.clients import UNKNOWN
 from serve.config import engine_config
 from serve.sampling import Resolver, SamplingParams
 from serve.structured import GrammarChecks, StructuredOutputsParams, check
@@ -39,9 +41,27 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
-Prompt = str | Sequence[int]
+
+class TextPrompt(TypedDict):
+    """A prompt with what goes with it, as vLLM has it."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    """Find in the prefix cache only what prompts with the same salt have left there."""
+
+
+class TokensPrompt(TypedDict):
+    """The same as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class GenerationError(RuntimeError):
@@ -103,6 +123,7 @@ class LLM:
         self.engine = assemble_engine(self.config, self.runner)
         assert self.runner.grammars is not None, "the only rank samples"
         self._grammars = GrammarChecks(partial(check, self.runner.grammars.vocabulary))
+        self._salts = CacheSalts()
         self._ids = count()
 
     def generate(
@@ -112,9 +133,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, as text or token ids; outputs are in their order.
 
+        A prompt may be a `TextPrompt` or a `TokensPrompt`, which has a `cache_salt` too.
+
         Raises:
             GenerationError: a prompt cannot be served, because it is too long for example.
-            ValueError: there are several sampling parameters, but not one for each prompt.
+            ValueError: there are several sampling parameters, but not one for each prompt; or a
+                prompt has fields that it may not have.
         """
         many = _prompts(prompts)
         if sampling_params is None:
@@ -164,10 +188,12 @@ class LLM:
         running: dict[str, _Running],
         requests: list[GenerateRequest],
     ) -> RequestOutput:
-        if isinstance(prompt, str):
-            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+        content, salt = _content(prompt)
+        cache_salt = self._salts.of(UNKNOWN, salt)
+        if isinstance(content, str):
+            text, ids = content, self.tokenizer.encode(content, add_special_tokens=True)
         else:
-            text, ids = None, list(prompt)
+            text, ids = None, list(content)
         resolver = Resolver(
             params,
             max_model_len=self.config.max_model_len,
@@ -184,7 +210,7 @@ class LLM:
             request_id = f"{output.request_id}-{index}"
             stream = TextStream.of(self.tokenizer, params, stop, ids)
             running[request_id] = _Running(output, index, stream, params.stop_token_ids)
-            requests.append(GenerateRequest(request_id, ids, [], sampling, ""))
+            requests.append(GenerateRequest(request_id, ids, [], sampling, "", cache_salt))
         return output
 
     def _run(self, running: dict[str, _Running]) -> None:
@@ -240,6 +266,26 @@ class _Running:
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, dict):
+        return [prompts]
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """Return a prompt's text or token ids, and its salt.
+
+    Raises:
+        ValueError: it has other fields.
+    """
+    if not isinstance(prompt, dict):
+        return prompt, None
+    fields: dict[str, Any] = {**prompt}
+    salt = fields.pop("cache_salt", None)
+    check_cache_salt(salt)
+    if fields.keys() not in ({"prompt"}, {"prompt_token_ids"}):
+        wanted = "prompt or prompt_token_ids, and cache_salt"
+        raise ValueError(f"prompts: wanted {wanted}, found {', '.join(prompt)}")
+    [content] = fields.values()
+    return content, salt

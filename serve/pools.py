@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from ray import serve as ray_serve
 
+from cluster.actors.failed_starts import FailedStart, FailedStarts
 from cluster.actors.load_progress import LoadProgress
 from cluster.actors.rank_group import GroupReport, RankDied, RankGroup, place_in_group
 from cluster.actors.secret import application_secret
@@ -92,12 +93,15 @@ class Pool:
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "pool: wanted a placement group, found none"
         self._placement_group, self._config_hash = placement_group, config_hash
+        self._failed_starts = FailedStarts(config_hash)
         self._group = self._new_group(epoch=0)
         self._spawn(self._report())
         try:
+            await self._refuse_what_fails()
             await self._group.start()
         except RankDied as error:
-            self._fail(str(error))
+            self._group.kill()
+            await self._fail(str(error), error.verdict)
             await asyncio.sleep(2 * REPORT_PERIOD_S)  # the reason reaches `/ready`
             raise
         host = ray.util.get_node_ip_address()
@@ -106,7 +110,7 @@ class Pool:
         await self._connect()
         self._spawn(self._receive_ends())
         self._spawn(self._watch_group())
-        self._enter("ready")
+        await self._serve()
 
     async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
         """Submit a request and return its finish reason when its engine is done with it.
@@ -208,6 +212,9 @@ class Pool:
         while not self._is_stopping():
             self._is_stuck = self._group.is_named_by_watchdog
             self._restarts[place_in_group(reason)] += 1
+            if self._group.verdict:
+                await self._fail(reason, self._group.verdict)
+                return
             self._lose("restarting", reason)
             self._group = self._new_group(self._group.epoch + 1)
             try:
@@ -215,8 +222,8 @@ class Pool:
             except RankDied as error:
                 num_failures += 1
                 reason = str(error)
-                if num_failures == MAX_FAILED_STARTS:
-                    self._fail(reason)
+                if error.verdict or num_failures == MAX_FAILED_STARTS:
+                    await self._fail(reason, error.verdict)
                     return
                 continue
             if self._is_stopping():
@@ -225,7 +232,7 @@ class Pool:
             await self._connect()
             self._router = LeaderRouter(self._pool.routing, len(self._leaders))
             log.warning("%s pool: serves again, epoch %d", self._pool.name, self._group.epoch)
-            self._enter("ready")
+            await self._serve()
             num_failures = 0
             reason = await self._group.wait_for_end()
 
@@ -240,9 +247,26 @@ class Pool:
         else:
             self._is_ready.clear()
 
-    def _fail(self, reason: str) -> None:
-        """Enter the failed state, in which Serve replaces this replica."""
+    async def _serve(self) -> None:
+        """Enter the ready state."""
+        self._enter("ready")
+        await asyncio.to_thread(self._failed_starts.recover, self._pool.name)
+
+    async def _refuse_what_fails(self) -> None:
+        """Raise RankDied if the replica in whose place this one is found that none can start."""
+        failed = await asyncio.to_thread(self._failed_starts.of, self._pool.name)
+        if failed is not None and failed.is_final:
+            raise RankDied(failed.reason, failed.reason)
+
+    async def _fail(self, reason: str, verdict: str) -> None:
+        """Enter the failed state, in which Serve replaces this replica.
+
+        Args:
+            verdict: why the one in its place would fail as well; empty if it might not.
+        """
         self._lose("failed", reason)
+        failed = FailedStart(verdict or reason, is_final=bool(verdict))
+        await asyncio.to_thread(self._failed_starts.note, self._pool.name, failed)
 
     def _lose(self, state: str, reason: str) -> None:
         """Report the restart and end all open calls, whose requests the router submits again."""

@@ -84,10 +84,20 @@ class RankActor:
 
         Returns:
             A leader's endpoint that takes requests; nothing of a follower.
+
+        Raises:
+            CannotCompile: no other rank would load either.
         """
         self._state = "loading"
         is_leader = self._place.tp_rank == 0
-        rank = self._lead(rendezvous) if is_leader else self._follow(rendezvous)
+        try:
+            rank = self._lead(rendezvous) if is_leader else self._follow(rendezvous)
+        except Exception as error:
+            from cluster.rank.compiling import as_final  # which imports torch
+
+            if (final := as_final(error)) is None:
+                raise
+            raise final from error
         self._rank = rank
         self._state = "ready"
         return getattr(rank, "inbox", "")

@@ -31,6 +31,7 @@ from cluster.actors.rank_actor import RankPlace, RemoteRank
 from cluster.config import EngineConfig
 from cluster.counts import Counts
 from cluster.credentials import Credentials
+from cluster.engine.changeover import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.rank.rendezvous import Rendezvous, introduce
@@ -53,6 +54,11 @@ FIRST_WORD_S = 120.0
 
 class RankDied(RuntimeError):
     """A rank of the group ended; the message names it and the cause."""
+
+    def __init__(self, message: str, verdict: str = "") -> None:
+        super().__init__(message)
+        self.verdict = verdict
+        """Why every other start would end in the same way; empty if another might not."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,8 @@ class RankGroup:
         self._is_stopping = False
         self.is_named_by_watchdog = False
         """Whether the watchdog ended the group: a rank did not answer, or not advance."""
+        self.verdict = ""
+        """Once the group has ended: as that of `RankDied`."""
         self.inboxes: list[str] = []
         self.places = [
             RankPlace(dp_rank, tp_rank, epoch)
@@ -144,7 +152,8 @@ class RankGroup:
             raise RankDied(f"{silent} while loading")
         if first is not None:
             name, end = _name(self.places[first]), tasks[first].result()
-            raise RankDied(f"{name} ended while loading: {end.cause}") from end.error
+            reason = f"{name} ended while loading: {end.cause}"
+            raise RankDied(reason, end.verdict) from end.error
         self.inboxes = [
             task.result().value
             for task, place in zip(tasks, self.places, strict=True)
@@ -198,8 +207,9 @@ class RankGroup:
             self.is_named_by_watchdog = True
             return named
         assert first is not None
-        cause = tasks[first].result().cause or "stopped"
-        return f"{_name(self.places[first])} ended: {cause}"
+        end = tasks[first].result()
+        self.verdict = end.verdict
+        return f"{_name(self.places[first])} ended: {end.cause or 'stopped'}"
 
     async def _watch(self) -> str:
         """Return which rank keeps the group from stepping, and why."""
@@ -209,16 +219,20 @@ class RankGroup:
     async def _watch_loading(self) -> str:
         """Return which rank fell silent while it loaded."""
         since = asyncio.get_running_loop().time() + FIRST_WORD_S
-        return await self._listen(self._loading_silent_s, since=since)
+        return await self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
 
     @property
     def _loading_silent_s(self) -> float:
         return LOADING_TIMES * max(SILENT_AFTER_S, self._watchdog_s)
 
-    async def _listen(self, silent_s: float, *, since: float) -> str:
+    async def _listen(self, silent_s: float, *, since: float, starting_s: float = 0.0) -> str:
         """Ask every rank for its heartbeat once a second, until the watchdog names one.
 
         An owner that was itself held up judges no rank before it has listened again.
+
+        Args:
+            starting_s: how much longer a rank may be silent that has no heartbeat yet. It lives as
+                long as it answers that: on a slow disk it may import torch for minutes.
         """
         clock = asyncio.get_running_loop().time
         # Without lockstep the engines of a group wait for their own followers only.
@@ -244,8 +258,11 @@ class RankGroup:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             now = clock()
             for i in [i for i, task in asked.items() if task.done()]:
-                if (found := asked.pop(i).result().value) is not None:
-                    watchdogs[i // size].on_heartbeat(i % size, found, now)
+                answer, watchdog = asked.pop(i).result(), watchdogs[i // size]
+                if answer.value is not None:
+                    watchdog.on_heartbeat(i % size, answer.value, now)
+                elif answer.error is None and starting_s:
+                    watchdog.on_answer(i % size, now + starting_s)
             if now - began > 2 * HEARTBEAT_PERIOD_S or self._is_stopping:
                 continue
             for watchdog in watchdogs:
@@ -308,6 +325,12 @@ class _End:
     @property
     def is_death(self) -> bool:
         return isinstance(self.error, ray.exceptions.RayActorError)
+
+    @property
+    def verdict(self) -> str:
+        """Why no other rank could do better; usually empty."""
+        cause = getattr(self.error, "cause", None)
+        return str(cause) if isinstance(cause, CannotCompile) else ""
 
     @property
     def accused(self) -> str:

@@ -7,8 +7,8 @@ believed.
 
 `ray.experimental.internal_kv` is what Ray itself keeps such things in, from its job manager to its
 runtime environments, and has had these functions since before Ray 1.0; a client of one's own, as
-Ray Serve has, would depend on the signatures of Ray's compiled core. It is used here and in
-`kept_totals.py` alone.
+Ray Serve has, would depend on the signatures of Ray's compiled core. It is used here, in
+`kept_totals.py` and in `failed_starts.py` alone.
 """
 
 from __future__ import annotations

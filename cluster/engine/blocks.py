@@ -265,13 +265,13 @@ class BlockManager:
             assert found == refs[block], f"block {block}: {found} refs, {refs[block]} holders"
             assert (found == 0) == (block in self._free), f"block {block}: {found} refs, in free"
         assert len(self._free) + len(refs) == self.num_blocks, "free and held are not all"
-        contents: dict[int, list[int]] = {}
+        contents: dict[int, tuple[bytes, list[int]]] = {}
         for seq in holders:
             for i, block in enumerate(seq.block_table):
                 if block == SCRATCH:
                     continue
-                tokens = seq.token_ids[: (i + 1) * self.block_size]
-                assert contents.setdefault(block, tokens) == tokens, (
+                content = seq.request.cache_salt, seq.token_ids[: (i + 1) * self.block_size]
+                assert contents.setdefault(block, content) == content, (
                     f"block {block}: wrongly shared"
                 )
             self._check_committed(seq)
@@ -312,10 +312,13 @@ class BlockManager:
         return block
 
     def _hash(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the digests of the first full blocks, each of its tokens and all before them."""
+        """Return the digests of the first full blocks, each of its tokens and all before them.
+
+        The salt is in the first one, and so in all: sequences of another salt have other digests.
+        """
         hashes, size = seq.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
-            parent = hashes[i - 1] if i else b""
+            parent = hashes[i - 1] if i else seq.request.cache_salt
             tokens = array("q", seq.token_ids[i * size : (i + 1) * size])
             hashes.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

@@ -18,6 +18,13 @@ from __future__ import annotations
 from compile.dispatch import CapturedGraphs
 
 
+class CannotCompile(RuntimeError):
+    """A model cannot be compiled as it is configured: every start would end in the same way.
+
+    The message is one line.
+    """
+
+
 class Changeover:
     """One rank's stage.
 

@@ -124,10 +124,13 @@ class StepLog:
 
     def __init__(self) -> None:
         self._steps: deque[StepAgreement] = deque(maxlen=NUM_LOGGED_STEPS)
+        self.last_step = 0
+        """The number of the last one that was begun; the same on all ranks that step together."""
 
     def add(self, agreed: StepAgreement) -> None:
         """Log a step that starts now."""
         self._steps.append(agreed)
+        self.last_step = agreed.step
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return what is logged as plain data, oldest first, one value a field."""

@@ -96,6 +96,14 @@ class Watchdog:
         self._beats[rank] = beat
         self._answered_at[rank] = now
 
+    def on_answer(self, rank: int, silent_from: float) -> None:
+        """Take an answer of a rank that cannot say yet what it does, as while it imports torch.
+
+        Args:
+            silent_from: the time from which on its silence counts.
+        """
+        self._answered_at[rank] = max(self._answered_at[rank], silent_from)
+
     def on_tick(self, now: float) -> str | None:
         """Return which rank holds the group up and why, in a line; None while none does."""
         silent_s = [now - at for at in self._answered_at]

@@ -5,7 +5,9 @@
    would hold its streams up.
 3. Then the rank's `Changeover` is told, and its next vote says so.
 
-If compiling fails, the rank says why, once, and goes on as it is.
+If compiling is ended from outside, or by the machine, the rank says why, once, and goes on as it
+is. If the model cannot be compiled, the rank ends, as it would have without serving meanwhile: the
+group's owner ends the start.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from cluster.engine.changeover import CannotCompile
 from cluster.rank.compile_process import CompileJob, CompileProcess
 from cluster.rank.forward import StepForward
 
@@ -54,7 +57,11 @@ class CompileAhead:
         return "compiling", self._process.done, self._process.total
 
     def load_slice(self) -> None:
-        """Load the next piece, if there is one. Call it between steps."""
+        """Load the next piece, if there is one. Call it between steps.
+
+        Raises:
+            CannotCompile: there is nothing to load, and no other start would have it.
+        """
         if self.error or self._forward.changeover.is_loaded:
             return
         is_compiling = not self._process.has_ended
@@ -63,6 +70,8 @@ class CompileAhead:
         _set_num_threads(max(1, self._num_threads - is_compiling))
         if is_compiling:
             return
+        if self._process.is_final:
+            raise CannotCompile(self._process.error)
         if self._process.error:
             self._give_up(self._process.error)
             return

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cluster.config import EngineConfig
 from cluster.logs import configure_logs
-from cluster.rank.compiling import graph_pools, rank_scope
+from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
 from cluster.rank.forward import StepForward
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
@@ -86,7 +86,8 @@ def _shard(rank: int, size: int, kind: str, data: Shard | None = None) -> Shard:
 class CompileProcess:
     """A rank's end: starts the process, follows its progress, and ends it.
 
-    Invariant: once `has_ended`, `error` says why nothing was compiled, or is empty.
+    Invariant: once `has_ended`, `error` says why nothing was compiled, or is empty; `is_final` if
+    every other try would end so.
     """
 
     def __init__(self, job: CompileJob, on_end: Callable[[], None]) -> None:
@@ -94,6 +95,7 @@ class CompileProcess:
         self.done, self.total = 0, 1
         self.has_ended = False
         self.error = ""
+        self.is_final = False
         self._on_end = on_end
         self._is_closing = False
         # What Ray put on this process's path, the other one needs as well.
@@ -143,6 +145,7 @@ class CompileProcess:
         """Note progress; return an error if the line tells one."""
         told = json.loads(line)
         if "error" in told:
+            self.is_final = bool(told["is_final"])
             return str(told["error"])
         if "misses" in told:
             cache_misses.update(told["misses"])
@@ -178,8 +181,7 @@ def main() -> int:
         compile_for(job, lambda done, total: tell(done=done, total=total))
     except Exception as error:
         log.exception("compiling for a rank that serves")
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        tell(error=f"{type(error).__name__}: {lines[0] if lines else ''}")
+        tell(error=one_line(error), is_final=as_final(error) is not None)
         return 1
     finally:
         tell(misses=cache_misses)

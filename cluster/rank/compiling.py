@@ -17,16 +17,21 @@ import torch
 
 import model
 from cluster.config import EngineConfig
+from cluster.engine.changeover import CannotCompile
 from cluster.rank.groups import GroupMembership
 from compile.cache.key import sources_hash
 from compile.cache.manager import StandardToolchain
 from compile.config import (
     AttentionGraphSupport,
     CompilationConfig,
+    CompilationConfigError,
     CompilationLevel,
 )
 from compile.environment import cc, cxx
 from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.pieces.diagnose import GraphBreakError
+from compile.pieces.dynamo import TraceError
+from compile.pieces.split import PieceInvariantError
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.scope import ArtifactExchange, CompileScope
 from model.config import ModelConfig
@@ -111,6 +116,44 @@ def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
         "is found on another rank" if is_here else "is found",
     )
     return False
+
+
+def as_final(error: BaseException) -> CannotCompile | None:
+    """Return the error of which a start is sure to end again, if this is one.
+
+    None: it may be of the machine, such as a full disk, or of a C++ compiler, which a machine may
+    do without.
+    """
+    # Imported once there is an error: they take seconds.
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import CppCompileError
+
+    is_final, chain = False, [error]
+    for each in chain:
+        if isinstance(each, OSError | MemoryError | CppCompileError):
+            return None
+        # Inductor's errors are Dynamo's as well.
+        is_final |= isinstance(each, (*_FINAL_ERRORS, TorchDynamoException))
+        inner = (getattr(each, "inner_exception", None), each.__cause__, each.__context__)
+        chain += [found for found in inner if found is not None and found not in chain]
+    return CannotCompile(one_line(error)) if is_final else None
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's first line, with its type unless the line names a field."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, CompilationConfigError):
+        return str(error)
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+_FINAL_ERRORS = (
+    CompilationConfigError,
+    GraphBreakError,
+    PieceInvariantError,
+    TraceError,
+)
+"""Of what is compiled and how, beside torch's own."""
 
 
 def missing_for_triton() -> str:

@@ -130,7 +130,7 @@ class Follower:
             node=node,
             state="ready",
             epoch=self.epoch,
-            step=self.loop.step,
+            step=self.runner.steps.last_step,
             held_tickets=server.num_held if server else 0,
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,

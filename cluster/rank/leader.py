@@ -229,7 +229,7 @@ class Leader:
             node=node,
             state="ready",
             epoch=self.epoch,
-            step=self._last_step,
+            step=self.runner.steps.last_step,
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
             compiling=self.runner.compile_progress is not None,

@@ -35,6 +35,8 @@ class RankStats:
     """starting, loading, ready or stopped."""
     epoch: int
     step: int
+    """The last one that the rank began. Steps in which no rank has work are not counted here:
+    followers hear nothing of them."""
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_running: int = 0

@@ -302,7 +302,7 @@ def request(name: str, reply_to: str, max_tokens: int = 6, **fields: Any) -> Gen
     """Return a greedy request that ends with so many tokens."""
     sampling = Sampling(0.0, 0, 1.0, 0.0, 7, max_tokens, (), -1, -1, None, None)
     changed = msgspec.structs.replace(sampling, **fields)
-    return GenerateRequest(name, PROMPT, [], changed, reply_to)
+    return GenerateRequest(name, PROMPT, [], changed, reply_to, b"")
 
 
 def outputs(request_id: str, num: int = 1, epoch: int = 0, engine_id: str = "e") -> bytes:

@@ -215,7 +215,7 @@ def wake(size: int, num_wakes: int) -> list[float]:
     for i in range(num_wakes + 10):
         time.sleep(0.05)  # all sleep
         first_votes(pipes)
-        request = GenerateRequest(str(i), [1, 2, 3], [], sampling, f"tcp://{HOST}:{port}")
+        request = GenerateRequest(str(i), [1, 2, 3], [], sampling, f"tcp://{HOST}:{port}", b"")
         frame = encode(Submit(request, None))
         began = time.monotonic()
         inbox.send_multipart(pack(frame, CREDENTIALS))

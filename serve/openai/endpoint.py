@@ -26,6 +26,7 @@ from starlette.responses import Response
 from cluster.messages import GenerateRequest
 from cluster.metrics import Described
 from serve.admission import Admission, Overloaded, Place
+from serve.cache_salt import CacheSalts
 from serve.clients import client_of
 from serve.event_loop import Check, Pace, SharedTick, WorkThreads
 from serve.metrics import Scrapes
@@ -71,8 +72,10 @@ class Serving:
         tokenizer: Callable[[], Tokenizer | None],
         admission: Admission,
         tick: SharedTick | None = None,
+        salts: CacheSalts | None = None,
     ) -> None:
         """Share what is given; `tick` is the one that the backend's outputs wait for."""
+        self.salts = salts or CacheSalts()
         self.settings = settings
         self.backend = backend
         self.admission = admission
@@ -352,10 +355,11 @@ async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place:
     """Do everything that may refuse the request, before an engine has it."""
     size = shape.size + CHOICE_SIZE * shape.num_prompts * shape.params.n
     wanted = shape.params.structured_outputs
+    salt = serving.salts.of(place.client, shape.request.cache_salt)
     try:
         text = await tokenizer.grammars.text(wanted, place.client) if wanted else ""
         return await serving.threads.run(
-            size, lambda check: _prepare(serving.settings, tokenizer, shape, text, check)
+            size, lambda check: _prepare(serving.settings, tokenizer, shape, text, salt, check)
         )
     except ParameterError as error:
         raise error.renamed(shape.request.spelling(error.param)) from error
@@ -364,7 +368,12 @@ async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place:
 
 
 def _prepare(
-    settings: ApiSettings, tokenizer: Tokenizer, shape: Shape, grammar_text: str, check: Check
+    settings: ApiSettings,
+    tokenizer: Tokenizer,
+    shape: Shape,
+    grammar_text: str,
+    cache_salt: bytes,
+    check: Check,
 ) -> Prepared:
     request, params = shape.request, shape.params
     vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
@@ -393,7 +402,7 @@ def _prepare(
     choices = [
         Choice(
             index,
-            GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, ""),
+            GenerateRequest(f"{shape.stamp.id}-{index}", prompt, [], sampling, "", cache_salt),
             TextStream.of(tokenizer, params, stop, prompt, shape.shown_token_ids),
             params.stop_token_ids,
         )

@@ -63,7 +63,6 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "request_id": (),
     "session_id": (),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "vllm_xargs": ({},),

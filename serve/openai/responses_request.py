@@ -90,6 +90,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: dict[str, Any] = {}
     """`format`: as `response_format` of chat completions, with the fields of `json_schema` beside
     `type`."""
+    cache_salt: str | None = None
+    """As in chat completions."""
     stream: bool = False
     """Send the answer as typed events while it is generated."""
 
@@ -244,6 +246,7 @@ def parse_responses(body: bytes) -> tuple[ResponsesRequest, ResponsesChat]:
         tool_choice=_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request.text),
+        cache_salt=request.cache_salt,
         stream=request.stream,
     )
     return request, chat

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serve.cache_salt import check_cache_salt
 from serve.openai.errors import BadRequest
 from serve.parameters import ParameterError
 from serve.sampling import SamplingParams
@@ -119,6 +120,9 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     likeliest tokens in its place. Not with `stream` true."""
     return_token_ids: bool = False
     """Return the ids of prompt and output tokens as well."""
+    cache_salt: str | None = None
+    """Find in the prefix cache only what requests with the same salt, and the same key, have left
+    there: 1 to `MAX_SALT_CHARS` characters."""
     response_format: ResponseFormat | None = None
     """Hold the text to a JSON schema, or to any JSON object. Of this field, `structured_outputs`
     and the four below at most one is given. None goes with `ignore_eos`, `min_tokens` or
@@ -137,6 +141,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
     ) -> SamplingParams:
+        check_cache_salt(self.cache_salt)
         if self.stream and self.prompt_logprobs is not None:
             wanted = "none with stream true: they are given once, with the whole answer"
             raise ParameterError("prompt_logprobs", wanted, self.prompt_logprobs)

@@ -117,7 +117,7 @@ class Served:
 def request(request_id: str, reply_to: str, **fields: Any) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 7, NUM_TOKENS, (), -1, -1, None, None)
     return GenerateRequest(
-        request_id, PROMPT, [], msgspec.structs.replace(sampling, **fields), reply_to
+        request_id, PROMPT, [], msgspec.structs.replace(sampling, **fields), reply_to, b""
     )
 
 
@@ -180,7 +180,7 @@ def good_frames(served: Served) -> list[Any]:
     """
     rules = LogitRules(0.5, 0.5, 1.1, (3, 4), (1.0, -2.0), b"\xff" * 32, 2)
     sampling = Sampling(0.8, 40, 0.9, 0.05, 7, NUM_TOKENS, (9, 300), 2, 3, rules, None)
-    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.reply_to)
+    asked = GenerateRequest(NAME, PROMPT, [8, 9], sampling, served.reply_to, b"")
     process, spec = RankProcess(0, "nonce"), served.leader.runner.kv_spec
     memory = served.memory
     source = KVSource(0, node_id(), memory.pid, memory.fd, "tcp://127.0.0.1:9", process)

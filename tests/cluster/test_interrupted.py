@@ -108,7 +108,7 @@ def run(engine: Engine, requests: list[GenerateRequest]) -> list[list[EngineOutp
 
 
 def request_for(name: str, prompt: list[int], output: list[int] | None = None) -> GenerateRequest:
-    return GenerateRequest(name, prompt, output or [], CASES[name], "")
+    return GenerateRequest(name, prompt, output or [], CASES[name], "", b"")
 
 
 def tokens(outputs: list[EngineOutput]) -> list[int]:
@@ -150,7 +150,7 @@ def test_every_parameter_has_an_effect(
     if CASES[name].temperature == 0 and not base:
         sampling = PLAIN
     sampling = changed(sampling, stop_token_ids=CASES[name].stop_token_ids)
-    [plain] = run(make_engine(oracle), [GenerateRequest("0", prompts[name], [], sampling, "")])
+    [plain] = run(make_engine(oracle), [GenerateRequest("0", prompts[name], [], sampling, "", b"")])
     if name == "logprobs":
         assert tokens(plain) == tokens(wanted[name])
         assert [len(output.logprobs) for output in wanted[name]] == [1] * NUM_TOKENS
@@ -217,7 +217,9 @@ def test_pre_emption_changes_nothing(
     """Copies of one sequence in a pool for little more than one of the longest."""
     engine = make_engine(oracle, cache=CacheConfig(block_size=4, num_kv_blocks=66))
     request = request_for(name, prompts[name])
-    fillers = [GenerateRequest(f"filler {i}", prompts[name][i:], [], PLAIN, "") for i in range(4)]
+    fillers = [
+        GenerateRequest(f"filler {i}", prompts[name][i:], [], PLAIN, "", b"") for i in range(4)
+    ]
     results = run(engine, [*fillers, request])
     assert tokens(results[-1]) == tokens(wanted[name])
     assert engine.stats().num_preemptions > 0
@@ -303,7 +305,7 @@ def test_two_pools_change_nothing(
 ) -> None:
     requests = [request_for(name, prompts[name]) for name in CASES]
     asks = changed(PLAIN, num_prompt_logprobs=2)
-    requests.append(GenerateRequest("prompt", prompts["greedy"], [], asks, ""))
+    requests.append(GenerateRequest("prompt", prompts["greedy"], [], asks, "", b""))
     pools = {role.value: LocalPool(config_for(oracle, role=role)) for role in Role}
     mixed = pools.pop("mixed")
     try:

@@ -214,7 +214,7 @@ def test_a_frame_with_another_field_is_refused(kind: type[Wire], data: st.DataOb
 @pytest.mark.parametrize("change", ["short", "long"])
 def test_a_struct_inside_another_is_held_to_its_length(change: str) -> None:
     sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None, None)
-    fields = raw(encode(messages.GenerateRequest("r", [1], [], sampling, "")))
+    fields = raw(encode(messages.GenerateRequest("r", [1], [], sampling, "", b"")))
     fields[3] = fields[3][:-1] if change == "short" else [*fields[3], 0]
     assert "$[3]" in str(refused(encode(fields), messages.GenerateRequest))
 
@@ -335,7 +335,7 @@ def test_an_address_is_a_number(address: str) -> None:
 
 def test_a_submission_that_is_none_still_tells_who_asked() -> None:
     sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None, None)
-    request = messages.GenerateRequest("r", [-1], [], sampling, "tcp://10.0.0.1:9")
+    request = messages.GenerateRequest("r", [-1], [], sampling, "tcp://10.0.0.1:9", b"")
     frame = encode(messages.Submit(request, None))
     refused(frame, messages.Inbound)
     assert messages.asker_of(frame) == ("r", "tcp://10.0.0.1:9")

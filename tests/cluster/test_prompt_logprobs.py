@@ -56,7 +56,7 @@ def make_request(
     output: list[int] | None = None,
 ) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, num, None, None)
-    return GenerateRequest(name, prompt, output or [], sampling, "")
+    return GenerateRequest(name, prompt, output or [], sampling, "", b"")
 
 
 def prompts_for(n: int) -> list[list[int]]:

@@ -461,9 +461,7 @@ MUTATIONS = (
         "keys_are_not_asked_for",
         "The application is built without its keys (R18).",
         "serve/ingress.py",
-        {
-            "            self._config.access,\n            is_peer": "            None,\n            is_peer"
-        },
+        {"    self._config.access,\n            is_peer": "    None,\n            is_peer"},
         (WIRED,),
     ),
     Mutation(

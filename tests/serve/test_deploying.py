@@ -83,10 +83,12 @@ def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         return 0, None
 
 
-def run(cluster: Cluster, *command: str | Path, cwd: Path = ROOT, fails: bool = False) -> str:
+def run(
+    cluster: Cluster, *command: str | Path, cwd: Path = ROOT, fails: bool = False, address: str = ""
+) -> str:
     """Run one of Ray's commands against the cluster, and return what it printed."""
-    addresses = {"RAY_ADDRESS": cluster.gcs, "RAY_DASHBOARD_ADDRESS": cluster.dashboard}
-    if command[0] == "serve" or command[:2] == ("ray", "job"):
+    addresses = {"RAY_ADDRESS": address or cluster.gcs, "RAY_DASHBOARD_ADDRESS": cluster.dashboard}
+    if not address and (command[0] == "serve" or command[:2] == ("ray", "job")):
         addresses["RAY_ADDRESS"] = cluster.dashboard
     done = subprocess.run(
         [BIN / command[0], *command[1:]],
@@ -247,3 +249,28 @@ def test_ray_data_answers_a_dataset(cluster: Cluster) -> None:
     printed = run(cluster, "python", script, "--engines", "2", "--rows", "48")
     [right] = re.findall(r"(\d+) of 48 right", printed)
     assert int(right) > 40  # as the model is: it has learnt to add, not perfectly
+
+
+@pytest.mark.feature("E01", "F07", "R01")
+@pytest.mark.parametrize(
+    ("arguments", "last_line"),
+    [
+        (
+            # Found while the application serves: the option exists, and Inductor compares it.
+            ("cc.inductor_compile_config.max_fusion_size=many",),
+            r"InductorError: TypeError: .*",
+        ),
+        (
+            ("O=0", "kv_memory=900TiB"),
+            r"rank dp=0 tp=0 .* kv_memory: wanted at most the \d+ bytes that are available, .*",
+        ),
+    ],
+    ids=["while it serves", "while it loads"],
+)
+def test_serve_run_ends_with_what_fails_every_start(
+    cluster: Cluster, tmp_path: Path, arguments: tuple[str, ...], last_line: str
+) -> None:
+    run(cluster, "serve", "start", "--proxy-location=Disabled", address=cluster.gcs)
+    command = ["serve", "run", "serve.app:deploy", "pools=mixed", f"cc.cache_dir={tmp_path}"]
+    printed = run(cluster, *command, *arguments, fails=True, address=cluster.gcs)
+    assert re.fullmatch(last_line, printed.strip().splitlines()[-1]), printed

@@ -45,6 +45,18 @@ def test_many_chats_are_answered_as_each_alone(llm: LLM) -> None:
         llm.chat(chats, params[:2])
 
 
+@pytest.mark.feature("T01")
+def test_prompts_of_another_salt_are_not_found_in_the_prefix_cache(llm: LLM) -> None:
+    ids, params = [70 + i % 9 for i in range(40)], SamplingParams(max_tokens=1)
+    prompts = [{"prompt_token_ids": ids}, {"prompt_token_ids": ids, "cache_salt": "mine"}]
+    for wanted in (0, 32):
+        for prompt in prompts:
+            [output] = llm.generate(prompt, params)  # type: ignore[arg-type]
+            assert output.num_cached_tokens == wanted
+    with pytest.raises(ValueError, match=r"^prompts: wanted prompt or prompt_token_ids, and cache"):
+        llm.generate({"prompt": "1 2", "salt": "mine"}, params)  # type: ignore[arg-type]
+
+
 def test_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ValueError, match="5000"):
         llm.generate([[65] * 10, [65] * 5000], SamplingParams(max_tokens=4))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.actors.failed_starts import FailedStart
 from cluster.actors.rank_group import GroupReport, RankDied
 from cluster.credentials import Credentials
 from cluster.rank.status import RankStats
@@ -106,6 +107,7 @@ class Group:
     def __init__(self, epoch: int, pool: PoolWithoutRanks | None = None) -> None:
         self.epoch, self.actors, self.is_stopped = epoch, list[Any](), False
         self.is_named_by_watchdog = False
+        self.verdict = ""
         self._pool = pool
         rank = RankStats(tp_rank=0, dp_rank=0, pid=1, node="", state="ready", epoch=epoch, step=1)
         self._reports = [GroupReport([rank], [])]
@@ -130,7 +132,7 @@ class PoolOfGroups(PoolWithoutRanks):
     """What watches and reports a group, without Ray."""
 
     _report, _watch_group, _is_stopping = Pool._report, Pool._watch_group, Pool._is_stopping
-    _lose, _fail = Pool._lose, Pool._fail
+    _lose, _fail, _serve = Pool._lose, Pool._fail, Pool._serve
     _replica_id, _config_hash = "r", "ours"
 
     def __init__(self) -> None:
@@ -141,11 +143,16 @@ class PoolOfGroups(PoolWithoutRanks):
         self._restarts: Counter[str] = Counter()
         self._is_stuck = False
         self._board = self
+        self._failed_starts = self
+        self.noted: list[tuple[str, FailedStart]] = []
         self.pushed: list[tuple[str, list[Any]]] = []
         self.in_state_s: list[float] = []
 
     def _new_group(self, epoch: int) -> Group:
         return Group(epoch, self)
+
+    def note(self, pool: str, failed: FailedStart) -> None:
+        self.noted.append((pool, failed))
 
     async def push(self, report: Any, actors: list[Any]) -> None:
         self.pushed.append((report.state, report.group.ranks))
@@ -192,3 +199,16 @@ def test_a_pool_that_is_stopped_while_its_group_is_rebuilt_keeps_no_ranks() -> N
     asyncio.run(pool._watch_group())  # type: ignore[misc]
     assert pool._state == "stopping"
     assert pool._group.epoch == 1 and pool._group.is_stopped
+
+
+@pytest.mark.feature("E01", "F07")
+def test_a_group_that_no_start_can_compile_is_not_rebuilt_and_its_pool_fails() -> None:
+    pool = PoolOfGroups()
+    group = pool._group
+    group.verdict = "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"
+    asyncio.run(pool._watch_group())  # type: ignore[misc]
+    assert pool._group is group
+    assert pool._state == "failed" and pool._error == "rank dp=0 tp=0 epoch=0 ended"
+    assert pool.noted == [("mixed", FailedStart(group.verdict, is_final=True))]
+    with pytest.raises(RankDied):
+        asyncio.run(pool.check_health())

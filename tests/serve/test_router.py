@@ -21,7 +21,7 @@ from serve.router import PoolUnavailable, Router
 from serve.tokens import Mailbox
 
 REQUEST = GenerateRequest(
-    "r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None), ""
+    "r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None), "", b""
 )
 
 

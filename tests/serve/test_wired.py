@@ -20,7 +20,7 @@ from ray import serve as ray_serve
 
 pytestmark = pytest.mark.ray
 
-KEY = "sesame"
+KEY, OTHER_KEY = "sesame", "cinnamon"
 MAX_LIVE = 2 * 2 + 2
 """Two replicas of two sequences each, and two sequences that wait."""
 MAX_BODY_BYTES = 30_000
@@ -28,7 +28,12 @@ MAX_ANSWER_BYTES = 3 << 20
 REQUEST_TIMEOUT_S = 20
 OPTIONS = [
     *("dtype=float32", "O=0", "kv_memory=64MiB", "max_num_seqs=2", "max_queued_requests=2"),
-    *("prefill.data_parallel_size=2", "decode.replicas=2", "watchdog_s=2", f"api_keys={KEY}"),
+    *(
+        "prefill.data_parallel_size=2",
+        "decode.replicas=2",
+        "watchdog_s=2",
+        f"api_keys={KEY},{OTHER_KEY}",
+    ),
     *(f"max_body_bytes={MAX_BODY_BYTES}", f"max_answer_bytes={MAX_ANSWER_BYTES}"),
     f"request_timeout_s={REQUEST_TIMEOUT_S}",
 ]
@@ -160,6 +165,25 @@ def test_a_handle_completes_what_http_completes(app: Any, client: openai.OpenAI)
     chunks = list(handle.options(stream=True).stream_complete.remote(body))
     streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert streamed == posted.choices[0].text
+
+
+@pytest.mark.feature("R18", "T01")
+def test_a_key_does_not_find_what_another_one_asked(client: openai.OpenAI) -> None:
+    prompt = "The prefix cache says how prompts begin. " * 3
+
+    def cached(asks: openai.OpenAI, **fields: Any) -> int:
+        usage = complete(asks, prompt, max_tokens=1, extra_body=fields).usage
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    assert cached(client) == 0
+    deadline = time.monotonic() + 60
+    in_a_row = 0
+    while in_a_row < 4:  # both engines have it
+        assert time.monotonic() < deadline
+        in_a_row = in_a_row + 1 if cached(client) else 0
+    assert cached(client.with_options(api_key=OTHER_KEY)) == 0
+    assert cached(client, cache_salt="mine") == 0
+    assert cached(client)
 
 
 @pytest.mark.feature("R06")

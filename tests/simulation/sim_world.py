@@ -339,7 +339,7 @@ class World:
 
 def _request(arrival: Arrival) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, arrival.max_tokens, arrival.stop, -1, -1, None, None)
-    return GenerateRequest(arrival.request_id, arrival.prompt, [], sampling, "")
+    return GenerateRequest(arrival.request_id, arrival.prompt, [], sampling, "", b"")
 
 
 @contextmanager

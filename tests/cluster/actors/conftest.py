@@ -109,7 +109,9 @@ async def _generate(
         for inbox, leader in leaders.items():
             leader.connect(inbox)
         for i, (inbox, prompt) in enumerate(zip(inboxes, prompts, strict=True)):
-            frame = encode(Submit(GenerateRequest(str(i), prompt, [], sampling, reply_to), None))
+            frame = encode(
+                Submit(GenerateRequest(str(i), prompt, [], sampling, reply_to, b""), None)
+            )
             await leaders[inbox].send_multipart(pack(frame, CREDENTIALS))
             await asyncio.sleep(pause_s)
         num_left, num_cached = len(prompts), 0

@@ -170,6 +170,41 @@ def test_engines_that_step_apart_are_judged_apart(
     assert found.startswith(f"rank {named} tp=0 epoch=2: does not advance in step")
 
 
+class _Loading(_Answering):
+    """It answers, and has no heartbeat yet."""
+
+    def remote(self) -> asyncio.Future[object]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(None)
+        return future
+
+
+@pytest.mark.feature("P09")
+def test_a_rank_that_loads_is_not_silent_while_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cluster.actors import rank_group
+    from cluster.actors.rank_actor import RankPlace
+    from cluster.config import ParallelConfig
+
+    monkeypatch.setattr(rank_group, "HEARTBEAT_PERIOD_S", 0.02)
+    monkeypatch.setattr(rank_group, "FIRST_WORD_S", 0.5)
+    monkeypatch.setattr(rank_group, "LOADING_TIMES", 0.1)  # of three seconds
+
+    class Group(rank_group.RankGroup):
+        def __init__(self, *actors: _Answering) -> None:
+            self._parallel = ParallelConfig(2, 1)
+            self._watchdog_s = 1.0
+            self._is_stopping = False
+            self.places = [RankPlace(0, tp_rank, 2) for tp_rank in range(2)]
+            self._actors = list(actors)
+
+    with pytest.raises(TimeoutError):  # nobody is named for twice as long as a rank may be silent
+        asyncio.run(asyncio.wait_for(Group(_Loading(None), _Loading(None))._watch_loading(), 2.0))
+    found = asyncio.run(Group(_Loading(None), _Answering(None))._watch_loading())
+    assert found.startswith("rank dp=0 tp=1 epoch=2: no heartbeat for 0.")
+
+
 @pytest.mark.feature("P09")
 @pytest.mark.parametrize(
     ("ends", "named"),

@@ -74,10 +74,8 @@ def test_ranks_of_a_group_generate_what_transformers_does(
                 (0, rank, "ready") for rank in range(size)
             ]
             assert len({r.pid for r in report.ranks}) == size
-            # Followers are where their leader is; it counts steps without work too.
-            leader, *followers = (r.step for r in report.ranks)
-            assert len(set(followers)) == 1
-            assert 0 < followers[0] <= leader
+            [step] = {r.step for r in report.ranks}
+            assert step > 0
             assert report.ranks[0].num_free_blocks == report.ranks[0].num_blocks == 80
             assert num_cached > 0
 

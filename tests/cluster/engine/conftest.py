@@ -78,10 +78,13 @@ def make_request(
     seed: int = 0,
     stop: tuple[int, ...] = (),
     reply_to: str = "",
+    cache_salt: bytes = b"",
 ) -> GenerateRequest:
     """Return a request whose unimportant fields are filled in."""
     sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None, None)
-    return GenerateRequest(request_id, list(prompt), list(output or []), sampling, reply_to)
+    return GenerateRequest(
+        request_id, list(prompt), list(output or []), sampling, reply_to, cache_salt
+    )
 
 
 @dataclass(frozen=True)
@@ -505,7 +508,12 @@ class Router:
         self.texts[request_id] += output.token_ids
         request = self.requests[request_id]
         resumed = GenerateRequest(
-            request_id, request.prompt_token_ids, list(self.texts[request_id]), request.sampling, ""
+            request_id,
+            request.prompt_token_ids,
+            list(self.texts[request_id]),
+            request.sampling,
+            "",
+            request.cache_salt,
         )
         if reason == "handoff":
             self._later(self.pair.now, self._submitting(self.pair.decode, resumed, output.handoff))

@@ -53,6 +53,21 @@ def test_equal_heads_share_blocks(sim: SimpleNamespace, blocks: BlockManager) ->
     blocks.check([first, second])
 
 
+@pytest.mark.feature("T01")
+def test_sequences_of_another_salt_share_no_block(sim: SimpleNamespace) -> None:
+    blocks = BlockManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    sequences = [
+        Sequence(sim.make_request("r", list(range(10)), cache_salt=salt), max_model_len=100)
+        for salt in (b"", b"1", b"2", b"1")
+    ]
+    for seq in sequences:
+        compute(blocks, seq)
+    tables = [seq.block_table[:2] for seq in sequences]
+    assert tables[1] == tables[3]
+    assert len({block for table in tables for block in table}) == 6
+    blocks.check(sequences)
+
+
 @pytest.mark.parametrize(("num_tokens", "num_hits"), [(4, 0), (5, 1), (8, 1), (9, 2)])
 def test_a_hit_never_covers_the_last_token(
     sim: SimpleNamespace, blocks: BlockManager, num_tokens: int, num_hits: int

@@ -80,6 +80,20 @@ def test_a_rank_that_is_expected_to_speak_later_is_judged_from_its_first_answer_
 
 
 @pytest.mark.feature("P09")
+def test_a_rank_that_answers_without_a_heartbeat_yet_is_silent_from_a_later_time_on() -> None:
+    watchdog = Watchdog(NAMES[:2], watchdog_s=10, now=120.0, silent_s=30.0)
+    for now in range(0, 1000, 10):
+        watchdog.on_heartbeat(0, beat(0, WAITING, 0, is_asleep=True), now)
+        watchdog.on_answer(1, now + 120.0)
+        assert watchdog.on_tick(now + 1.0) is None
+    for now in range(1000, 1140, 10):
+        watchdog.on_heartbeat(0, beat(0, WAITING, 0, is_asleep=True), now)
+        assert watchdog.on_tick(now) is None
+    watchdog.on_heartbeat(0, beat(0, WAITING, 0, is_asleep=True), 1141.0)
+    assert watchdog.on_tick(1141.0) == "rank dp=0 tp=1 epoch=3: no heartbeat for 31.0 s"
+
+
+@pytest.mark.feature("P09")
 @pytest.mark.parametrize(
     ("beats", "named"),
     [

@@ -54,7 +54,7 @@ class Request:
 
     def message(self, i: int) -> GenerateRequest:
         fields = {**GREEDY, **SILENT, "max_tokens": self.max_tokens, **self.sampling}
-        return GenerateRequest(str(i), self.prompt, [], Sampling(**fields), "")
+        return GenerateRequest(str(i), self.prompt, [], Sampling(**fields), "", b"")
 
 
 @dataclass

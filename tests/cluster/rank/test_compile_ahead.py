@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.engine.changeover import CannotCompile
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
 from cluster.rank.compile_process import CompileJob, CompileProcess
 from cluster.rank.groups import GroupMembership
@@ -67,7 +68,7 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
 
 def request(number: int) -> Submit:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 50, (), -1, -1, None, None)
-    return Submit(GenerateRequest(f"r{number}", [5, 6, 7, 8], [], sampling, ""), None)
+    return Submit(GenerateRequest(f"r{number}", [5, 6, 7, 8], [], sampling, "", b""), None)
 
 
 @pytest.mark.feature("X06")
@@ -135,6 +136,18 @@ def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
             runner.load_slice()
         assert runner.compile_error == "the process that compiles was ended by SIGTERM"
         assert runner.compile_progress is None and not runner.changeover.can_advance
+
+
+@pytest.mark.feature("E01", "A07", "F07")
+def test_a_rank_whose_model_cannot_be_compiled_ends_and_says_why(
+    make_oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    config = config_of(make_oracle("tied").path, tmp_path, splitting_ops=["lockstep::nothing"])
+    wanted = r"^compilation\.splitting_ops: wanted .*, found 'lockstep::nothing'$"
+    with started(config) as runner, pytest.raises(CannotCompile, match=wanted):
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and not runner.compile_error:
+            runner.load_slice()
 
 
 def ended(job: CompileJob) -> CompileProcess:

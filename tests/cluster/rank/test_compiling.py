@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.exc import CppCompileError, InductorError
 
-from cluster.config import EngineConfig, Role, SchedulerConfig
+from cluster.config import ConfigError, EngineConfig, Role, SchedulerConfig
+from cluster.engine.changeover import CannotCompile
 from cluster.rank import compiling
-from cluster.rank.compiling import graph_pools, rank_scope
+from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
 from cluster.rank.groups import GroupMembership
-from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
+from compile.config import (
+    AttentionGraphSupport,
+    CompilationConfig,
+    CompilationConfigError,
+    CUDAGraphMode,
+)
+from compile.pieces.diagnose import GraphBreakError
 from compile.scope import CompileScope
 from model.parallel import Shard
 
@@ -122,3 +130,31 @@ def test_neither_role_nor_rank_nor_sizes_of_graphs_are_in_the_key(tiny_checkpoin
     prefill = scope_of(tiny_checkpoint, Role.PREFILL, level=3, capture_num_tokens=(64,))
     assert decode.key_factors == prefill.key_factors
     assert str(tiny_checkpoint) not in str(decode.key_factors)
+
+
+def wrapped(inner: Exception) -> Exception:
+    return InductorError(inner, None)
+
+
+@pytest.mark.feature("E01", "A07", "F07")
+def test_what_a_machine_may_lack_for_a_moment_is_no_verdict_on_the_model() -> None:
+    config_error = CompilationConfigError("splitting_ops", "an op", "lockstep::nothing")
+    for error, wanted in (
+        (config_error, "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"),
+        (GraphBreakError("forward: wanted one graph\nmore"), None),
+        (wrapped(AssertionError("target: lockstep.x\nmore")), None),
+    ):
+        found = as_final(error)
+        assert isinstance(found, CannotCompile) and str(found) == (wanted or one_line(error))
+        assert "\n" not in str(found)
+    caused = config_error
+    caused.__cause__ = OSError("disk full")
+    for error in (
+        caused,
+        wrapped(OSError("no space left on device")),
+        wrapped(CppCompileError(["g++"], "Killed signal terminated program cc1plus")),
+        MemoryError(),
+        RuntimeError("can't allocate memory"),
+        ConfigError("kv_memory", "at most 5 bytes", 6),
+    ):
+        assert as_final(error) is None

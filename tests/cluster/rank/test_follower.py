@@ -101,7 +101,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
         try:
             for step in range(8):
                 if step in (0, 3):
-                    request = GenerateRequest(str(step), [1, 2, 3, step], [], sampling, "")
+                    request = GenerateRequest(str(step), [1, 2, 3, step], [], sampling, "", b"")
                     leader.engine.submit(Submit(request, None))
                 leader.engine.step()
         except RuntimeError as error:  # nobody comes to its collective

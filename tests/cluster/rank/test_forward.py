@@ -160,7 +160,7 @@ def test_ops_of_a_served_step_find_the_step_and_the_pool_that_was_allocated_once
     pool = runner.kv_pool.untyped_storage().data_ptr()
     engine = assemble_engine(runner.config, runner)
     for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8])):
-        engine.submit(Submit(GenerateRequest(name, prompt, [], greedy(2), ""), None))
+        engine.submit(Submit(GenerateRequest(name, prompt, [], greedy(2), "", b""), None))
     seen.clear()
     for is_prefill, positions in ((True, [0, 1, 2, 3, 4, 0, 1, 2]), (False, [5, 3])):
         engine.step()
@@ -231,7 +231,9 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
         if i % 5 == 0:
             for j in range(rng.randint(1, 5)):
                 prompt = [rng.randrange(200) for _ in range(rng.randint(1, 20))]
-                request = GenerateRequest(f"{i}-{j}", prompt, [], greedy(rng.randint(1, 11)), "")
+                request = GenerateRequest(
+                    f"{i}-{j}", prompt, [], greedy(rng.randint(1, 11)), "", b""
+                )
                 engine.submit(Submit(request, None))
         before, num_forwards = counter.num_cudagraph_replayed, len(entered)
         engine.step()

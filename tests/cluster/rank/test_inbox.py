@@ -90,7 +90,7 @@ def test_a_budget_allows_the_first_whatever_has_passed() -> None:
 
 def test_the_longest_submission_arrives_whole(ends: tuple[Inbox, zmq.Socket[bytes]]) -> None:
     inbox, sender = ends
-    request = GenerateRequest("r", [100_000] * 131_071, [], SAMPLING, "tcp://10.0.0.1:9")
+    request = GenerateRequest("r", [100_000] * 131_071, [], SAMPLING, "tcp://10.0.0.1:9", b"")
     body = encode(Submit(request, None))
     assert 9 * MAX_PART_BYTES < len(body) < max_submit_bytes(131_072, 256)
     sender.send_multipart(pack(body, CREDENTIALS))
@@ -109,7 +109,7 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
     ends: tuple[Inbox, zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, sender = ends
-    bad = GenerateRequest("r", [-5], [], SAMPLING, "tcp://10.0.0.1:9")
+    bad = GenerateRequest("r", [-5], [], SAMPLING, "tcp://10.0.0.1:9", b"")
     other = Credentials("other", CREDENTIALS.secret)
     watch = encode(Watch("tcp://10.0.0.1:9"))
     with caplog.at_level(logging.ERROR):

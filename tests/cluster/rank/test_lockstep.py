@@ -178,7 +178,7 @@ class Pair:
 
     def submit(self, rank: int, request_id: str, num_tokens: int) -> None:
         sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None, None)
-        request = GenerateRequest(request_id, [1, 2, 3], [], sampling, self.reply_to)
+        request = GenerateRequest(request_id, [1, 2, 3], [], sampling, self.reply_to, b"")
         body = encode(Submit(request, None))
         self.inboxes[rank].send_multipart(pack(body, CREDENTIALS))
 

@@ -66,7 +66,7 @@ def test_the_most_that_may_be_asked_for_holds_a_step_up_for_milliseconds() -> No
     asked = LogitRules(2.0, 2.0, 1.3, tuple(range(1024)), (1.0,) * 1024, mask, 16)
     stops = tuple(range(5000, 5512))
     sampling = Sampling(1.0, 40, 0.9, 0.1, 7, 1000, stops, 20, 20, asked, None)
-    request = GenerateRequest("r", [151_000] * 4096, [], sampling, "tcp://10.0.0.1:9")
+    request = GenerateRequest("r", [151_000] * 4096, [], sampling, "tcp://10.0.0.1:9", b"")
     frame = encode(Submit(request, None))
     blocks = BlockManager(1000, 16, enable_prefix_caching=True)
     limits = RequestLimits(blocks, 8192, Role.MIXED, None, VOCAB, False, None)
