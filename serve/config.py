@@ -67,6 +67,11 @@ class AccessConfig:
         """Whether clients need a key."""
         return bool(self.api_keys) or self.api_keys_file is not None
 
+    @property
+    def divides_prefix_cache(self) -> bool:
+        """Whether each key finds in the prefix cache what it has left there alone."""
+        return self.needs_key and not self.shares_prefix_cache
+
 
 @dataclass(frozen=True)
 class PoolConfig:

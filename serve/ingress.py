@@ -167,8 +167,7 @@ class Ingress:
         )
         self._told: Counts = {}
         """What the board was told last; empty if it was made anew."""
-        access = config.access
-        salts = CacheSalts(secret, is_per_key=access.needs_key and not access.shares_prefix_cache)
+        salts = CacheSalts(secret, is_per_key=config.access.divides_prefix_cache)
         self._serving = Serving(
             settings, self, lambda: self._tokenizer, self._admission, tick, salts
         )

@@ -1,0 +1,117 @@
+"""Which requests find each other's prompts in the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from serve.admission import Admission
+from serve.cache_salt import MAX_SALT_CHARS, CacheSalts
+from serve.config import deploy_config
+from serve.llm import LLM
+from serve.openai.app import build_app
+from serve.openai.backend import ApiSettings
+from serve.openai.endpoint import Serving
+
+Ask = Callable[..., int]
+SECRET = b"s" * 32
+_numbers = count(100)
+
+
+@pytest.fixture
+def new_text() -> str:
+    """Several blocks of text that no other test has sent."""
+    return " ".join(f"{next(_numbers)} and" for _ in range(60))
+
+
+@pytest.fixture
+def asker(llm: LLM, engine_backend: Any, admission: Admission, send_to: Any) -> Any:
+    """Return a function that asks an application deployed with these arguments, again and again.
+
+    It returns how many tokens of the prompt were cached.
+    """
+
+    def start(**arguments: str) -> Ask:
+        access = deploy_config({"api_keys": "one,two", **arguments}).access
+        settings = ApiSettings(served_model_name="tiny", max_model_len=llm.config.max_model_len)
+        salts = CacheSalts(SECRET, is_per_key=access.divides_prefix_cache)
+        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, salts=salts)
+        app = build_app(serving, access)
+
+        def ask(key: str, path: str, text: str, **fields: Any) -> int:
+            prompts: dict[str, dict[str, Any]] = {
+                "completions": {"prompt": text, "max_tokens": 1},
+                "chat/completions": {
+                    "messages": [{"role": "user", "content": text}],
+                    "max_tokens": 1,
+                },
+                "responses": {"input": text, "max_output_tokens": 1, "store": False},
+            }
+            answer = send_to(
+                app,
+                "POST",
+                f"/v1/{path}",
+                json={**prompts[path], "temperature": 0, **fields},
+                headers={"Authorization": f"Bearer {key}"},
+            )
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+            return int(details["cached_tokens"])
+
+        return ask
+
+    return start
+
+
+PATHS = ("completions", "chat/completions", "responses")
+
+
+@pytest.mark.feature("R18")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_key_finds_its_own_prompts_and_no_others(asker: Any, new_text: str, path: str) -> None:
+    ask: Ask = asker()
+    assert ask("one", path, new_text) == 0
+    assert ask("two", path, new_text) == 0
+    assert ask("one", path, new_text) > 32 and ask("two", path, new_text) > 32
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_salt_divides_what_one_key_finds(asker: Any, new_text: str, path: str) -> None:
+    ask: Ask = asker()
+    for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+        assert ask("one", path, new_text, **salt) == 0
+        assert ask("one", path, new_text, **salt) > 32
+    assert ask("two", path, new_text, cache_salt="a") == 0
+
+
+def test_keys_share_where_they_are_said_to_and_salts_divide_all_the_same(
+    asker: Any, new_text: str
+) -> None:
+    ask: Ask = asker(prefix_cache_sharing="all")
+    assert ask("one", "completions", new_text) == 0
+    assert ask("two", "completions", new_text) > 32
+    assert ask("two", "completions", new_text, cache_salt="a") == 0
+    assert ask("one", "completions", new_text, cache_salt="a") > 32
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1), 7])
+def test_what_is_no_salt_is_refused(engine_app: Any, send_to: Any, path: str, salt: object) -> None:
+    prompts: dict[str, Any] = {"prompt": "a", "input": "a"}
+    prompts["messages"] = [{"role": "user", "content": "a"}]
+    name = {"completions": "prompt", "responses": "input"}.get(path, "messages")
+    body = {name: prompts[name], "cache_salt": salt}
+    answer = send_to(engine_app, "POST", f"/v1/{path}", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "cache_salt" and "xxx" not in error["message"]
+
+
+def test_choices_of_one_prompt_share(asker: Any, new_text: str) -> None:
+    ask: Ask = asker()
+    assert ask("one", "completions", new_text, n=3, temperature=1) == 0
+    assert ask("one", "completions", new_text, n=3, temperature=1) > 32
