@@ -277,7 +277,14 @@ def _num_tokens(config: CompilationConfig, around: _Surroundings) -> Compilation
 
 
 def _warmups(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+    """Fill in the defaults, and refuse captures on a GPU without an eager run before them.
+
+    A kernel's first run may build it, and allocate what the library keeps: neither may be captured.
+    """
     for field, num in DEFAULT_WARMUPS.items():
+        is_captured = not around.is_cpu and config.graph_mode is not CUDAGraphMode.NONE
+        if is_captured and getattr(config, field) == 0:
+            raise CompilationConfigError(field, "at least 1 with device=cuda", 0)
         if getattr(config, field) is None:
             changes: dict[str, Any] = {field: 0 if around.is_cpu else num}
             config = replace(config, **changes)

@@ -5,25 +5,41 @@
 3. Once it is parsed it takes a place for each of its sequences, and gives all back at its end.
 
 The queue is bounded by a count and by the wait that it means: `max_queue_wait_s` at the rate at
-which sequences have ended lately. A body that comes too slowly keeps its place only until another
-request wants it. Nothing here does I/O; the clock is handed in.
+which sequences have ended lately. Where others need room, bodies that are not complete go first:
+
+- one that stands still, or comes too slowly, whatever came of it before;
+- then one of the client that holds the most, if that is more than the other would hold;
+- for bytes, also one that is larger and has been coming for longer than `PATIENCE_S`, or is
+  `TIMES_LARGER`, whoever sends it: many clients may look like one (`clients.py`).
+
+What cannot go is left to its end. Until then whoever holds more than an equal part gets no more,
+while somebody who holds less has been refused lately. A client that is alone may have everything.
+Nothing here does I/O; the clock is handed in.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+
+from serve.clients import Client
 
 MAX_BODIES = 8
 """Bodies of the largest size whose bytes may be held at once, as requests or as whole answers on
 their way out; more get 429."""
-PATIENCE_S = 1.0
-"""How long a body keeps its place, however slowly it comes."""
+PATIENCE_S = 2.0
+"""How long a body may stand still, at its beginning or later, before it may lose its place."""
 MIN_BODY_RATE = 16 * 1024
-"""Bytes a second. After that, a body that comes more slowly loses its place to the next request
-(408). A slow mobile uplink is faster."""
+"""Bytes a second. A body that has come more slowly for `PATIENCE_S` loses its place to the next
+request that wants it (408). A slow mobile uplink is faster."""
+TIMES_LARGER = 8
+"""A body that is not complete gives way to one of an eighth of its bytes, if all bytes are held."""
+LACKING_S = 30.0
+"""How long after a refusal for want of room those who hold more than an equal part get no more."""
+MAX_LACKING = 1024
+"""Clients whose refusal is remembered."""
 RATE_WINDOW_S = 30.0
 """The time over which the rate is taken at which sequences end."""
 MIN_ENDS = 8
@@ -42,12 +58,58 @@ class Overloaded(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Shares:
+    """How much of one thing each client holds, and who lacks some.
+
+    Invariant: `total` is the sum of what clients hold.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._held: dict[Client, int] = {}
+        """Of those that hold anything."""
+        self._lacking: OrderedDict[Client, float] = OrderedDict()
+        """Who was refused, holding no more than an equal part, and when; the last one last."""
+
+    def of(self, client: Client) -> int:
+        """Return what a client holds."""
+        return self._held.get(client, 0)
+
+    def add(self, client: Client, num: int) -> None:
+        """A client holds so much more, or less."""
+        self.total += num
+        self._held[client] = self.of(client) + num
+        if not self._held[client]:
+            del self._held[client]
+
+    def has_enough(self, client: Client, now: float) -> bool:
+        """Return whether a client holds more than an equal part while another one lacks some."""
+        while self._lacking and next(iter(self._lacking.values())) < now - LACKING_S:
+            self._lacking.popitem(last=False)
+        return any(each != client for each in self._lacking) and self._is_above(client)
+
+    def note_refused(self, client: Client, now: float) -> None:
+        """A client was refused for want of room."""
+        if not self._is_above(client):
+            self._lacking[client] = now
+            self._lacking.move_to_end(client)
+            if len(self._lacking) > MAX_LACKING:
+                self._lacking.popitem(last=False)
+
+    def _is_above(self, client: Client) -> bool:
+        return self.of(client) * len({*self._held, *self._lacking, client}) > self.total
+
+
 class Place:
     """What one request holds. Invariant: nothing after `leave`, which may be called twice."""
 
-    def __init__(self, admission: Admission, now: float) -> None:
+    def __init__(self, admission: Admission, client: Client, now: float) -> None:
         self._admission = admission
-        self._began_at = now
+        self.client = client
+        """Whose it is."""
+        self.began_at = now
+        self._due_at = now + PATIENCE_S
+        """When more of the body has to have come."""
         self.num_sequences = 1
         self.num_bytes = 0
         self.on_evicted: Callable[[], None] | None = None
@@ -73,17 +135,25 @@ class Place:
         """Give everything back."""
         self._admission._leave(self)
 
+    def on_come(self, num_bytes: int, now: float) -> None:
+        """So much more of the body has come: it earns time, of which it cannot save much."""
+        self._due_at = min(self._due_at + num_bytes / MIN_BODY_RATE, now + PATIENCE_S)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the body is not complete yet."""
+        return self.on_evicted is not None
+
     def is_slow(self, now: float) -> bool:
-        """Return whether the body may lose its place to another request."""
-        took_s = now - self._began_at
-        is_read = self.on_evicted is not None
-        return is_read and took_s > PATIENCE_S and self.num_bytes < took_s * MIN_BODY_RATE
+        """Return whether the body may lose its place to any other request."""
+        return self.is_read and now > self._due_at
 
 
 class Admission:
     """The places of one ingress.
 
     Invariant: `num_live` is the sum of all places' sequences, `num_bytes` that of their bytes.
+    A request that has left holds nothing, whatever is still done with its place.
     """
 
     def __init__(
@@ -104,8 +174,8 @@ class Admission:
             retry_after_s: seconds that a client is told to wait where no rate is known.
         """
         self.max_live = max_running + max_queued
-        self.num_live = 0
-        self.num_bytes = 0
+        self._sequences = Shares()
+        self._bytes = Shares()
         self._max_running = max_running
         self._max_queue_wait_s = max_queue_wait_s
         self._max_bytes = MAX_BODIES * max_body_bytes
@@ -117,23 +187,33 @@ class Admission:
         self._waiting_since: float | None = None
 
     @property
+    def num_live(self) -> int:
+        """Sequences that have a place."""
+        return self._sequences.total
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held."""
+        return self._bytes.total
+
+    @property
     def num_requests(self) -> int:
         """How many have a place, those included whose answer is on its way."""
         return len(self._places)
 
-    def enter(self) -> Place:
+    def enter(self, client: Client) -> Place:
         """Return a new request's place.
 
         Raises:
-            Overloaded: there is none, or its wait would be too long.
+            Overloaded: there is none, or its wait would be too long, or others have less.
         """
         now = self._clock()
         if self.num_live + 1 > self.max_live:
-            self._evict_slow(now)
-        self._check(1, now)
-        place = Place(self, now)
+            self._evict(now, lambda place: self._place_may_go(place, client, now))
+        self._check(client, 1, now)
+        place = Place(self, client, now)
         self._places[place] = None
-        self._add(1, now)
+        self._add(client, 1, now)
         return place
 
     def expected_wait_s(self, num_more: int = 1) -> float:
@@ -143,12 +223,19 @@ class Admission:
         rate = self._rate(now)
         return num_waiting / rate if num_waiting > 0 and rate else 0.0
 
-    def _check(self, num_more: int, now: float) -> None:
-        """Raise Overloaded unless so many more sequences may come."""
-        if self.num_live + num_more > self.max_live:
-            message = f"no room for {num_more} more beside {self.num_live} of {self.max_live}"
+    def _check(self, client: Client, num_more: int, now: float) -> None:
+        """Raise Overloaded unless a client may have so many more sequences."""
+        num_live = self.num_live
+        if num_live + num_more > self._max_running and self._sequences.has_enough(client, now):
+            num_held = self._sequences.of(client)
+            message = f"other clients wait, and this one has {num_held} of {num_live} places"
+            raise Overloaded(self._retry_after_s, message)
+        if num_live + num_more > self.max_live:
+            self._sequences.note_refused(client, now)
+            message = f"no room for {num_more} more beside {num_live} of {self.max_live}"
             raise self._overloaded(message, num_more, now)
         if (wait_s := self.expected_wait_s(num_more)) > self._max_queue_wait_s:
+            self._sequences.note_refused(client, now)
             message = f"wanted a wait of at most {self._max_queue_wait_s:g} s, found {wait_s:.0f} s"
             raise Overloaded(min(wait_s - self._max_queue_wait_s, MAX_RETRY_AFTER_S), message)
 
@@ -158,46 +245,90 @@ class Admission:
         retry_s = num_excess / rate if rate else self._retry_after_s
         return Overloaded(min(max(retry_s, self._retry_after_s), MAX_RETRY_AFTER_S), message)
 
-    def _evict_slow(self, now: float) -> None:
-        for place in self._places:
-            if place.is_slow(now) and place.on_evicted is not None:
-                place.on_evicted()
-                self._leave(place)
-                return
+    # Who goes.
+
+    def _evict(self, now: float, may_go: Callable[[Place], int]) -> bool:
+        """Take a place from a body that is not complete; return whether there was one.
+
+        Args:
+            may_go: the higher, the sooner it goes; 0: not at all.
+        """
+        read = (place for place in self._places if place.is_read)
+        place = max(read, key=lambda place: (may_go(place), place.num_bytes), default=None)
+        if place is None or place.on_evicted is None or not may_go(place):
+            return False
+        place.on_evicted()
+        self._leave(place)
+        return True
+
+    def _place_may_go(self, place: Place, client: Client, now: float) -> int:
+        if place.is_slow(now):
+            return 2
+        return int(self._sequences.of(place.client) > self._sequences.of(client) + 1)
+
+    def _bytes_may_go(self, place: Place, asking: Place, num_bytes: int, now: float) -> int:
+        if place is asking:
+            return 0
+        if place.is_slow(now):
+            return 3
+        if self._bytes.of(place.client) > self._bytes.of(asking.client) + num_bytes:
+            return 2
+        times = 1 if now - place.began_at > PATIENCE_S else TIMES_LARGER
+        return int(place.num_bytes > times * (asking.num_bytes + num_bytes))
+
+    # What is held.
 
     def _hold(self, place: Place, num_bytes: int) -> None:
         if place not in self._places:
             return
-        if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
-            wanted = f"at most {self._max_bytes} bytes of requests at once"
-            message = f"wanted {wanted}, found {self.num_bytes} and {num_bytes} more"
-            raise Overloaded(self._retry_after_s, message)
+        if num_bytes > 0:
+            now = self._clock()
+            self._check_bytes(place, num_bytes, now)
+            place.on_come(num_bytes, now)
         place.num_bytes += num_bytes
-        self.num_bytes += num_bytes
+        self._bytes.add(place.client, num_bytes)
+
+    def _check_bytes(self, place: Place, num_bytes: int, now: float) -> None:
+        """Make room for so many more bytes of a request, or raise Overloaded."""
+        client, num_wanted = place.client, self.num_bytes + num_bytes
+        if 2 * num_wanted > self._max_bytes and self._bytes.has_enough(client, now):
+            num_held = self._bytes.of(client)
+            message = f"other clients wait, and this one has {num_held} of {self.num_bytes} bytes"
+            raise Overloaded(self._retry_after_s, message)
+        while self.num_bytes + num_bytes > self._max_bytes:
+            if not self._evict(now, lambda each: self._bytes_may_go(each, place, num_bytes, now)):
+                self._bytes.note_refused(client, now)
+                wanted = f"at most {self._max_bytes} bytes of requests at once"
+                message = f"wanted {wanted}, found {self.num_bytes} and {num_bytes} more"
+                raise Overloaded(self._retry_after_s, message)
 
     def _grow(self, place: Place, num_sequences: int) -> None:
+        if place not in self._places:  # taken in the very moment in which its body was complete
+            raise Overloaded(self._retry_after_s)
         now, num_more = self._clock(), num_sequences - place.num_sequences
         if num_more > 0:
-            self._check(num_more, now)
+            self._check(place.client, num_more, now)
         place.num_sequences = num_sequences
-        self._add(num_more, now)
+        self._add(place.client, num_more, now)
 
     def _end_sequences(self, place: Place) -> None:
+        if place not in self._places:
+            return
         now, num_ended = self._clock(), place.num_sequences
         if self._waiting_since is not None:
             self._ends.extend([now] * num_ended)
         place.num_sequences = 0
-        self._add(-num_ended, now)
+        self._add(place.client, -num_ended, now)
 
     def _leave(self, place: Place) -> None:
         if place not in self._places:
             return
         del self._places[place]
-        self.num_bytes -= place.num_bytes
-        self._add(-place.num_sequences, self._clock())
+        self._bytes.add(place.client, -place.num_bytes)
+        self._add(place.client, -place.num_sequences, self._clock())
 
-    def _add(self, num_sequences: int, now: float) -> None:
-        self.num_live += num_sequences
+    def _add(self, client: Client, num_sequences: int, now: float) -> None:
+        self._sequences.add(client, num_sequences)
         if self.num_live <= self._max_running:
             self._waiting_since = None
             self._ends.clear()

@@ -166,6 +166,9 @@ class DeployArgs(_Strict, frozen=True):
     names; `*` allows all."""
     allowed_origins: str | list[str] = ""
     """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
+    trusted_proxies: int = 0
+    """Proxies of your own in front of Ray's that each add to `X-Forwarded-For` where they were
+    asked from; without keys a client is known by that. 0: the header is not believed."""
     log_format: str = "text"
     """Of the log: `text`, or `json` for an object a line."""
     log_requests: str = "on"

@@ -17,7 +17,6 @@ from compile.config import (
     CompilationConfig,
     CompilationConfigError,
     CompilationLevel,
-    CUDAGraphMode,
 )
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.validate import read_json
@@ -87,19 +86,6 @@ def resolved(
             device=device,
             is_served=is_served,
         )
-
-
-def check_warmups(config: CompilationConfig) -> None:
-    """Refuse captures on a GPU without an eager run before them.
-
-    A kernel's first run may build it, and allocate what the library keeps: neither may be captured.
-
-    Raises:
-        ConfigError: names the field.
-    """
-    for field in ("num_warmups_full", "num_warmups_piecewise"):
-        if config.graph_mode is not CUDAGraphMode.NONE and getattr(config, field) < 1:
-            raise ConfigError(f"compilation.{field}", "at least 1 with device=cuda", 0)
 
 
 def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:

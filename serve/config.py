@@ -27,7 +27,7 @@ from cluster.messages import PROTOCOL_VERSION
 from model.config import ModelConfig, fingerprint
 from model.fields import ModelError
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
-from serve.compilation import check_warmups, resolved, shared_facts
+from serve.compilation import resolved, shared_facts
 from serve.keys import check_keys, read_keys
 from serve.openai.reasoning import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
@@ -57,6 +57,8 @@ class AccessConfig:
     """Names that requests may call this server by, where no key is needed."""
     allowed_origins: tuple[str, ...] = ()
     """Other servers whose pages may ask."""
+    trusted_proxies: int = 0
+    """That stand in front and add to `X-Forwarded-For` where they were asked from."""
 
     @property
     def needs_key(self) -> bool:
@@ -284,8 +286,6 @@ def _pool_config(
     if threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     engine = replace(engine, threads=threads)
-    if engine.device == "cuda":
-        check_warmups(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
     num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)
@@ -417,6 +417,7 @@ def _access(args: DeployArgs) -> AccessConfig:
         open_paths=_texts(args.open_paths),
         allowed_hosts=_texts(args.allowed_hosts),
         allowed_origins=_texts(args.allowed_origins),
+        trusted_proxies=_at_least("trusted_proxies", args.trusted_proxies, 0),
     )
 
 

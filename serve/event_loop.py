@@ -50,8 +50,6 @@ LONG = 256 * 1024
 """Characters or bytes above which work is long."""
 MAX_LONG_WAITING = 16
 """Pieces of long work at once: one runs, the others wait; more get 429."""
-MAX_GRAMMARS_WAITING = 256
-"""Grammars that are compiled at once: one is, by another process, the others wait; more get 429."""
 WORK_TIMEOUT_S = 30.0
 """How long work may wait and run in a thread; then its request gets 429."""
 RETRY_AFTER_S = 5.0
@@ -84,9 +82,7 @@ class WorkThreads:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "short-work")
         self._long = ThreadPoolExecutor(1, "long-work")
-        self._grammars = ThreadPoolExecutor(1, "grammars")
         self._num_long = 0
-        self._num_grammars = 0
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
         """Return what `work` returns.
@@ -109,21 +105,6 @@ class WorkThreads:
             return await _run(self._long, work)
         finally:
             self._num_long -= 1
-
-    async def run_grammar(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which waits for a grammar to be compiled.
-
-        Raises:
-            Overloaded: too many wait, or this did not end in `WORK_TIMEOUT_S`.
-        """
-        if self._num_grammars >= MAX_GRAMMARS_WAITING:
-            wanted = f"at most {MAX_GRAMMARS_WAITING} grammars being compiled"
-            raise Overloaded(RETRY_AFTER_S, f"wanted {wanted}, found one more")
-        self._num_grammars += 1
-        try:
-            return await _run(self._grammars, lambda _: work())
-        finally:
-            self._num_grammars -= 1
 
 
 async def _run(executor: ThreadPoolExecutor, work: Callable[[Check], T]) -> T:

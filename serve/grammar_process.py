@@ -1,26 +1,31 @@
-"""Compiling what strangers send in a process that may die of it: the process, and its caller's end.
+"""Compiling what strangers send in processes that may die of it, and their caller's end.
 
     python -m serve.grammar_process DIRECTORY MEMORY_BYTES        started by an ingress
 
 Some grammars of a few hundred characters take minutes, or all memory, or overflow the stack in the
-grammar library, where nothing can be caught. Here the system ends them, by limits on processor time
-and memory; the process starts anew, and its caller tells what was too much. It is nicer than those
-who stream tokens.
+grammar library, where nothing can be caught. So the process that has loaded the vocabulary compiles
+nothing itself: for each grammar it forks a child, with limits on processor time and memory, and
+sees how the child ended:
 
-Each line of its standard input is a `StructuredOutputsParams` as JSON, which it answers with a line
-of an `Answer`. It ends with its caller: then its input ends.
+- it answered: the library took the grammar or refused it;
+- SIGPROF, after as much processor time as it was given: the grammar takes too long;
+- SIGSEGV, SIGBUS, SIGABRT or SIGILL: the stack or the memory was not enough, which the library
+  ends in this way. The child has compiled nothing else, so it was this grammar;
+- anything else, such as the SIGKILL of a system that is short of memory, or the end of the process
+  that forks: it was ended from outside, which says nothing of the grammar (`GrammarProcessLost`).
+
+Both are nicer than those who stream tokens. Each line of standard input is an `Order` as JSON,
+which is answered with a line of a `Tried`. The process ends with its caller: then its input ends.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,12 +35,11 @@ from cluster.grammars import Vocabulary, VocabularyError
 from serve.parameters import ParameterError
 from serve.structured import StructuredOutputsParams, check, refused
 
-log = logging.getLogger("lockstep.grammars")
-
-MAX_CPU_S = 2
-"""Of a processor, for one grammar; a second more may pass, since the system counts whole ones."""
+MAX_CPU_S = 2.0
+"""Of a processor, for one grammar; what takes more gets 400."""
 MAX_WAIT_S = 20.0
-"""For the same, on a machine that is busy."""
+"""For the same by the clock. A process that is stopped, or on a machine that is so busy, is
+replaced, and its request gets 503."""
 MAX_BYTES = 256 << 20
 """What one grammar may take beside the vocabulary; ordinary ones take below 30 MB."""
 STACK_BYTES = 1 << 20
@@ -43,15 +47,40 @@ STACK_BYTES = 1 << 20
 NICENESS = 10
 START_S = 120.0
 """For a process to load its vocabulary."""
+RETRY_AFTER_S = 5.0
+"""What a client is told to wait whose grammar was not compiled, though nothing is wrong with it."""
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
+"""By which a child ends that has too little stack or memory."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What became of a grammar. Invariant: `text` is empty if `error` is not."""
+class GrammarProcessLost(Exception):
+    """A grammar was not compiled, for a reason that is not in it."""
+
+    def __init__(self, why: str, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__(f"a grammar was not compiled: {why}")
+        self.retry_after_s = retry_after_s
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A grammar to compile, and the processor time that it may take."""
+
+    wanted: StructuredOutputsParams
+    max_cpu_s: float
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """What became of a grammar. Invariant: at most one of the first four says something."""
 
     text: str = ""
     """As engines take it."""
-    error: tuple[str, str, str] = ("", "", "")
+    error: tuple[str, str, str] | None = None
     """Of a ParameterError: param, wanted, found."""
+    is_over_time: bool = False
+    """It took all the processor time that it was given."""
+    lost: str = ""
+    """How it was ended from outside."""
+    cpu_s: float = 0.0
+    """Of a processor, that it took."""
 
 
 class GrammarProcess:
@@ -60,33 +89,33 @@ class GrammarProcess:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Start nothing yet; the tokenizer.json lies in the directory `path`."""
         self._command = [sys.executable, "-m", __name__, str(path), str(max_bytes)]
-        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and wait until it is ready, so that the first caller need not."""
+        """Start the process and wait until it is ready, so that the first caller need not.
+
+        Raises:
+            GrammarProcessLost: it ended before.
+        """
         with self._lock:
             self._running()
 
-    def text(self, wanted: StructuredOutputsParams) -> str:
-        """Return it as engines take it.
+    def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float = MAX_CPU_S) -> Tried:
+        """Return what becomes of a grammar in so much processor time.
 
         Raises:
-            ParameterError: as of `structured.check`, or it takes too much to compile.
+            GrammarProcessLost: it was ended from outside.
         """
         with self._lock:
-            line = self._ask(self._running(), msgspec.json.encode(wanted), MAX_WAIT_S)
+            process = self._running()
+            line = self._ask(process, msgspec.json.encode(Order(wanted, max_cpu_s)), MAX_WAIT_S)
             if not line:
-                how = self._end()
-                log.warning("a %s of %d characters %s", wanted.kind, wanted.num_chars, how)
-                self._running()
-        if not line:
-            raise refused(wanted, f"it {how}")
-        answer = msgspec.json.decode(line, type=Answer)
-        if any(answer.error):
-            raise ParameterError(*answer.error)
-        return answer.text
+                raise GrammarProcessLost(f"its process ended ({self._end()})")
+        tried = msgspec.json.decode(line, type=Tried)
+        if tried.lost:
+            raise GrammarProcessLost(f"its process ended ({tried.lost})")
+        return tried
 
     def __del__(self) -> None:
         self._end()
@@ -103,14 +132,16 @@ class GrammarProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # native code writes pages there before it dies
             env=os.environ | {"PYTHONPATH": paths},
+            start_new_session=True,  # its child is killed with it, and Ctrl-C is not for it
         )
-        self._ask(self._process, b"", START_S)
+        if not self._ask(self._process, b"", START_S):
+            raise GrammarProcessLost(f"its process did not start ({self._end()})")
         return self._process
 
     def _ask(self, process: subprocess.Popen[bytes], line: bytes, limit_s: float) -> bytes:
         """Send a line unless it is empty, and return the one that comes; empty if it dies."""
         assert process.stdin is not None and process.stdout is not None
-        late = threading.Timer(limit_s, process.kill)
+        late = threading.Timer(limit_s, _kill, [process])
         late.start()
         try:
             if line:
@@ -123,7 +154,7 @@ class GrammarProcess:
             late.cancel()
 
     def _end(self) -> str:
-        """End the process, if there is one, and return what that says of its grammar."""
+        """End the process, if there is one, and return how it ended."""
         process, self._process = self._process, None
         if process is None:
             return ""
@@ -134,11 +165,19 @@ class GrammarProcess:
         try:
             code = process.wait(1.0)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill(process)
             code = process.wait()
-        if code in (-9, -24):  # SIGKILL, SIGXCPU
-            return f"takes longer than {MAX_CPU_S} s to compile"
-        return f"takes more than {self._max_bytes >> 20} MiB, or is nested too deeply, to compile"
+        return _told(code)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with its child, one that is stopped too."""
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _told(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 # --- in the process ------------------------------------------------------------------------------
@@ -161,30 +200,75 @@ def _serve(path: Path, max_bytes: int) -> None:
         vocabulary = Vocabulary(path / "tokenizer.json")
     except VocabularyError as error:
         vocabulary = error
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _tell(b"ready")
     for line in sys.stdin.buffer:
-        _allow_time()
-        _tell(msgspec.json.encode(_answer(vocabulary, line)))
+        order = msgspec.json.decode(line, type=Order)
+        try:
+            tried = _try(vocabulary, order, max_bytes)
+        except OSError as error:  # no memory for a child, or too many processes
+            tried = Tried(lost=str(error))
+        _tell(msgspec.json.encode(tried))
 
 
-def _allow_time() -> None:
-    """Have the system end this process if it takes too long from here on."""
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MAX_CPU_S, most))
-
-
-def _answer(vocabulary: Vocabulary | VocabularyError, line: bytes) -> Answer:
-    wanted = msgspec.json.decode(line, type=StructuredOutputsParams)
+def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int) -> Tried:
+    """Compile in a child, and return what its end says."""
+    source, sink = os.pipe()
     try:
-        return Answer(check(vocabulary, wanted))
+        pid = os.fork()
+    except OSError:
+        os.close(source)
+        os.close(sink)
+        raise
+    if pid == 0:
+        _be_child(vocabulary, order, max_bytes, source, sink)
+    os.close(sink)
+    with open(source, "rb") as opened:
+        answer = opened.read()
+    _, status, usage = os.wait4(pid, 0)
+    code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+    if code == 0:
+        tried = msgspec.json.decode(answer, type=Tried)
+        return msgspec.structs.replace(tried, cpu_s=cpu_s)
+    # Time is counted in ticks of some milliseconds; a SIGPROF of somebody else comes sooner.
+    if code == -signal.SIGPROF and cpu_s > order.max_cpu_s / 2:
+        return Tried(is_over_time=True, cpu_s=cpu_s)
+    if -code in FAULTS:
+        why = f"it takes more than {max_bytes >> 20} MiB, or is nested too deeply, to compile"
+        found = refused(order.wanted, why)
+        return Tried(error=(found.param, found.wanted, str(found.found)), cpu_s=cpu_s)
+    return Tried(lost=_told(code), cpu_s=cpu_s)
+
+
+def _be_child(
+    vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int, source: int, sink: int
+) -> None:
+    """Compile a grammar within its limits, write what was found, and end."""
+    code = 1
+    try:
+        # The caller reads on until nobody has the other end of its pipe.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        os.close(source)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + max_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        signal.setitimer(signal.ITIMER_PROF, order.max_cpu_s)
+        with open(sink, "wb") as opened:
+            opened.write(msgspec.json.encode(_found(vocabulary, order.wanted)))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _found(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams) -> Tried:
+    try:
+        return Tried(check(vocabulary, wanted))
     except ParameterError as error:
-        return Answer(error=(error.param, error.wanted, str(error.found)))
+        return Tried(error=(error.param, error.wanted, str(error.found)))
     except MemoryError:
         found = refused(wanted, "it takes too much memory to compile")
-        return Answer(error=(found.param, found.wanted, str(found.found)))
+        return Tried(error=(found.param, found.wanted, str(found.found)))
 
 
 def _tell(line: bytes) -> None:

@@ -127,9 +127,10 @@ class Ingress:
         secret = await asyncio.to_thread(application_secret, app_name)
         credentials = Credentials(config.config_hash, secret)
         # Ray reads it so too.
-        is_behind_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        self._is_behind_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
         # Ray's own proxy is one process, and takes the chunks of all ingresses.
-        cost = HAPROXY_CHUNK_COST if is_behind_haproxy else CHUNK_COST * config.num_ingresses
+        is_shared = not self._is_behind_haproxy
+        cost = CHUNK_COST * config.num_ingresses if is_shared else HAPROXY_CHUNK_COST
         tick = SharedTick(cost)
         self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials, tick)
         self._router = Router(
@@ -201,7 +202,13 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
-        app: Starlette = build_app(self._serving, self._config.access, sends_id=False)
+        # HAProxy tells nobody who has connected to it; Ray's own proxy hands it on.
+        app: Starlette = build_app(
+            self._serving,
+            self._config.access,
+            is_peer_known=not self._is_behind_haproxy,
+            sends_id=False,
+        )
         return app
 
     # What other Ray apps call through `serve.get_app_handle(...)`.
@@ -475,7 +482,7 @@ class Ingress:
     async def _load_tokenizer(self) -> None:
         def load() -> Tokenizer:
             tokenizer = Tokenizer.from_dir(Path(self._config.model_path))
-            tokenizer.grammar_process.start()
+            tokenizer.grammars.start()
             return tokenizer
 
         tokenizer = await asyncio.to_thread(load)

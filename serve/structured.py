@@ -163,12 +163,10 @@ def refused(wanted: StructuredOutputsParams, why: str) -> ParameterError:
     return _error(wanted.kind, _WANTED[wanted.kind], f"one that is not: {why}")
 
 
-class GrammarChecks:
-    """What was found of grammars so far, and who finds more. Any thread may call it."""
+class Verdicts:
+    """What was found of grammars so far. Any thread may call it."""
 
-    def __init__(self, find: Callable[[StructuredOutputsParams], str]) -> None:
-        """Remember what `find` returns or raises, which is as `check` does."""
-        self._find = find
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, str | ParameterError] = OrderedDict()
         self._num_chars = 0
@@ -177,9 +175,9 @@ class GrammarChecks:
         """Return it as engines take it, or None if that is not known.
 
         Raises:
-            ParameterError: as of `text`.
+            ParameterError: names the field, and what is wrong.
         """
-        key = _key(wanted)
+        key = key_of(wanted)
         with self._lock:
             found = self._found.get(key)
             if found is not None:
@@ -188,24 +186,11 @@ class GrammarChecks:
             raise ParameterError(found.param, found.wanted, found.found)
         return found
 
-    def text(self, wanted: StructuredOutputsParams) -> str:
-        """Return it as engines take it, which may take seconds.
-
-        Raises:
-            ParameterError: names the field, and what is wrong.
-        """
-        text = self.known(wanted)
-        if text is not None:
-            return text
-        try:
-            text = self._find(wanted)
-        except ParameterError as error:
-            self._keep(_key(wanted), ParameterError(error.param, error.wanted, error.found))
-            raise
-        self._keep(_key(wanted), text)
-        return text
-
-    def _keep(self, key: bytes, found: str | ParameterError) -> None:
+    def keep(self, wanted: StructuredOutputsParams, found: str | ParameterError) -> None:
+        """Remember what was found."""
+        key = key_of(wanted)
+        if isinstance(found, ParameterError):  # without a traceback, and all that it holds
+            found = ParameterError(found.param, found.wanted, found.found)
         with self._lock:
             self._num_chars += _num_chars(found) - _num_chars(self._found.get(key, ""))
             self._found[key] = found
@@ -214,9 +199,36 @@ class GrammarChecks:
                 self._num_chars -= _num_chars(dropped)
 
 
+class GrammarChecks:
+    """Finds what grammars are, each once. Any thread may call it."""
+
+    def __init__(self, find: Callable[[StructuredOutputsParams], str]) -> None:
+        """Remember what `find` returns or raises, which is as `check` does."""
+        self._find = find
+        self._verdicts = Verdicts()
+
+    def text(self, wanted: StructuredOutputsParams) -> str:
+        """Return it as engines take it, which may take seconds.
+
+        Raises:
+            ParameterError: names the field, and what is wrong.
+        """
+        text = self._verdicts.known(wanted)
+        if text is not None:
+            return text
+        try:
+            text = self._find(wanted)
+        except ParameterError as error:
+            self._verdicts.keep(wanted, error)
+            raise
+        self._verdicts.keep(wanted, text)
+        return text
+
+
 def _num_chars(found: str | ParameterError) -> int:
     return len(found) if isinstance(found, str) else 0
 
 
-def _key(wanted: StructuredOutputsParams) -> bytes:
+def key_of(wanted: StructuredOutputsParams) -> bytes:
+    """Return a digest of what is asked for."""
     return hashlib.sha256(msgspec.json.encode(wanted)).digest()

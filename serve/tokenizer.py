@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from serve.grammar_process import GrammarProcess
-from serve.structured import GrammarChecks
+from serve.grammar_queue import GrammarQueue
 
 PIECE_CHARS = 1 << 16
 """Characters of a long text that are tokenized at once to count its tokens: tens of milliseconds,
@@ -63,10 +62,8 @@ class Tokenizer:
         self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...], path: Path | None = None
     ) -> None:
         """Serve a loaded tokenizer; without the checkpoint's `path` there are no grammars."""
-        self.grammar_process = GrammarProcess(path or Path())
+        self.grammars = GrammarQueue(path or Path())
         """Compiles those of requests; not started yet."""
-        self.grammars = GrammarChecks(self.grammar_process.text)
-        """What it found of them."""
         self._hf = hf_tokenizer
         self._rust = hf_tokenizer.backend_tokenizer
         self._rust.no_truncation()

@@ -187,6 +187,38 @@ def test_the_engine_starts_without_ray_and_transformers() -> None:
     assert loaded.isdisjoint({"ray", "transformers", "tokenizers", "starlette", "fastapi", "serve"})
 
 
+def test_a_machine_without_grammars_ray_and_http_generates_and_refuses_a_grammar() -> None:
+    code = """
+import sys
+for name in ("llguidance", "ray", "starlette", "prometheus_client"):
+    sys.modules[name] = None  # an import of it fails
+from dataclasses import replace
+import msgspec
+from cluster.config import CacheConfig, EngineConfig
+from cluster.messages import GenerateRequest, Grammar, Sampling, Submit
+from cluster.rank.leader import assemble_engine
+from cluster.rank.runner import ModelRunner
+config = EngineConfig("examples/tiny", max_model_len=32, cache=CacheConfig(num_kv_blocks=4))
+config = replace(config, compilation=replace(config.compilation, level=0))
+runner = ModelRunner(config)
+engine = assemble_engine(config, runner)
+plain = Sampling(0.0, 0, 1.0, 0.0, 0, 3, (1,), -1, -1, None, None)
+constrained = msgspec.structs.replace(plain, grammar=Grammar("start: /a/", (1,)))
+for name, sampling in (("plain", plain), ("constrained", constrained)):
+    engine.submit(Submit(GenerateRequest(name, [5, 6, 7], [], sampling, ""), None))
+while engine.has_unfinished:
+    for out in engine.step():
+        print(out.request_id, len(out.token_ids), out.error)
+runner.close()
+"""
+    lines = run_python(code).splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("plain")] == [["plain", "1"]] * 3
+    refused = [line for line in lines if line.startswith("constrained")]
+    assert refused == [
+        "constrained 0 grammar: wanted none on an engine that compiles none, found one"
+    ]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_imports_alone(package: str) -> None:
     lower = PACKAGES[PACKAGES.index(package) :]

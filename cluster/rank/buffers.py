@@ -61,6 +61,42 @@ class StaticBuffer:
         return self._view
 
 
+class StaticTable:
+    """A table on the device of which each step fills the first rows and columns.
+
+    The table keeps its width, which graphs rely on. On a GPU what is filled is packed on the host
+    for one short copy and spread on the device, because torch copies what is not contiguous by way
+    of memory that is not pinned, and waits. On a CPU the table itself is filled.
+
+    Invariant: what no step has filled is 0; what the last one left out is undefined.
+    """
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, staging: Staging) -> None:
+        self._rows, self._num_columns = rows, columns
+        self._flat = StaticBuffer((rows * columns,), dtype, staging)
+        self._is_packed = staging.device.type == "cuda"
+        table = self._flat.device.view(rows, columns)
+        self.device = torch.zeros_like(table) if self._is_packed else table
+        self._view = self.device
+
+    def first_columns(self, columns: int) -> npt.NDArray[Any]:
+        """Return the array to fill in this step, [rows, columns], for `upload` to take."""
+        self._num_columns = columns
+        if self._is_packed:
+            return self._flat.host[: self._rows * columns].reshape(self._rows, columns)
+        return self._flat.host.reshape(self._rows, -1)[:, :columns]
+
+    def upload(self, n: int) -> torch.Tensor:
+        """Return the first `n` rows on the device, in their full width."""
+        if self._is_packed:
+            columns = self._num_columns
+            packed = self._flat.upload(n * columns).view(n, columns)
+            self.device[:n, :columns].copy_(packed)
+        if self._view.shape[0] != n:
+            self._view = self.device[:n]
+        return self._view
+
+
 def upload_once(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a new tensor on the device, for values too rare to keep a buffer for."""
     # PyTorch reuses pinned memory only when the copy from it is done.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cluster.engine.changeover import Changeover
-from cluster.messages import StepAgreement, StepKind, checksum
+from cluster.messages import MAX_LOGPROBS, StepAgreement, StepKind, checksum
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
@@ -56,7 +56,7 @@ from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
 from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
-from model.sampler import costliest_sampling, likeliest, sample
+from model.sampler import costliest_sampling, likeliest, sample, score
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
@@ -65,6 +65,9 @@ NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on. Tracing takes 0 and 1 for special."""
 NUM_LOADED_TOKENS = 1
 """Tokens of the padding that is shown to what is loaded, which looks at its kind alone."""
+MAX_SCORED_ROWS = 256
+"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000. A whole chunk's
+would take all the memory that the KV cache leaves."""
 _MISSING, _FOUND = 1, 2
 """What a rank finds of its compiled forward; 0 if it has no cache."""
 
@@ -249,7 +252,7 @@ class StepForward:
         sequences is another kernel than that of many, and each size at which it changes lies
         between two of these; prompts of 1, 2, 4, ... tokens and of a full step, because the tiles
         of experts grow with tokens; and each number of tokens that pieces were compiled for, whose
-        kernels are tuned when they run.
+        kernels are tuned when they run. The last one's first tokens are sampled by every filter.
         """
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
@@ -257,7 +260,9 @@ class StepForward:
         for num_tokens, num_seqs in [*((n, n) for n in decodes), *((n, 1) for n in prompts)]:
             batch = self._inputs.dummy(num_tokens, num_seqs)
             with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
-                self._call(batch.input_ids, batch.positions)
+                hidden = self._call(batch.input_ids, batch.positions)
+        for num_rows in (1, 2):
+            self._sample_costliest(hidden[:num_rows])
 
     @torch.inference_mode()
     def time_step(self, max_num_tokens: int) -> tuple[int, float]:
@@ -279,9 +284,9 @@ class StepForward:
     def run_largest(self, max_num_tokens: int, progress: Progress | None = None) -> int:
         """Run the largest step on padding; return the bytes of a CUDA device that it needs.
 
-        Every row is sampled by every rule and filter, whose tables stay once one is asked for. The
-        memory is released again, because trials of graphs may empty the allocator's cache at any
-        time.
+        As much of a prompt is scored as exists at once, and then every row is sampled by every rule
+        and filter, whose tables stay once one is asked for. The memory is released again, because
+        trials of graphs may empty the allocator's cache at any time.
         """
         device = self._inputs.device
         is_on_cuda = device.type == "cuda"
@@ -294,17 +299,28 @@ class StepForward:
         batch = self._inputs.dummy(max_num_tokens, 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             hidden = self._call(batch.input_ids, batch.positions)
-        logits = self._model.compute_logits(hidden[: self._inputs.max_num_seqs])
-        if logits is not None:
-            num_rows, vocab_size = logits.shape
-            sample(logits, costliest_sampling(num_rows, vocab_size, device))
+        self._score_costliest(hidden[:MAX_SCORED_ROWS])
+        self._sample_costliest(hidden[: self._inputs.max_num_seqs])
         self._synchronize()
         if not is_on_cuda:
             return 0
-        del hidden, logits
+        del hidden
         needed = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
         return needed
+
+    def _score_costliest(self, hidden: torch.Tensor) -> None:
+        """Score rows as a prompt's are that wants the most logprobs. hidden: [B, E]."""
+        logits = self._model.compute_logits(hidden)
+        if logits is not None:
+            score(logits, logits.argmax(dim=-1), MAX_LOGPROBS)
+
+    def _sample_costliest(self, hidden: torch.Tensor) -> None:
+        """Sample rows by every rule and filter. hidden: [B, E]."""
+        logits = self._model.compute_logits(hidden)
+        if logits is not None:
+            num_rows, vocab_size = logits.shape
+            sample(logits, costliest_sampling(num_rows, vocab_size, logits.device))
 
     def close(self) -> None:
         """Let go of all graphs. NCCL ends no group while a graph lives that talks over it."""

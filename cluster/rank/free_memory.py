@@ -62,11 +62,21 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(free)
 
 
-def bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    """Return at least what the tensors that live at once take for one token."""
+def bytes_per_token(model: ModelConfig, dtype: str, num_data_ranks: int = 1) -> int:
+    """Return at least what the tensors that live at once take for one token.
+
+    Args:
+        num_data_ranks: data-parallel ranks whose tokens meet in a layer of experts.
+    """
     itemsize: int = getattr(torch, dtype).itemsize
     widest = max(model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim)
-    return LIVE_TENSORS * widest * itemsize
+    dense = LIVE_TENSORS * widest * itemsize
+    if model.experts is None:
+        return dense
+    # A row for each token and chosen expert, gated in the model's dtype and computed in float32.
+    experts = model.experts
+    row = experts.intermediate_size * itemsize + model.hidden_size * torch.float32.itemsize
+    return dense + num_data_ranks * experts.num_experts_per_tok * row
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

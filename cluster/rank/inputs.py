@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cluster.messages import PENDING, Admission, StepPlan
-from cluster.rank.buffers import Staging, StaticBuffer
+from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
 from cluster.rank.row_rules import RowRulesTables
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
@@ -88,7 +88,9 @@ class StepInputs:
         self._slot_mapping = StaticBuffer((tokens,), torch.int64, staging)
         self._cu_seqlens_q = StaticBuffer((rows + 1,), torch.int32, staging)
         self._seq_lens = StaticBuffer((rows,), torch.int32, staging)
-        self._block_table = StaticBuffer((rows, max_blocks_per_seq), torch.int32, staging)
+        self._block_table = StaticTable(rows, max_blocks_per_seq, torch.int32, staging)
+        self._blocks = self._block_table.first_columns(1)
+        """Of the step that is built, as many columns as its longest sequence has blocks."""
         self._logits_index = StaticBuffer((rows,), torch.int64, staging)
         self._temperature = StaticBuffer((rows,), torch.float32, staging)
         self._top_k = StaticBuffer((rows,), torch.int64, staging)
@@ -189,6 +191,7 @@ class StepInputs:
         self._staging.next_step()
         is_decode = num_tokens == num_seqs and not is_mixed
         self._cu_seqlens_q.host[0] = 0
+        self._blocks = self._block_table.first_columns(1)
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)
         sampling, wants_logprobs = self._sampling([], nothing, nothing)
@@ -212,9 +215,9 @@ class StepInputs:
         np.cumsum(num_new, out=cu[1 : num_seqs + 1])
         seq_lens = computed + num_new
         self._seq_lens.host[:num_seqs] = seq_lens
-        # The view that graphs read keeps its full width; only the columns in use are copied.
         columns = -(-int(seq_lens.max()) // size)
-        self._block_table.host[:num_seqs, :columns] = self._row_blocks[rows, :columns]
+        self._blocks = self._block_table.first_columns(columns)
+        self._blocks[:num_seqs] = self._row_blocks[rows, :columns]
 
         self._input_ids.host[:num_tokens] = plan.token_ids
         if plan.num_decodes == num_seqs:
@@ -236,7 +239,7 @@ class StepInputs:
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
             buffer.host[num_tokens:end] = 0
         self._seq_lens.host[num_seqs:end_seqs] = 0
-        self._block_table.host[num_seqs:end_seqs] = 0
+        self._blocks[num_seqs:end_seqs] = 0
         self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
 
     def _attention(self, num_decodes: int, num_tokens: int, num_seqs: int) -> AttentionMetadata:

@@ -34,7 +34,7 @@ from cluster.rank.buffers import upload_once
 from cluster.rank.compile_ahead import CompileAhead
 from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.forward import Progress, StepForward, StepOutput
+from cluster.rank.forward import MAX_SCORED_ROWS, Progress, StepForward, StepOutput
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from cluster.rank.grammar_masks import GrammarMasks
 
 log = logging.getLogger("lockstep.rank")
-MAX_SCORED_ROWS = 256
-"""Prompt tokens whose logits exist at once: 130 MB for a vocabulary of 128,000. A whole chunk's
-would take all the memory that the KV cache leaves."""
 Logits = Callable[[torch.Tensor], torch.Tensor | None]
 """Hidden states [N, E] to logits [N, V] on rank 0, None on others. It is a collective, which every
 rank calls equally often."""
@@ -134,6 +131,8 @@ class ModelRunner:
                 device=self.device,
                 progress=None if progress is None else partial(progress, "loading weights"),
             )
+        num_data_ranks = 1 if self.shard.data is None else self.shard.data.size
+        token_bytes = bytes_per_token(self.model_config, config.dtype, num_data_ranks)
         layers = self.model.attention_layers()
         first = next(iter(layers.values()))
         self.kv_spec = KVCacheSpec(
@@ -159,9 +158,7 @@ class ModelRunner:
             scope.config,
             group=group,
             pools=pools,
-            free_memory=FreeMemory(
-                group, self.device, bytes_per_token(self.model_config, config.dtype)
-            ),
+            free_memory=FreeMemory(group, self.device, token_bytes),
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.

@@ -240,11 +240,14 @@ def capture_all(
     ordered = sorted(cases, key=lambda case: _order((case.mode, case.descriptor)))
     captured, skipped = [], []
     with torch.inference_mode(), paused_gc(), capture_window():
+        begun: set[CUDAGraphMode] = set()
         for num_done, case in enumerate(ordered, 1):
             graph = (case.mode, case.descriptor)
             if fits_on_all_ranks is None or fits_on_all_ranks(case.descriptor):
-                _capture(case, run, warmups[case.mode])
+                is_first = case.mode not in begun
+                _capture(case, run, warmups[case.mode], pools, is_first=is_first)
                 synchronize()
+                begun.add(case.mode)
                 captured.append(graph)
             else:
                 skipped.append(graph)
@@ -302,14 +305,30 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _capture(case: CaptureCase, run: Callable[[CaptureCase], object], num_warmups: int) -> None:
-    """Run a case eagerly, then once as the step that it is captured for."""
+def _capture(
+    case: CaptureCase,
+    run: Callable[[CaptureCase], object],
+    num_warmups: int,
+    pools: GraphPools,
+    *,
+    is_first: bool,
+) -> None:
+    """Run a case eagerly, then once as the step that it is captured for.
+
+    Args:
+        is_first: of its mode, and so the largest: what its warm-ups took is released before it
+            fills the pool. Those of smaller ones find their memory in the allocator's cache.
+    """
     context = case.prepare()
     eager = replace(context, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None)
     captured = replace(context, cudagraph_runtime_mode=case.mode, batch_descriptor=case.descriptor)
-    for step in [eager] * num_warmups + [captured]:
-        with forward_context(step):
+    for _ in range(num_warmups):
+        with forward_context(eager):
             run(case)
+    if is_first:
+        pools.of(case.descriptor).release_cache()
+    with forward_context(captured):
+        run(case)
 
 
 def _ascending(graphs: list[tuple[CUDAGraphMode, BatchDescriptor]]) -> Any:

@@ -50,9 +50,12 @@ class CudaGraphPool:
         return sum(s["total_size"] for s in own)
 
     def trim(self) -> None:
-        """Free what only garbage holds, and the allocator's cache outside of the pool."""
+        """Free what only garbage holds."""
         torch.cuda.synchronize(self.device)
         gc.collect()
+
+    def release_cache(self) -> None:
+        """Give the device what the allocator keeps, in this pool or not, and nothing uses."""
         torch.cuda.empty_cache()
 
     def weak_ref(self, value: Any) -> Any:

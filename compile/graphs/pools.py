@@ -47,6 +47,13 @@ class GraphPool(Protocol):
     def trim(self) -> None:
         """Free what only garbage holds; called before a capture, never inside one."""
 
+    def release_cache(self) -> None:
+        """Give the device what its allocator keeps and nothing uses.
+
+        Memory that eager runs have left cannot be taken inside of a capture. Allocating it anew
+        waits for the device, so this is not for every graph.
+        """
+
     def weak_ref(self, value: Any) -> Any:
         """Return `value` with aliases for its tensors, which keep no memory in use."""
 
@@ -119,4 +126,5 @@ class GraphPools:
         self.forget_graphs()
         for pool in self._pools.values():
             pool.trim()
+            pool.release_cache()
         self._pools.clear()

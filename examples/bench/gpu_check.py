@@ -1,21 +1,28 @@
-"""Check that this machine's accelerator computes the right thing, and how far from its floor.
+"""Check that this machine's GPU computes the right thing, and how far from its targets.
 
-    python examples/bench/gpu_check.py [--device cuda] [--out FILE] [--quick] [--only PART ...]
-        [--slice NUMBER] [--deadline SECONDS]
+    python examples/bench/gpu_check.py kernels|models|graphs|tests [--out FILE] [--only PART ...]
+        [--deadline SECONDS] [--slow FACTOR] [--device cpu] [--quick]
 
-One command for a bare machine: torch, triton, transformers, msgspec and pyzmq are enough, Ray is
-not needed. Each part runs in its own process with its own time limit; what fails or hangs is
-recorded, with its stacks, and the next part runs. FILE is written anew after every part. Where a
-command may not take as long as all parts together (100 minutes at worst), `--slice 1`, `--slice 2`
-and so on run what nine minutes hold, `--only` runs parts, or all whose names begin so (`graphs`),
-and a deadline ends what is left.
+Each run is a list of parts, those worth most first, and ends within its deadline of nine minutes:
 
-Every kernel is compared with its torch twin in float32 and timed against the larger of two floors:
-the bytes it must move over the copy bandwidth measured in the same run, and the operations it must
-do over the measured rate of a matrix product. On a CPU the same parts run with small shapes,
-through torch.
+    kernels  every kernel against its torch twin in float32, and timed
+    models   whole models, the engine's loops, collectives of one rank
+    graphs   levels and graph modes against eager, at every captured size
+    tests    the tests that are marked `gpu`
 
-The exit code is 1 if a part failed or a result was wrong.
+torch, triton, transformers, msgspec and pyzmq are enough for the first three; Ray and llguidance
+are not needed. Each part runs in its own process with its own time limit. One that fails or hangs
+is recorded, with its stacks, and the next one runs; one that the deadline leaves no time for is
+recorded as not run. FILE is written anew after every part, and names those that are to come.
+
+Timed rows have the larger of two floors: the bytes they must move over the copy bandwidth measured
+in the same run, and the operations they must do over the measured rate of a matrix product.
+Figures with a target (`gpu_check_targets.py`) are printed beside it, and the summary names those
+that were missed. With `--device cpu` the same parts run with small shapes, through torch, and have
+no targets of speed.
+
+The exit code is 1 if a part failed or did not run, or a result was wrong. A target that was missed
+does not count.
 """
 
 from __future__ import annotations
@@ -26,69 +33,127 @@ import faulthandler
 import importlib
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-from gpu_check_rows import Setting
+from gpu_check_targets import ELSEWHERE, Judged, State, judge
 
-GRAPHS = (
-    "0-NONE-shared",
-    "0-FULL_DECODE_ONLY-shared",
-    "2-NONE-shared",
-    "2-FULL_DECODE_ONLY-shared",
-    "3-NONE-shared",
-    "3-PIECEWISE-shared",
-    "3-FULL_DECODE_ONLY-shared",
-    "3-FULL_AND_PIECEWISE-shared",
-    "3-FULL_AND_PIECEWISE-per_bucket",
-    "3-FULL_AND_PIECEWISE-shared-bfloat16",
-    "3-FULL_AND_PIECEWISE-shared-sizes",
-)
-"""Level, mode, pool policy and what is particular of each graph part; one that fails leaves the
-others alone."""
-PARTS: dict[str, tuple[str, float]] = {
-    "machine": ("gpu_check_kernels", 60.0),
-    "decode": ("gpu_check_kernels", 240.0),
-    "prefill": ("gpu_check_kernels", 240.0),
-    "pool": ("gpu_check_kernels", 240.0),
-    "ragged": ("gpu_check_kernels", 240.0),
-    "tiles": ("gpu_check_kernels", 120.0),
-    "rope": ("gpu_check_kernels", 120.0),
-    "elementwise": ("gpu_check_kernels", 120.0),
-    "experts": ("gpu_check_kernels", 240.0),
-    "filters": ("gpu_check_kernels", 120.0),
-    "transfer": ("gpu_check_kernels", 120.0),
-    "model": ("gpu_check_models", 240.0),
-    "runner": ("gpu_check_models", 240.0),
-    "step": ("gpu_check_models", 300.0),
-    "sizing": ("gpu_check_graphs", 240.0),
-    **{f"graphs-{variant}": ("gpu_check_graphs", 240.0) for variant in GRAPHS},
+BEGAN = time.monotonic()
+"""The deadline counts from here. This process does not import torch, so it starts at once."""
+KERNELS, MODELS, ENGINE = "gpu_check_kernels", "gpu_check_models", "gpu_check_engine"
+GROUPS, GRAPHS, TESTS = "gpu_check_groups", "gpu_check_graphs", "gpu_check_tests"
+
+RUNS: dict[str, dict[str, tuple[str, float]]] = {
+    "kernels": {
+        "machine": (KERNELS, 180.0),
+        "decode": (KERNELS, 180.0),
+        "ragged": (KERNELS, 180.0),
+        "prefill": (KERNELS, 180.0),
+        "tiles": (KERNELS, 120.0),
+        "pool": (KERNELS, 120.0),
+        "filters": (KERNELS, 120.0),
+        "experts": (KERNELS, 180.0),
+        "rope": (KERNELS, 120.0),
+        "elementwise": (KERNELS, 120.0),
+        "transfer": (KERNELS, 120.0),
+    },
+    "models": {
+        "machine": (KERNELS, 180.0),
+        "model": (MODELS, 180.0),
+        "step": (MODELS, 240.0),
+        "overlap": (ENGINE, 180.0),
+        "sealed": (ENGINE, 120.0),
+        "collectives": (GROUPS, 90.0),
+        "sizing": (GRAPHS, 240.0),
+        "runner": (MODELS, 180.0),
+    },
+    "graphs": {
+        "machine": (KERNELS, 180.0),
+        "graphs-3-FULL_AND_PIECEWISE-shared-bfloat16": (GRAPHS, 240.0),
+        "graphs-0-FULL_DECODE_ONLY-shared": (GRAPHS, 120.0),
+        "graphs-3-FULL_AND_PIECEWISE-shared": (GRAPHS, 240.0),
+        "graphs-0-NONE-shared": (GRAPHS, 120.0),
+        "graphs-2-NONE-shared": (GRAPHS, 240.0),
+        "graphs-3-PIECEWISE-shared": (GRAPHS, 240.0),
+        "graphs-3-FULL_AND_PIECEWISE-per_bucket": (GRAPHS, 240.0),
+        "graphs-2-FULL_DECODE_ONLY-shared": (GRAPHS, 240.0),
+        "graphs-0-FULL-shared": (GRAPHS, 120.0),
+        "graphs-3-NONE-shared": (GRAPHS, 240.0),
+        "graphs-3-FULL_DECODE_ONLY-shared": (GRAPHS, 240.0),
+        "graphs-3-FULL_AND_PIECEWISE-shared-sizes": (GRAPHS, 400.0),
+    },
+    "tests": {"tests": (TESTS, 480.0)},
 }
-"""Each part's module and the seconds it may take; a GPU's first calls compile kernels."""
-SLICE_S = 540.0
-"""What a slice takes at most, the machine's part included."""
+"""The parts of each run, in their order, with their modules and the seconds that they may take; a
+GPU's first calls compile kernels. A graph part's name holds level, mode, pool policy and what is
+particular; one that fails leaves the others alone."""
+PARTS = {name: where for parts in RUNS.values() for name, where in parts.items()}
+DEADLINE_S = 540.0
 STACKS_S = 3.0
 """How long before its limit a part prints its stacks."""
+LEAST_S = 10.0
+"""A part that has less time than this is not begun: importing torch takes most of it."""
+KILL_S = 5.0
+"""A process that waits for its driver cannot be killed; the next part runs beside it."""
 
 
-def run_part(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the parts of a run. `end` is a reading of the monotonic clock."""
+
+    end: float
+    deadline_s: float
+    factor: float
+    """Of every part's own limit."""
+
+    def of(self, name: str) -> float:
+        """Return the seconds that a part may take from now on; 0 if it does not fit."""
+        left = self.end - time.monotonic()
+        return min(PARTS[name][1] * self.factor, left) if left >= LEAST_S else 0.0
+
+
+def not_run(name: str, why: str) -> dict[str, Any]:
+    """Return what is recorded of a part that was not begun."""
+    return {
+        "part": name,
+        "is_run": False,
+        "failure": f"not run: {why}",
+        "stderr": "",
+        "seconds": 0.0,
+        "rows": [],
+    }
+
+
+def run_part(name: str, options: argparse.Namespace, limits: Limits) -> dict[str, Any]:
     """Run a part in its own process; return its rows so far, and what went wrong."""
-    limit_s = min(PARTS[name][1], options.time_limit, left_s)
+    limit_s = limits.of(name)
+    if not limit_s:
+        return not_run(name, f"the deadline of {limits.deadline_s:g} s leaves no time for it")
     began = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    failure, tail = f"not run: the deadline of {options.deadline:g} s has passed", ""
-    if limit_s > 0:
+    try:
         rows, failure, tail = _run_process(name, options, limit_s)
-    seconds = round(time.monotonic() - began, 1)
-    return {"part": name, "failure": failure, "stderr": tail, "seconds": seconds, "rows": rows}
+    except OSError as error:  # the machine may be short of processes or of disk
+        rows, failure, tail = [], f"could not be started: {error}", ""
+    seconds = time.monotonic() - began
+    if failure.startswith("no end") and limit_s < PARTS[name][1] * limits.factor:
+        failure += f", where the deadline of {limits.deadline_s:g} s cut it off"
+    return {
+        "part": name,
+        "is_run": True,
+        "failure": failure,
+        "stderr": tail,
+        "seconds": round(seconds, 1),
+        "rows": rows,
+    }
 
 
 def _run_process(
@@ -97,21 +162,30 @@ def _run_process(
     command = [sys.executable, __file__, "--part", name, "--device", options.device]
     command += ["--time-limit", str(limit_s), *(["--quick"] if options.quick else [])]
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=printed, stderr=errors)
+        # Of its own session, so that what it starts (compilers, pytest) ends with it.
+        process = subprocess.Popen(command, stdout=printed, stderr=errors, start_new_session=True)
         failure = ""
         try:
             if process.wait(limit_s):
                 failure = f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            failure = f"no end within {limit_s:g} s"
-            process.kill()
-            # A process that waits for its driver cannot be killed; the next part runs beside it.
+            failure = f"no end within {limit_s:.3g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(KILL_S)
         printed.seek(0)
         errors.seek(0)
-        rows = [json.loads(line) for line in printed if line.startswith("{")]
-        return rows, failure, errors.read()[-4000:]
+        return list(_rows(printed)), failure, errors.read()[-4000:]
+
+
+def _rows(lines: Any) -> Any:
+    for line in lines:
+        # A process that is killed may leave half a line.
+        with contextlib.suppress(json.JSONDecodeError):
+            if line.startswith("{"):
+                yield json.loads(line)
 
 
 def print_rows(name: str, options: argparse.Namespace) -> None:
@@ -119,7 +193,10 @@ def print_rows(name: str, options: argparse.Namespace) -> None:
 
     Its module is imported here, so that one that cannot be imported fails its own parts alone.
     """
-    if options.time_limit > STACKS_S:
+    import torch
+    from gpu_check_rows import Setting
+
+    if STACKS_S < options.time_limit < math.inf:
         faulthandler.dump_traceback_later(options.time_limit - STACKS_S)
     kind, *arguments = name.split("-")
     part = getattr(importlib.import_module(PARTS[name][0]), f"part_{kind}")
@@ -133,36 +210,46 @@ def print_rows(name: str, options: argparse.Namespace) -> None:
 
 
 def add_floors(parts: list[dict[str, Any]]) -> None:
-    """Give every timed row its floor and how many times as long it took."""
-    rows = {row["name"]: row for part in parts for row in part["rows"]}
-    copy, matmul = rows.get("copy"), rows.get("matmul")
-    if copy is None or matmul is None:
-        return
-    bytes_per_s = copy["num_bytes"] / copy["seconds"]
-    flops_per_s = matmul["num_flops"] / matmul["seconds"]
-    for row in rows.values():
-        if row["seconds"] is not None:
-            row["floor_s"] = max(row["num_bytes"] / bytes_per_s, row["num_flops"] / flops_per_s)
-            row["times_floor"] = row["seconds"] / row["floor_s"]
-            row["gb_per_s"] = row["num_bytes"] / row["seconds"] / 1e9
-            row["tflop_per_s"] = row["num_flops"] / row["seconds"] / 1e12
+    """Give every timed row its floor and how many times as long it took.
+
+    A rate that was not measured gives no floor to the rows that need it.
+    """
+    rows = [row for part in parts for row in part["rows"]]
+    named = {row["name"]: row for row in rows}
+    rates = {"num_bytes": math.nan, "num_flops": math.nan}
+    for name, amount in (("copy", "num_bytes"), ("matmul", "num_flops")):
+        if name in named and named[name]["seconds"]:
+            rates[amount] = named[name][amount] / named[name]["seconds"]
+    for row in rows:
+        amounts = {name: row[name] for name in rates if row[name]}
+        floor_s = max((amount / rates[name] for name, amount in amounts.items()), default=math.nan)
+        if not row["seconds"] or any(math.isnan(rates[name]) for name in amounts) or not amounts:
+            continue
+        row["floor_s"], row["times_floor"] = floor_s, row["seconds"] / floor_s
+        row["gb_per_s"] = row["num_bytes"] / row["seconds"] / 1e9
+        row["tflop_per_s"] = row["num_flops"] / row["seconds"] / 1e12
 
 
 def print_header() -> None:
     """Print the names of the columns."""
-    print(f"{'':46}{'error':>10}{'limit':>10}{'us':>12}{'floor us':>12}{'times':>8}", flush=True)
+    print(f"{'':56}{'error':>10}{'limit':>10}{'us':>12}{'floor us':>12}{'times':>8}", flush=True)
 
 
-def print_part(part: dict[str, Any]) -> None:
-    """Print a part's rows and what failed."""
+def print_part(part: dict[str, Any], judged: list[Judged]) -> None:
+    """Print a part's rows, what failed, and the figures that have a target."""
     for row in part["rows"]:
-        cells = [f"{row['name']:46}", _cell(row["error"], 10, ".1e")]
+        cells = [f"{row['name']:56}", _cell(row["error"], 10, ".1e")]
         cells += [_cell(row["limit"], 10, ".1e")]
         cells += [_cell(_micros(row.get(name)), 12, ".1f") for name in ("seconds", "floor_s")]
         cells += [_cell(row.get("times_floor"), 8, ".2f")]
+        if row["value"] is not None:
+            cells += [f" {row['value']:.6g} {row['unit']}"]
         print("".join(cells), row["note"], "" if row["is_right"] else "WRONG", flush=True)
+    for each in judged:
+        print(f"    {each.state.value:6} {each.text}", flush=True)
     if part["failure"]:
-        print(f"FAILED {part['part']}: {part['failure']}\n{part['stderr']}", flush=True)
+        label = "FAILED" if part["is_run"] else "NOT RUN"
+        print(f"{label} {part['part']}: {part['failure']}\n{part['stderr']}", flush=True)
 
 
 def _cell(value: float | None, width: int, form: str) -> str:
@@ -173,62 +260,109 @@ def _micros(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e6
 
 
-def chosen(names: list[str]) -> list[str]:
-    """Return the parts that are named, or whose names begin with one; the machine's comes first."""
-    kinds = {"machine", *names}
-    return [name for name in PARTS if name in kinds or name.partition("-")[0] in kinds]
+def chosen(run: str, only: list[str]) -> list[str]:
+    """Return a run's parts that are named, or whose names begin with one; all if none is given.
+
+    The machine's comes with them, where the run has it.
+    """
+    kinds = {"machine", *only}
+    return [
+        name for name in RUNS[run] if not only or name in kinds or name.partition("-")[0] in kinds
+    ]
 
 
-def slices(names: list[str]) -> list[list[str]]:
-    """Cut parts, the machine's first, into lists that each end in time, each with the machine's."""
-    machine, *others = names
-    found = [[machine]]
-    for name in others:
-        if sum(PARTS[part][1] for part in (*found[-1], name)) > SLICE_S:
-            found.append([machine])
-        found[-1].append(name)
-    return found
+def is_right(parts: list[dict[str, Any]]) -> bool:
+    """Return whether all parts ran to their ends and no result was wrong."""
+    return all(not p["failure"] and all(row["is_right"] for row in p["rows"]) for p in parts)
+
+
+def write_out(path: Path, run: str, options: argparse.Namespace, parts: list[Any]) -> None:
+    """Write what is known by now; a disk that is full stops no part."""
+    judged = judge(parts, has_speed=options.device == "cuda" and not options.quick)
+    found = {
+        "run": run,
+        "device": options.device,
+        "parts": parts,
+        "targets": [each.as_dict() for each in judged],
+        "elsewhere": ELSEWHERE,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.tmp")
+        unfinished.write_text(json.dumps(found, indent=1))
+        unfinished.replace(path)
+    except OSError as error:
+        print(f"cannot write {path}: {error}", flush=True)
+
+
+def print_summary(parts: list[dict[str, Any]], judged: list[Judged]) -> None:
+    """Print what failed, was wrong, was not run or missed its target."""
+    rows = [row for part in parts for row in part["rows"]]
+    print(f"\nsummary: {len(parts)} parts, {len(rows)} rows")
+    lines = {
+        "failed": [f"{p['part']}: {p['failure']}" for p in parts if p["is_run"] and p["failure"]],
+        "wrong": [f"{row['name']} {row['note']}" for row in rows if not row["is_right"]],
+        "not run": [p["part"] for p in parts if not p["is_run"]],
+        "targets missed": [each.text for each in judged if each.state is State.MISSED],
+        "targets not measured": [each.text for each in judged if each.state is State.UNKNOWN],
+    }
+    num_met = sum(each.state is State.MET for each in judged)
+    for title, found in lines.items():
+        print(f"  {title}: {len(found) or 'none'}", *found, sep="\n    ")
+    num_apart = sum(each.state is State.NOT_APPLICABLE for each in judged)
+    print(f"  targets met: {num_met}; of a GPU at full size alone: {num_apart}", flush=True)
+
+
+def run_parts(run: str, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run parts one after the other, print each and write all; return what is recorded of them."""
+    deadline_s = options.deadline * options.slow
+    limits = Limits(BEGAN + deadline_s, deadline_s, options.slow)
+    parts = [not_run(name, "the run has not come to it") for name in names]
+    has_speed = options.device == "cuda" and not options.quick
+    known: set[str] = set()
+    print_header()
+    for index, name in enumerate(names):
+        if options.out:
+            write_out(options.out, run, options, parts)
+        parts[index] = run_part(name, options, limits)
+        add_floors(parts)
+        judged = judge(parts, has_speed=has_speed)
+        new = [j for j in judged if j.state in (State.MET, State.MISSED) and j.text not in known]
+        known |= {each.text for each in new}
+        print_part(parts[index], new)
+    if options.out:
+        write_out(options.out, run, options, parts)
+    print_summary(parts, judge(parts, has_speed=has_speed))
+    return parts
 
 
 def main() -> None:
-    """Run the parts one after the other and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = list(dict.fromkeys(name.partition("-")[0] for name in PARTS))
-    names = [*kinds, *(name for name in PARTS if name not in kinds)]
-    parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
+    """Run the parts of a run and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", choices=list(RUNS), nargs="?")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="smallest shapes, fewest repetitions")
-    parser.add_argument("--only", nargs="+", choices=names, default=kinds)
-    parser.add_argument("--slice", type=int, help="of the parts: number 1 and up, 9 minutes each")
-    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for any part")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds for all parts")
+    parser.add_argument("--only", nargs="+", default=[], help="parts, or how their names begin")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for the run")
+    parser.add_argument("--slow", type=float, default=1.0, help="factor of every limit in time")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--time-limit", type=float, default=math.inf, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         print_rows(options.part, options)
         return
-    names = chosen(options.only)
-    if options.slice is not None:
-        cut = slices(names)
-        if not 1 <= options.slice <= len(cut):
-            parser.error(f"--slice: wanted 1 to {len(cut)}, found {options.slice}")
-        names = cut[options.slice - 1]
-        print(f"slice {options.slice} of {len(cut)}: {' '.join(names)}")
-    end = time.monotonic() + options.deadline
-    parts: list[dict[str, Any]] = []
-    print_header()
-    for name in names:
-        parts.append(run_part(name, options, end - time.monotonic()))
-        add_floors(parts)
-        print_part(parts[-1])
-        if options.out:
-            options.out.write_text(json.dumps({"device": options.device, "parts": parts}, indent=1))
-        if name == "machine" and parts[-1]["failure"]:
-            print("the machine cannot be measured: no other part runs")
-            break
-    is_right = all(not p["failure"] and all(row["is_right"] for row in p["rows"]) for p in parts)
-    sys.exit(0 if is_right else 1)
+    if options.run is None:
+        parser.error(f"wanted one of {', '.join(RUNS)}")
+    names = chosen(options.run, options.only)
+    known = {each for name in RUNS[options.run] for each in (name, name.partition("-")[0])}
+    if unknown := [name for name in options.only if name not in known]:
+        parser.error(f"--only: wanted some of {', '.join(sorted(known))}, found {unknown[0]!r}")
+    # What ends this process ends the part too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(0 if is_right(run_parts(options.run, names, options)) else 1)
 
 
 if __name__ == "__main__":

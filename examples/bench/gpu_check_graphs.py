@@ -45,6 +45,8 @@ def part_graphs(
         runner = make_runner(at, name, compilation(level, mode, policy, sizes), dtype)
         # A compiled piece does not round between its operations, as eager does.
         yield compared(runner, wanted, mode, title, 3e-2 if dtype == "bfloat16" else 1e-3)
+        if (report := runner.forward.report) is not None:
+            yield Row(f"graph pools, {title}", value=float(report.num_bytes), unit="bytes")
         yield timed(at, runner, title)
 
 

@@ -172,16 +172,22 @@ def part_ragged(at: Setting) -> Iterator[Row]:
     )
 
 
+TILES = ((128, 32, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3))
+"""Rows, columns, warps and stages to compare: two products of 64 columns are wider on sm_90."""
+
+
 def part_tiles(at: Setting) -> Iterator[Row]:
-    """Prefill attention in its tiles and in smaller ones, more of which fit on a multiprocessor."""
+    """Prefill attention in several tiles, none of which spills on sm_90."""
     if at.device.type != "cuda":
-        yield Row("tiles", note="of a GPU's kernel alone")
+        yield Row("tiles", note="not applicable: of a GPU's kernel alone")
         return
     n = at.pick(8192, 96)
     cases: list[PrefillCase] = [("one prompt", [n], [n], None, 1), ("chunk", [n], [512], None, 1)]
-    yield from prefills(at, cases)
-    smaller = {"rows": 64, "columns": 32, "num_warps": 4}
-    yield from prefills(at, [(f"{case[0]}, 64 x 32", *case[1:]) for case in cases], smaller)
+    for rows, columns, num_warps, num_stages in TILES:
+        tiles = {"rows": rows, "columns": columns}
+        tiles |= {"num_warps": num_warps, "num_stages": num_stages}
+        title = f"{rows} x {columns} w{num_warps} s{num_stages}"
+        yield from prefills(at, [(f"{case[0]}, {title}", *case[1:]) for case in cases], tiles)
 
 
 def prefills(
@@ -209,9 +215,11 @@ def prefills(
                 dispatch.paged_prefill(q, k, v, *args)
                 return
             from model.kernels import triton_prefill
+            from model.kernels.triton_tiles import arch_of
 
             group = cache.num_heads // cache.num_kv_heads
-            own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype)
+            arch = arch_of(q.device)
+            own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype, arch)
             triton_prefill.paged_prefill(q, *args, replace(own, **other_tiles))
 
         call()

@@ -23,6 +23,9 @@ class Row:
     num_bytes: int = 0
     """What must be read and written at least."""
     num_flops: int = 0
+    value: float | None = None
+    """A figure that is no time of a call."""
+    unit: str = ""
     note: str = ""
 
     @property

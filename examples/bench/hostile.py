@@ -114,6 +114,11 @@ def failures_of(row: Row) -> list[str]:
         "no Retry-After": sum(
             count for outcome, count in row.attacked.outcomes.items() if "no Retry-After" in outcome
         ),
+        "honest": sum(
+            count
+            for outcome, count in row.attacked.outcomes.items()
+            if outcome.startswith("honest") and outcome != "honest 200"
+        ),
         "restarted": len(row.seen.restarted),
         "next": int(row.next_s is None),
     }

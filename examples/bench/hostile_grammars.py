@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
 
 import msgspec
 from hostile_bodies import chats, completions
-from hostile_target import CHAT, COMPLETIONS, Attack, Target, chat, completion
+from hostile_target import CHAT, COMPLETIONS, Attack, Target, chat, completion, status_of
 from raw_http import Connection, request
 
 NUM_SCHEMAS = 10_000
@@ -382,10 +383,40 @@ async def left_schemas(to: Target) -> None:
             return
 
 
+NEW_SCHEMA_S = 5.0
+"""How long an ordinary schema that is new may take while others are costly."""
+BEFORE_NEXT_S = 0.5
+
+
+async def costly_neighbours(to: Target) -> None:
+    """Ask for costly patterns by eight clients at once, and beside them for ordinary new schemas.
+
+    What becomes of the ordinary ones is counted as `honest`.
+    """
+    numbers = count(20)
+
+    async def costly() -> None:
+        await to.post(COMPLETIONS, held("json", patterns(next(numbers))))
+
+    async def honest() -> None:
+        name = f"name{next(numbers)}"
+        body = held("json", an_object(**{name: INTEGER}), max_tokens=1)
+        outcome = "late"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEW_SCHEMA_S), await Connection.open(to.address) as made:
+                await made.send(request("POST", COMPLETIONS, body))
+                outcome = status_of(await made.answer("POST"))
+        to.outcomes[f"honest {outcome}"] += 1
+        await asyncio.sleep(BEFORE_NEXT_S)
+
+    await asyncio.gather(to.again(costly, 8), to.again(honest))
+
+
 MANY = {
     "schemas-10000": Attack(distinct_schemas, times=40),
     "schema-64-at-once": Attack(same_schema),
     "schema-left": Attack(left_schemas),
+    "schema-neighbours": Attack(costly_neighbours, times=3),
     "schema-of-honest": new_each_time(
         lambda i: chat("hi", response_format={"type": "json_object"}, max_tokens=MAX_TOKENS),
         CHAT,

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 PATIENCE_S = 1.0
 """How long a client that sends nothing more waits for an answer that may never come."""
+LARGEST_BODY = 8 << 20
+"""Bytes: `max_body_bytes` of the default application, which holds eight of them."""
 SMALL_BUFFER = 4096
 """Of a client that reads slowly; otherwise its kernel reads for it."""
 
@@ -87,6 +89,9 @@ HELD = {
     "silent-connections": held(1000, b""),
     "silent-bodies": held(300, without_end(b"")),
     "half-read-bodies": held(20, without_end(b"[" + b"1," * 3_900_000)),
+    "bodies-but-the-last-byte": held(
+        8, without_end(b"{" + b" " * (LARGEST_BODY - 2), b"Content-Length: %d" % LARGEST_BODY)
+    ),
     "waiting-for-continue": held(
         300, without_end(b"", b"Content-Length: 9\r\nExpect: 100-continue")
     ),

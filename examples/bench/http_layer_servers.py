@@ -147,7 +147,7 @@ def our_app(text: str, *, step_s: float, has_log: bool, num_engines: int) -> Sta
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logs("text")
     tokenizer = Tokenizer.from_dir(TINY)
-    tokenizer.grammar_process.start()
+    tokenizer.grammars.start()
     settings = ApiSettings(served_model_name=MODEL, max_model_len=MAX_MODEL_LEN)
     admission = Admission(
         max_running=MAX_LIVE,

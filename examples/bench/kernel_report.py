@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # Triton 3.9 warns where neither is chosen; fusing multiply and add is what older ones do.
@@ -189,10 +190,11 @@ def kernels_of(module: ModuleType) -> list[JITFunction[Any]]:
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect launches instead of launching."""
+def recording(arch: int) -> Iterator[list[Launch]]:
+    """Collect what a device of an architecture would launch."""
     launches: list[Launch] = []
     with ExitStack() as stack:
+        stack.enter_context(patch.object(triton_prefill, "arch_of", lambda _device: arch))
         for kernel in (kernel for module in KERNEL_MODULES for kernel in kernels_of(module)):
             original = kernel.run
             stack.callback(setattr, kernel, "run", original)
@@ -236,6 +238,10 @@ def _type_of(value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     return "i32" if value is not None and -(2**31) <= value < 2**31 else "i64"
+
+
+def _binary_of(launch: Launch) -> str:
+    return f"{ast_source(launch).hash()} {sorted(launch.options.items())}"
 
 
 def compile_launch(launch: Launch, case: str, arch: int) -> Usage:
@@ -284,10 +290,11 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 def report(archs: list[int]) -> Iterator[Usage]:
     """Compile every case for every architecture."""
     for case, call in cases():
-        with recording() as launches:
-            call()
-        for launch in launches:
-            for arch in archs:
+        for arch in archs:
+            with recording(arch) as launches:
+                call()
+            # A launch function may launch one binary several times.
+            for launch in {_binary_of(launch): launch for launch in launches}.values():
                 yield compile_launch(launch, case, arch)
 
 

@@ -5,8 +5,8 @@ a device, so a sequence's tokens are split over programs, whose partial results 
 joins. The grid follows from tensor shapes and the device alone, so a captured graph fits every
 batch of its size. Into how many of the grid's splits a sequence is cut is decided on the device,
 from all sequences' lengths: each split takes about an equal share of the whole batch. A long
-sequence beside short ones is cut finely, a full batch of equal ones not at all, and programs
-without a split leave at once.
+sequence beside short ones is cut finely, a full batch of equal ones not at all, not even one that
+leaves up to a third of the device free, and programs without a split leave at once.
 
 Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool,
 B tokens per block, M columns of the block table, P splits in the grid.
@@ -26,8 +26,10 @@ MIN_SPLIT_TOKENS = 256
 """A shorter split would cost more to join than to compute in another program's row."""
 
 MIN_SPLITS = 8
-"""What a grid has for every sequence that is long enough: one long sequence in a batch of short
-ones would otherwise be a single program, for which the whole step waits."""
+MIN_SEQUENCE_PROGRAMS = 64
+"""What a grid has for every sequence that is long enough: splits of each KV head, and programs of
+all. One long sequence in a batch of short ones would otherwise be as few programs as it has KV
+heads, for which the whole step waits. What is not used costs programs that leave at once."""
 
 MAX_SPLITS = 64
 """The joining kernel holds one partial result per split in registers."""
@@ -64,7 +66,11 @@ def _splits_of(
     tiles_per_split = tl.maximum(
         tl.cdiv(tl.maximum(share, MIN_SPLIT), BLOCK_N), tl.cdiv(tiles, max_splits)
     )
-    # Of 9 tiles, at most 8 in a split, are made 5 and 4.
+    # Halves of less than one and a half shares would be more programs than have room, and a join.
+    tiles_per_split = tl.where(
+        2 * tiles < 3 * tiles_per_split, tl.maximum(tiles, 1), tiles_per_split
+    )
+    # Of 12 tiles, at most 8 in a split, are made 6 and 6.
     tiles_per_split = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, tiles_per_split), 1))
     return tl.cdiv(tiles, tl.maximum(tiles_per_split, 1)), tiles_per_split
 
@@ -256,9 +262,8 @@ def paged_decode(
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     max_tokens = block_table.shape[1] * block_size
-    splits = num_splits(
-        num_seqs * num_kv_heads, min(max_tokens, sliding_window or max_tokens), num_sms(q.device)
-    )
+    seen_tokens = min(max_tokens, sliding_window or max_tokens)
+    splits = num_splits(num_seqs, num_kv_heads, seen_tokens, num_sms(q.device))
     num_programs = PROGRAMS_PER_SM * num_sms(q.device)
     tiles = decode_tiles(group, head_dim, q.dtype)
     shape = (num_seqs, num_heads, splits if splits > 1 else 0)
@@ -314,12 +319,13 @@ def paged_decode(
         )
 
 
-def num_splits(num_rows: int, max_tokens: int, num_sms: int) -> int:
-    """Return into how many parts at most each of `num_rows` sequences' KV heads is split.
+def num_splits(num_seqs: int, num_kv_heads: int, max_tokens: int, num_sms: int) -> int:
+    """Return into how many parts at most each KV head of each sequence is split.
 
     Enough to occupy the device if all sequences are long, and enough for a single one that is.
     """
-    wanted = max(-(-PROGRAMS_PER_SM * num_sms // num_rows), MIN_SPLITS)
+    for_all = -(-PROGRAMS_PER_SM * num_sms // (num_seqs * num_kv_heads))
+    wanted = max(for_all, MIN_SPLITS, MIN_SEQUENCE_PROGRAMS // num_kv_heads)
     return min(wanted, max(max_tokens // MIN_SPLIT_TOKENS, 1), MAX_SPLITS)
 
 

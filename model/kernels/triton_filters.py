@@ -1,85 +1,178 @@
 """Top-k and top-p on a GPU; the twin of `filters.filter_top_k_top_p`.
 
-One program filters one row and sorts nothing. The lowest logit that stays is the highest value
-that has enough tokens, or enough mass, at or above it; floats of one sign are ordered as their bits
-are, so the program bisects 32 bits. Each look at the row tries several values at once. Programs
-for a row add in one order, so neighbours cannot change which tokens stay.
+Nothing is sorted. The lowest logit that stays is the highest value that has enough tokens, or
+enough mass, at or above it. It is found by a radix search: floats are ordered as keys of 32 bits,
+and each pass finds four bits of the key. A row is divided into chunks, one per program, and each
+pass is a launch: its programs read what all chunks of the row found in the pass before.
 
-Shapes: B rows, V vocabulary.
+Masses are integers in fixed point, so their sum does not depend on the order: neither chunks nor
+neighbours in the batch can change which tokens stay.
+
+Shapes: B rows, V vocabulary, C chunks of a row.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK, NUM_VALUES, NUM_WARPS = 1024, 8, 8
-"""Logits that a program holds at once, and values that it compares them with."""
+CHUNK, NUM_WARPS = 4096, 8
+"""Logits that a program holds, and the warps that hold them. A row of 152k has 38 programs."""
+
+DIGIT_BITS = tl.constexpr(4)
+NUM_DIGITS = tl.constexpr(16)
+SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
+"""Where each pass's digit lies in a key."""
+
+ONE = tl.constexpr(2.0**44)
+"""A weight of 1 in fixed point. The sum of fewer than 2^19 of them fits into 63 bits, and what is
+rounded off fewer than 2^19 is less than a float32 below 1 can lack of 1."""
+
+LOW, ABOVE, TOTAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Columns of a search's state: the key as far as it is known, the mass of greater keys that differ
+in the digits known, and the mass of all keys."""
 
 
 @triton.jit
-def _place(bits: tl.tensor) -> tl.tensor:
-    """Return integers that order float32 of these bits; of such integers, the bits."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _key(logits: tl.tensor) -> tl.tensor:
+    """Return uint32 that are ordered as float32 are, with one key for both zeros."""
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
+    flipped = (bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000
+    return bits.to(tl.uint32, bitcast=True) ^ flipped
 
 
 @triton.jit
-def _value(place: tl.tensor) -> tl.tensor:
-    return _place(place).to(tl.float32, bitcast=True)
+def _weight(logits: tl.tensor, highest: tl.tensor) -> tl.tensor:
+    """Return exp(logits - highest) in fixed point."""
+    return (tl.exp(logits.to(tl.float64) - highest.to(tl.float64)) * ONE + 0.5).to(tl.int64)
 
 
 @triton.jit
-def _masses(
-    row: tl.tensor,
-    weights: tl.tensor,
-    size: tl.tensor,
-    least: tl.tensor,
-    values: tl.tensor,
-    BLOCK: tl.constexpr,
-    NUM_VALUES: tl.constexpr,
+def _highest(maxima: tl.tensor, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr) -> tl.tensor:
+    chunks = tl.arange(0, BLOCK_C)
+    return tl.max(tl.load(maxima + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf")), 0)
+
+
+@triton.jit
+def _next_digit(
+    state: tl.tensor,
+    masses: tl.tensor,
+    shift: tl.tensor,
+    k: tl.tensor,
+    p: tl.tensor,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     IS_COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Return how much of what is at least `least` is at least each of `values`."""
-    mass = tl.zeros([BLOCK, NUM_VALUES], tl.int32 if IS_COUNT else tl.float64)
-    for at in tl.range(0, size, BLOCK, num_stages=4):
-        ids = at + tl.arange(0, BLOCK)
-        logits = tl.load(row + ids, mask=ids < size, other=float("-inf"))
-        is_in = (ids < size) & (logits >= least)
-        is_in = is_in[:, None] & (logits[:, None] >= values[None, :])
+    """Return the key's new digit, the state behind it, the mass wanted, and each chunk's mass of
+    that digit and all digits known: [BLOCK_C]."""
+    digits, chunks = tl.arange(0, NUM_DIGITS), tl.arange(0, BLOCK_C)
+    at = masses + chunks[:, None] * NUM_DIGITS + digits[None, :]
+    of_chunks = tl.load(at, mask=chunks[:, None] < NUM_CHUNKS, other=0)
+    above = tl.load(state + ABOVE)
+    # At or above each digit: the first has the mass of all digits.
+    mass = above + tl.sum(of_chunks, 0)
+    if IS_COUNT:
+        total, wanted = tl.max(mass, 0), k
+    else:
+        total = tl.load(state + TOTAL)
+        if shift == 32 - DIGIT_BITS:
+            total = tl.max(mass, 0)
+        wanted = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+    digit = tl.max(tl.where(mass >= wanted, digits, 0), 0)
+    above = tl.max(tl.where(digits > digit, mass, above), 0)
+    low = tl.load(state + LOW) + (digit.to(tl.int64) << shift)
+    is_digit, is_next = digits == digit, digits == digit + 1
+    own = tl.where(is_digit[None, :], of_chunks, 0) - tl.where(is_next[None, :], of_chunks, 0)
+    return low, above, total, wanted, tl.sum(own, 1)
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _search_kernel(
+    logits: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    maxima: tl.tensor,
+    floors: tl.tensor,
+    old_states: tl.tensor,
+    old_masses: tl.tensor,
+    states: tl.tensor,
+    masses: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    shift: tl.tensor,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    IS_COUNT: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+) -> None:
+    """One pass: find the digit before `shift` and sum what each digit at `shift` has."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    has_k, has_p = (k > 0) & (k < size), p < 1
+    old_states, states = old_states + row * 3, states + row * 3
+    old_masses += row * NUM_CHUNKS * NUM_DIGITS
+    maxima += row * NUM_CHUNKS
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    is_id = ids < size
+    at = logits + row * stride + ids
+
+    low, above, total = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if IS_COUNT:
+        if IS_FIRST:
+            highest = tl.max(tl.load(at, mask=is_id, other=float("-inf")), 0)
+            tl.store(maxima + chunk, highest)
+        if not has_k:
+            return
+    elif IS_FIRST:
+        # The search for top-k has ended: what is below its key has no mass in this one.
+        floor = low
+        if has_k:
+            floor, _, _, _, _ = _next_digit(
+                old_states, old_masses, 0, k, p, NUM_CHUNKS, BLOCK_C, True
+            )
+        if chunk == 0:
+            tl.store(floors + row, floor)
+        if not has_p:
+            return
+    else:
+        floor = tl.load(floors + row)
+        if not has_p:
+            return
+    if not IS_FIRST:
+        low, above, total, _, _ = _next_digit(
+            old_states, old_masses, shift + DIGIT_BITS, k, p, NUM_CHUNKS, BLOCK_C, IS_COUNT
+        )
+    if chunk == 0:
+        tl.store(states + LOW, low)
+        tl.store(states + ABOVE, above)
+        tl.store(states + TOTAL, total)
+
+    logit = tl.load(at, mask=is_id, other=float("-inf"))
+    key = _key(logit)
+    digit = (key ^ low.to(tl.uint32)) >> shift.to(tl.uint32)
+    # A key that differs in a digit known makes a larger number.
+    is_in = is_id & (digit < NUM_DIGITS)
+    if not IS_COUNT:
+        is_in = is_in & (key >= floor.to(tl.uint32))
+    masses += (row * NUM_CHUNKS + chunk) * NUM_DIGITS
+    # From about the fourth pass on, few chunks have such keys.
+    if tl.max(is_in.to(tl.int32), 0) > 0:
         if IS_COUNT:
-            mass += is_in.to(tl.int32)
+            weight = is_in.to(tl.int32)
         else:
-            weight = tl.load(weights + ids, mask=ids < size, other=0.0)
-            mass += tl.where(is_in, weight[:, None], 0.0)
-    return tl.sum(mass, 0)
-
-
-@triton.jit
-def _highest_with(
-    row: tl.tensor,
-    weights: tl.tensor,
-    size: tl.tensor,
-    least: tl.tensor,
-    highest: tl.tensor,
-    wanted: tl.tensor,
-    BLOCK: tl.constexpr,
-    NUM_VALUES: tl.constexpr,
-    IS_COUNT: tl.constexpr,
-) -> tl.tensor:
-    """Return the place of the highest value with tokens of the mass `wanted` at or above it."""
-    low = tl.full([], -0x7F800001, tl.int64)  # of -inf, whose mass is the whole
-    high = _place(highest.to(tl.int32, bitcast=True)).to(tl.int64)
-    while low < high:
-        step = (high - low + NUM_VALUES - 1) // NUM_VALUES
-        places = tl.minimum(low + step * (1 + tl.arange(0, NUM_VALUES)), high)
-        values = _value(places.to(tl.int32))
-        mass = _masses(row, weights, size, least, values, BLOCK, NUM_VALUES, IS_COUNT)
-        has_enough = mass >= wanted
-        too_high = tl.min(tl.where(has_enough, high + 1, places), 0)
-        low = tl.max(tl.where(has_enough, places, low), 0)
-        high = too_high - 1
-    return low.to(tl.int32)
+            highest = _highest(maxima, NUM_CHUNKS, BLOCK_C)
+            weight = tl.where(is_in, _weight(logit, highest), 0)
+        for least in range(NUM_DIGITS):
+            mass = tl.sum(tl.where(digit >= least, weight, 0), 0)
+            tl.store(masses + least, mass.to(tl.int64))
+    else:
+        digits = tl.arange(0, NUM_DIGITS)
+        tl.store(masses + digits, tl.zeros([NUM_DIGITS], tl.int64))
 
 
 @triton.jit
@@ -87,56 +180,45 @@ def _filter_kernel(
     logits: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
-    weights: tl.tensor,
+    maxima: tl.tensor,
+    floors: tl.tensor,
+    states: tl.tensor,
+    masses: tl.tensor,
     out: tl.tensor,
     size: tl.tensor,
     stride: tl.tensor,
-    BLOCK: tl.constexpr,
-    NUM_VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ) -> None:
-    at_row = tl.program_id(0).to(tl.int64)
-    row, weights, out = logits + at_row * stride, weights + at_row * size, out + at_row * size
-    k, p = tl.load(top_k + at_row), tl.load(top_p + at_row).to(tl.float64)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for at in range(0, size, BLOCK):
-        ids = at + tl.arange(0, BLOCK)
-        highest = tl.maximum(highest, tl.load(row + ids, mask=ids < size, other=float("-inf")))
-    highest = tl.max(highest, 0)
-    # One zero: the place behind that of -0.0 is 0.0's, and they are equal.
-    highest = tl.where(highest == 0, 0.0, highest)
-
-    least, num_least = tl.full([], float("-inf"), tl.float32), tl.full([], size, tl.int64)
-    if (k > 0) & (k < size):
-        place = _highest_with(row, weights, size, least, highest, k, BLOCK, NUM_VALUES, True)
-        least = _value(place)
+    """Write what stays, once all digits were summed."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf"))
+    key = _key(logit)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    is_kept = key >= tl.load(floors + row).to(tl.uint32)
     if p < 1:
-        total = tl.zeros([BLOCK], tl.float64)
-        for at in range(0, size, BLOCK):
-            ids = at + tl.arange(0, BLOCK)
-            logit = tl.load(row + ids, mask=ids < size, other=float("-inf"))
-            weight = tl.exp(logit.to(tl.float64) - highest.to(tl.float64))
-            tl.store(weights + ids, weight, mask=ids < size)
-            total += tl.where(logit >= least, weight, 0.0)
-        # Other threads of this program read what these wrote.
-        tl.debug_barrier()
-        wanted = p * tl.sum(total, 0)
-        place = _highest_with(row, weights, size, least, highest, wanted, BLOCK, NUM_VALUES, False)
-        least = _value(place)
-        # Of equals at the edge, as many stay as their mass needs.
-        above = _value(place + 1 + tl.zeros([NUM_VALUES], tl.int32))
-        mass = _masses(row, weights, size, least, above, BLOCK, NUM_VALUES, False)
-        weight = tl.exp(least.to(tl.float64) - highest.to(tl.float64))
-        num_least = tl.ceil((wanted - tl.max(mass, 0)) / weight).to(tl.int64)
-
-    num_before = tl.zeros([], tl.int64)
-    for at in range(0, size, BLOCK):
-        ids = at + tl.arange(0, BLOCK)
-        logit = tl.load(row + ids, mask=ids < size, other=float("-inf"))
-        is_least = logit == least
-        rank = num_before + tl.cumsum(is_least.to(tl.int32), 0)
-        num_before += tl.sum(is_least.to(tl.int32), 0)
-        is_kept = (logit > least) | (is_least & (rank <= num_least))
-        tl.store(out + ids, tl.where(is_kept, logit, float("-inf")), mask=ids < size)
+        low, above, _, wanted, of_chunks = _next_digit(
+            states + row * 3,
+            masses + row * NUM_CHUNKS * NUM_DIGITS,
+            0,
+            k,
+            p,
+            NUM_CHUNKS,
+            BLOCK_C,
+            False,
+        )
+        is_least = key == low.to(tl.uint32)
+        highest = _highest(maxima + row * NUM_CHUNKS, NUM_CHUNKS, BLOCK_C)
+        # Of equals at the edge, as many stay as their mass needs. All have this weight.
+        weight = tl.max(tl.where(is_least, _weight(logit, highest), 1), 0)
+        mass_before = tl.sum(tl.where(tl.arange(0, BLOCK_C) < chunk, of_chunks, 0), 0)
+        mass_left = wanted - above - mass_before
+        rank = tl.cumsum(is_least.to(tl.int32), 0)
+        is_needed = (rank - 1) * weight < mass_left
+        is_kept = (key > low.to(tl.uint32)) | (is_least & is_needed)
+    tl.store(out + row * size + ids, tl.where(is_kept, logit, float("-inf")), mask=ids < size)
 
 
 def filter_top_k_top_p(
@@ -145,23 +227,41 @@ def filter_top_k_top_p(
     """Do what `filters.filter_top_k_top_p` does; waits for nothing on the device.
 
     Args:
-        logits: float32 [B, V], the last dimension contiguous
+        logits: float32 [B, V], the last dimension contiguous; V below 2^19
         top_k: int64 [B], 0 keeps all
         top_p: float32 [B], 1 keeps all
     """
     num_rows, size = logits.shape
+    num_chunks = triton.cdiv(size, CHUNK)
     out = logits.new_empty(logits.shape)
-    weights = logits.new_empty(logits.shape, dtype=torch.float64)
-    _filter_kernel[num_rows,](
-        logits,
-        top_k,
-        top_p,
-        weights,
-        out,
-        size,
-        logits.stride(0),
-        BLOCK=BLOCK,
-        NUM_VALUES=NUM_VALUES,
-        num_warps=NUM_WARPS,
-    )
+    maxima = logits.new_empty(num_rows, num_chunks)
+    floors = top_k.new_empty(num_rows)
+    # A pass reads what the pass before wrote, and writes what the one behind reads.
+    searches = [
+        (top_k.new_empty(num_rows, 3), top_k.new_empty(num_rows, num_chunks, NUM_DIGITS.value))
+        for _ in range(2)
+    ]
+    options = {
+        "CHUNK": CHUNK,
+        "NUM_CHUNKS": num_chunks,
+        "BLOCK_C": triton.next_power_of_2(num_chunks),
+    }
+    rows = (logits, top_k, top_p, maxima, floors)
+    grid = (num_rows, num_chunks)
+    old, new = searches
+    for is_count, shift in itertools.product((True, False), SHIFTS):
+        _search_kernel[grid](
+            *rows,
+            *old,
+            *new,
+            size,
+            logits.stride(0),
+            shift,
+            **options,
+            IS_COUNT=is_count,
+            IS_FIRST=shift == SHIFTS[0],
+            num_warps=NUM_WARPS,
+        )
+        old, new = new, old
+    _filter_kernel[grid](*rows, *old, out, size, logits.stride(0), **options, num_warps=NUM_WARPS)
     return out

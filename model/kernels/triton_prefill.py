@@ -19,7 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton_tiles import LOG2_E, AttentionTiles, prefill_tiles, softmax_step
+from model.kernels.triton_tiles import (
+    LOG2_E,
+    AttentionTiles,
+    arch_of,
+    prefill_tiles,
+    softmax_step,
+)
 
 
 @triton.jit
@@ -253,7 +259,7 @@ def paged_prefill(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv_heads
-    tiles = tiles or prefill_tiles(group, head_dim, q.dtype)
+    tiles = tiles or prefill_tiles(group, head_dim, q.dtype, arch_of(q.device))
     block_q = tiles.rows // group
     # Each sequence, and the padding behind the last one, may leave one tile unfilled.
     grid = (num_tokens // block_q + num_seqs + 1, num_kv_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -45,22 +46,34 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTile
     )
 
 
-def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype, arch: int) -> AttentionTiles:
     """Return the largest tiles for many query tokens that spill no register on sm_80 and sm_90.
 
-    That holds in 16 bits; in float32 the largest head dims spill some.
+    That holds in 16 bits; in float32 the largest head dims spill some. On sm_90, up to a head dim
+    of 128, twice as many keys take part in each matrix product as on sm_80, whose registers they
+    would not fit.
     """
     dims = max(triton.next_power_of_2(head_dim), MIN_DOT)
     row_bytes = dims * dtype.itemsize
     rows = 128 if dtype.itemsize <= 2 and row_bytes <= 256 else 32
     rows = max(rows, triton.next_power_of_2(group))
+    widest = 256 if arch == 90 and dtype.itemsize <= 2 else 128
     return AttentionTiles(
         rows=rows,
-        columns=64 if row_bytes <= 128 else 32 if row_bytes <= 512 else 16,
+        columns=64 if row_bytes <= widest else 32 if row_bytes <= 512 else 16,
         dims=dims,
         num_warps=8 if rows * dims >= 8192 else 4,
         num_stages=3,
     )
+
+
+@functools.cache
+def arch_of(device: torch.device) -> int:
+    """Return a device's compute capability, 90 for sm_90; without a GPU, the oldest supported."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @triton.jit

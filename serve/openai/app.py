@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve import page
+from serve import clients, page
 from serve.config import AccessConfig
 from serve.keys import ApiKeys
 from serve.openai import openapi, tokenizing
@@ -60,11 +60,16 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.
 
 
 def build_app(
-    serving: Serving, access: AccessConfig | None = None, *, sends_id: bool = True
+    serving: Serving,
+    access: AccessConfig | None = None,
+    *,
+    is_peer_known: bool = True,
+    sends_id: bool = True,
 ) -> Starlette:
     """Return the API over a backend; requests get 503 until its tokenizer is loaded.
 
     Args:
+        is_peer_known: a request's scope tells who has connected, and not a proxy of Ray's.
         sends_id: put `X-Request-Id` into answers, which no server in front does.
 
     Raises:
@@ -103,7 +108,7 @@ def build_app(
     )
     app = Starlette(
         routes=routes,
-        middleware=[observed, *_middleware(access or AccessConfig())],
+        middleware=[observed, *_middleware(access or AccessConfig(), is_peer_known)],
         exception_handlers={HTTPException: answer_http_exception},
     )
     # A redirect would name the host that the proxy used, which the client may not reach.
@@ -111,13 +116,15 @@ def build_app(
     return app
 
 
-def _middleware(access: AccessConfig) -> list[Middleware]:
+def _middleware(access: AccessConfig, is_peer_known: bool) -> list[Middleware]:
     guard = Middleware(
         Access,
         keys=ApiKeys(access.api_keys, access.api_keys_file),
         open_paths=access.open_paths,
         allowed_hosts=access.allowed_hosts,
         allowed_origins=access.allowed_origins,
+        trusted_proxies=access.trusted_proxies,
+        is_peer_known=is_peer_known,
     )
     if not access.allowed_origins:
         return [guard]
@@ -206,7 +213,7 @@ class Handlers:
 
 
 class Access:
-    """ASGI middleware that lets a request through or answers 401 or 403."""
+    """ASGI middleware that answers 401 or 403, or notes who asks and lets a request through."""
 
     def __init__(
         self,
@@ -216,18 +223,24 @@ class Access:
         open_paths: Iterable[str],
         allowed_hosts: Iterable[str],
         allowed_origins: Iterable[str],
+        trusted_proxies: int,
+        is_peer_known: bool,
     ) -> None:
         """Guard an app.
 
         Args:
             open_paths: need no key.
             allowed_hosts, allowed_origins: beside those that are always right; * allows all.
+            trusted_proxies, is_peer_known: as of `clients.of_address`.
         """
         self._app = app
         self._keys = keys
         self._open_paths = frozenset(open_paths)
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
         self._allowed_origins = frozenset(origin.lower() for origin in allowed_origins)
+        self._address_of = functools.partial(
+            clients.of_address, trusted_proxies=trusted_proxies, is_peer_known=is_peer_known
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
@@ -236,7 +249,9 @@ class Access:
             await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return why a request may not ask; None: it may, and who asks is noted."""
         headers = Headers(scope=scope)
+        clients.set_client(scope, self._address_of(scope))
         if not self._keys.are_wanted:
             return self._page_refusal(headers)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -247,6 +262,7 @@ class Access:
             return Unauthorized("authorization: wanted a header «Bearer KEY», found none")
         if not self._keys.has(key.strip()):
             return Unauthorized("authorization: wanted a key that is known, found another one")
+        clients.set_client(scope, clients.of_key(key.strip()))
         return None
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:

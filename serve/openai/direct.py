@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from serve import clients
 from serve.admission import Place
 from serve.openai.endpoint import Parse, Serving, Shape, parsed, stream_chunks, whole_answer
 from serve.openai.errors import BadRequest, BodyTooLarge, as_api_error
@@ -78,7 +79,7 @@ async def stream(
 @contextmanager
 def _admitted(serving: Serving) -> Iterator[tuple[Place, RequestRecord]]:
     serving.require_ready()
-    place = serving.admission.enter()
+    place = serving.admission.enter(clients.HANDLE)
     record = RequestRecord(new_request_id(), HANDLE, is_generating=True, status=200)
     try:
         yield place, record

@@ -26,6 +26,7 @@ from starlette.responses import Response
 from cluster.messages import GenerateRequest
 from cluster.metrics import Described
 from serve.admission import Admission, Overloaded, Place
+from serve.clients import client_of
 from serve.event_loop import Check, Pace, SharedTick, WorkThreads
 from serve.metrics import Scrapes
 from serve.openai.backend import ApiSettings, Backend
@@ -39,7 +40,6 @@ from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
 from serve.parameters import ParameterError
 from serve.records import IngressCounts, RequestRecord
 from serve.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
-from serve.structured import GrammarChecks, StructuredOutputsParams
 from serve.text import StopStrings, TextStream
 from serve.tokenizer import Tokenizer, TooManyTokens
 
@@ -221,7 +221,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Place
     try:
         tokenizer = serving.require_ready()
         serving.bodies.check_length(request)
-        return tokenizer, serving.admission.enter()
+        return tokenizer, serving.admission.enter(client_of(request.scope))
     except (ApiError, Overloaded):
         await serving.bodies.discard(request)
         raise
@@ -353,7 +353,7 @@ async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place:
     size = shape.size + CHOICE_SIZE * shape.num_prompts * shape.params.n
     wanted = shape.params.structured_outputs
     try:
-        text = await _grammar_text(serving, tokenizer.grammars, wanted) if wanted else ""
+        text = await tokenizer.grammars.text(wanted, place.client) if wanted else ""
         return await serving.threads.run(
             size, lambda check: _prepare(serving.settings, tokenizer, shape, text, check)
         )
@@ -361,16 +361,6 @@ async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place:
         raise error.renamed(shape.request.spelling(error.param)) from error
     finally:
         place.let_go_of_bytes()
-
-
-async def _grammar_text(
-    serving: Serving, grammars: GrammarChecks, wanted: StructuredOutputsParams
-) -> str:
-    """Return a grammar as engines take it; raises ParameterError."""
-    known = grammars.known(wanted)
-    if known is not None:
-        return known
-    return await serving.threads.run_grammar(lambda: grammars.text(wanted))
 
 
 def _prepare(

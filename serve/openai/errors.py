@@ -11,7 +11,7 @@
     ├── TooManyRequests   429  rate_limit_error           no room; has Retry-After
     ├── InternalError     500  server_error
     ├── NotBuilt          501  not_implemented_error      needs another kind of model
-    ├── Unavailable       503  service_unavailable_error  not ready; has Retry-After
+    ├── Unavailable       503  service_unavailable_error  not now; has Retry-After
     └── TimedOut          504  timeout_error              not finished in time
 
 All have one JSON shape: `{"error": {"message", "type", "param", "code"}}`, `code` the status.
@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.admission import Overloaded
+from serve.grammar_process import GrammarProcessLost
 from serve.parameters import ParameterError
 from serve.tokenizer import ChatTemplateError
 
@@ -155,6 +156,8 @@ def as_api_error(error: Exception) -> ApiError:
             return BadRequest(str(error), param="messages")
         case Overloaded():
             return TooManyRequests(str(error), retry_after_s=error.retry_after_s)
+        case GrammarProcessLost():
+            return Unavailable(str(error), retry_after_s=error.retry_after_s)
         case TimeoutError():
             return TimedOut("the request did not finish in time")
         case _:

@@ -63,6 +63,19 @@ def test_a_cpu_scores_no_padding_unless_asked_to() -> None:
         assert resolve(config, LIMITS, device="cpu").capture_logits is asked
 
 
+@pytest.mark.feature("C05")
+@pytest.mark.parametrize("field", ["num_warmups_full", "num_warmups_piecewise"])
+def test_a_gpu_captures_nothing_that_did_not_run_before(field: str) -> None:
+    config = CompilationConfig(level=3, **{field: 0})
+    with pytest.raises(CompilationConfigError) as caught:
+        resolve(config, LIMITS, preset=BOTH, device="cuda")
+    line = f"compilation.{field}: wanted at least 1 with device=cuda, found 0"
+    assert str(caught.value) == line
+    assert getattr(resolve(config, LIMITS, preset=BOTH, device="cpu"), field) == 0
+    # Nothing is captured, so nothing is asked for.
+    assert getattr(resolve(config, LIMITS, device="cuda", enforce_eager=True), field) == 0
+
+
 def test_the_fused_norm_is_used_where_inductor_fuses_nothing() -> None:
     eager = CompilationConfig(level=3, use_inductor=False)
     assert resolve(eager, LIMITS).passes == ("fuse_add_rms_norm",)

@@ -422,7 +422,8 @@ def test_uniforms_of_neighbouring_seeds_and_positions_are_independent() -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters are launched and not run: a CPU's read their arguments row by row."""
     monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
-    monkeypatch.setattr(triton_filters._filter_kernel, "run", lambda *_, **__: None)
+    for kernel in (triton_filters._search_kernel, triton_filters._filter_kernel):
+        monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -23,7 +23,6 @@ MAX_BLOCKS_PER_SEQ = 16
 DRAFTS = st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6)
 
 
-@pytest.mark.feature("D04")
 @given(DRAFTS)
 def test_every_row_of_the_logits_judges_one_draft_or_is_a_bonus(drafts: list[list[int]]) -> None:
     found = SpecDecodeMetadata.of(drafts, 4, CPU)
@@ -97,7 +96,6 @@ def verifying(paged: Any, query_len: int) -> Any:
     return Verifying
 
 
-@pytest.mark.feature("D04")
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_a_replayed_step_of_drafts_finds_the_tokens_of_single_steps(

@@ -28,6 +28,8 @@ READY = "tests/cluster/rank/test_ready.py"
 FORWARD = "tests/cluster/rank/test_forward.py"
 TRACES = "tests/cluster/engine/test_random_traces.py"
 AHEAD = "tests/serve/test_llm_overlap.py"
+WIRED = "tests/serve/test_wired.py"
+REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
 MUTATIONS = (
     Mutation(
@@ -454,5 +456,147 @@ MUTATIONS = (
         "serve/router.py",
         {"    FinishReason.KV_LOST,\n    FinishReason.REFUSED,": "    FinishReason.REFUSED,"},
         ("tests/serve/test_router.py",),
+    ),
+    Mutation(
+        "keys_are_not_asked_for",
+        "The application is built without its keys (R18).",
+        "serve/ingress.py",
+        {
+            "            self._config.access,\n            is_peer": "            None,\n            is_peer"
+        },
+        (WIRED,),
+    ),
+    Mutation(
+        "queues_have_no_end",
+        "An ingress lets as many sequences wait as come (R13).",
+        "serve/ingress.py",
+        {"max_queued=max_queued,": "max_queued=1 << 30,"},
+        (WIRED,),
+    ),
+    Mutation(
+        "one_engine_gets_all_prompts",
+        "A group's first engine is chosen for every request (P08).",
+        "serve/pools.py",
+        {"router.take(num_tokens)": "router.take(num_tokens) * 0"},
+        (WIRED,),
+    ),
+    Mutation(
+        "pools_have_one_replica",
+        "A pool has one replica, however many it is configured with (R01, R21).",
+        "serve/app.py",
+        {"num_replicas=pool.replicas": "num_replicas=1"},
+        (REPLICAS, WIRED),
+    ),
+    Mutation(
+        "bodies_have_the_default_size",
+        "The largest body is that of the default (R12, R22).",
+        "serve/ingress.py",
+        {
+            "max_body_bytes=config.max_body_bytes,\n            request_timeout_s": (
+                "request_timeout_s"
+            ),
+        },
+        (WIRED,),
+    ),
+    Mutation(
+        "requests_have_the_default_time",
+        "A request may take as long as by default (R12, R22).",
+        "serve/ingress.py",
+        {"            request_timeout_s=config.request_timeout_s,\n": ""},
+        (WIRED,),
+    ),
+    Mutation(
+        "answers_have_the_default_size",
+        "The largest answer is that of the default (R12, R22).",
+        "serve/ingress.py",
+        {"            max_answer_bytes=config.max_answer_bytes,\n": ""},
+        (WIRED,),
+    ),
+    Mutation(
+        "a_handle_parses_completions_as_chats",
+        "What a handle asks to complete is read as a conversation (R03).",
+        "serve/ingress.py",
+        {
+            "direct.answer(self._serving, parse_completion_shape, body)": (
+                "direct.answer(self._serving, parse_chat_shape, body)"
+            )
+        },
+        (WIRED,),
+    ),
+    Mutation(
+        "nobody_lives",
+        "The status page counts no sequence (R19).",
+        "serve/ingress.py",
+        {'"num_live": self._num_live(),': '"num_live": 0,'},
+        (WIRED,),
+    ),
+    Mutation(
+        "health_never_fails",
+        "A pool whose ranks hang is well (R06).",
+        "serve/ingress.py",
+        {'return next(found, "")': 'return ""'},
+        (WIRED,),
+    ),
+    Mutation(
+        "runners_forget_the_other_ranks",
+        "A forward takes its own number of tokens for that of all ranks (P03).",
+        "cluster/rank/runner.py",
+        {
+            "self.forward.run(batch, agreed, plan.num_seqs, across)": (
+                "self.forward.run(batch, agreed, plan.num_seqs)"
+            )
+        },
+        ("tests/cluster/rank/test_free_memory.py",),
+    ),
+    Mutation(
+        "late_compilations_are_not_noted",
+        "A piece is compiled after the seal without a word (X01, J04).",
+        "compile/cache/manager.py",
+        {"        note_late_compile(str(piece))\n": ""},
+        ("tests/compile/cache/test_manager.py",),
+    ),
+    Mutation(
+        "inductor_gets_no_options",
+        "Inductor compiles under its defaults (F06, F07, F09).",
+        "compile/cache/inductor.py",
+        {
+            "                compiled: Any = compile_fx.compile_fx("
+            "graph, inputs, config_patches=dict(options))": (
+                "                compiled: Any = compile_fx.compile_fx(graph, inputs)"
+            )
+        },
+        ("tests/compile/cache/test_manager.py",),
+    ),
+    Mutation(
+        "decodes_run_as_mixed_steps_do",
+        "A decode step replays what mixed steps do (N02).",
+        "compile/dispatch.py",
+        {
+            "captured.mode.decode_mode() if is_uniform_decode else captured.mode.mixed_mode()": (
+                "captured.mode.mixed_mode()"
+            )
+        },
+        (FORWARD,),
+    ),
+    Mutation(
+        "every_rank_tells_of_captures",
+        "Each rank tells how far its captures are (C04).",
+        "compile/graphs/capture.py",
+        {"if progress is not None and rank == 0:": "if progress is not None:"},
+        ("tests/cluster/rank/test_free_memory.py",),
+    ),
+    Mutation(
+        "branches_on_values_have_no_name",
+        "A forward that decides on data is refused without its remedy (J07).",
+        "compile/pieces/diagnose.py",
+        {'        r"[Dd]ata-dependent branching",\n': '        r"(?!)",\n'},
+        ("tests/compile/pieces/test_decorator.py",),
+    ),
+    Mutation(
+        "leases_never_end",
+        "KV that nobody fetches is held as long as its rank lives (P18).",
+        "cluster/kv/handoff.py",
+        {"            if lease.deadline > now:\n": "            if True:\n"},
+        ("tests/cluster/kv/test_handoff.py",),
     ),
 )

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,9 @@ def server(
         started.process.wait(timeout=30)
 
 
-@pytest.fixture
-def start_app(ray_cluster: Any, http_port: int, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Return a function that starts an application with these arguments; it ends with the test."""
+@contextmanager
+def starting(ray_cluster: Any, port: int, directory: Path) -> Iterator[Callable[..., Server]]:
+    """Yield a function that starts an application with these arguments; it ends with the block."""
     from ray import serve as ray_serve
 
     started: dict[str, Server] = {}
@@ -154,13 +155,31 @@ def start_app(ray_cluster: Any, http_port: int, tmp_path: Path) -> Iterator[Call
     def start(name: str, *arguments: str, is_compiled: bool = True) -> Server:
         options = ["--name", name, "--route-prefix", f"/{name}", "serve.app:deploy", *arguments]
         started[name] = start_server(
-            options, ray_cluster=ray_cluster, port=http_port, log=tmp_path / name, route=f"/{name}"
+            options, ray_cluster=ray_cluster, port=port, log=directory / name, route=f"/{name}"
         )
         started[name].wait_until_ready(is_compiled=is_compiled)
         return started[name]
 
-    yield start
-    for name, app in started.items():
-        app.process.send_signal(signal.SIGTERM)
-        app.process.wait(timeout=60)
-        ray_serve.delete(name)
+    try:
+        yield start
+    finally:
+        for name, app in started.items():
+            app.process.send_signal(signal.SIGTERM)
+            app.process.wait(timeout=60)
+            ray_serve.delete(name)
+
+
+@pytest.fixture
+def start_app(ray_cluster: Any, http_port: int, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Return a function that starts an application with these arguments; it ends with the test."""
+    with starting(ray_cluster, http_port, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_shared_app(
+    ray_cluster: Any, http_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Server]]:
+    """As `start_app`; the application ends with the module."""
+    with starting(ray_cluster, http_port, tmp_path_factory.mktemp("shared")) as start:
+        yield start

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.admission import MIN_BODY_RATE, MIN_ENDS, Admission, Overloaded, Place
+from serve.admission import (
+    LACKING_S,
+    MIN_BODY_RATE,
+    MIN_ENDS,
+    PATIENCE_S,
+    Admission,
+    Overloaded,
+    Place,
+)
+from serve.clients import Client
+
+ONE, TWO = Client("one"), Client("two")
+MIB = 1 << 20
 
 
 class Clock:
@@ -30,12 +43,12 @@ def admission(clock: Clock | None = None, **limits: Any) -> Admission:
 
 def test_places_are_taken_and_given_back() -> None:
     admitting = admission()
-    places = [admitting.enter() for _ in range(8)]
+    places = [admitting.enter(ONE) for _ in range(8)]
     with pytest.raises(Overloaded, match="no room for 1 more beside 8 of 8"):
-        admitting.enter()
+        admitting.enter(ONE)
     places[0].leave()
     places[0].leave()
-    place = admitting.enter()
+    place = admitting.enter(ONE)
     with pytest.raises(Overloaded, match="no room for 2 more beside 8 of 8"):
         place.grow(3)
     for other in places[1:4]:
@@ -54,7 +67,7 @@ def test_what_is_counted_is_what_places_hold(steps: list[tuple[str, int]]) -> No
     for what, number in steps:
         try:
             if what == "enter":
-                places.append(admitting.enter())
+                places.append(admitting.enter([ONE, TWO][number % 2]))
                 places[-1].hold(number * 500)
             elif places and what == "grow":
                 places[number % len(places)].grow(number)
@@ -73,7 +86,7 @@ def test_what_is_counted_is_what_places_hold(steps: list[tuple[str, int]]) -> No
 
 def test_bodies_hold_only_so_many_bytes_at_once() -> None:
     admitting = admission()
-    first, second = admitting.enter(), admitting.enter()
+    first, second = admitting.enter(ONE), admitting.enter(ONE)
     first.hold(7500)
     with pytest.raises(Overloaded, match="at most 8000 bytes of requests at once"):
         second.hold(501)
@@ -83,7 +96,7 @@ def test_bodies_hold_only_so_many_bytes_at_once() -> None:
 
 def serve_at(admitting: Admission, clock: Clock, *, per_second: float, seconds: float) -> None:
     """Let places end at a rate, while more ask for one than there are."""
-    places = [admitting.enter() for _ in range(admitting.max_live - admitting.num_live)]
+    places = [admitting.enter(ONE) for _ in range(admitting.max_live - admitting.num_live)]
     until = clock.now + seconds
     while clock.now < until:
         clock.now += 1 / per_second
@@ -91,7 +104,7 @@ def serve_at(admitting: Admission, clock: Clock, *, per_second: float, seconds: 
         place.end_sequences()
         place.leave()
         with suppress(Overloaded):
-            places.append(admitting.enter())
+            places.append(admitting.enter(ONE))
 
 
 def test_the_queue_is_bounded_by_the_wait_that_it_means() -> None:
@@ -100,7 +113,7 @@ def test_the_queue_is_bounded_by_the_wait_that_it_means() -> None:
     serve_at(admitting, clock, per_second=5, seconds=60)
     with pytest.raises(Overloaded, match="wanted a wait of at most 10 s, found") as refused:
         for _ in range(200):
-            admitting.enter()
+            admitting.enter(ONE)
     num_waiting = admitting.num_live - 4
     assert num_waiting == pytest.approx(50, abs=3)  # ten seconds at five a second
     assert 0 < refused.value.retry_after_s < 30
@@ -110,10 +123,10 @@ def test_who_is_refused_for_room_is_told_when_there_will_be_some() -> None:
     clock = Clock()
     admitting = admission(clock, max_queued=100, max_queue_wait_s=1e6)
     serve_at(admitting, clock, per_second=5, seconds=20)
-    place = admitting.enter() if admitting.num_live < admitting.max_live else None
+    place = admitting.enter(ONE) if admitting.num_live < admitting.max_live else None
     with pytest.raises(Overloaded) as refused:
         for _ in range(admitting.max_live):
-            admitting.enter()
+            admitting.enter(ONE)
     assert refused.value.retry_after_s == 2.0  # the next place is free sooner than that
     assert place is None or place.num_sequences == 1
 
@@ -122,22 +135,22 @@ def test_a_rate_is_believed_only_of_enough_ends_while_others_waited() -> None:
     clock = Clock()
     admitting = admission(clock, max_queued=1000, max_queue_wait_s=1.0)
     for _ in range(100):  # nobody waits: how fast these end says nothing of a full server
-        place = admitting.enter()
+        place = admitting.enter(ONE)
         clock.now += 1
         place.end_sequences()
         place.leave()
-    places = [admitting.enter() for _ in range(500)]
+    places = [admitting.enter(ONE) for _ in range(500)]
     for place in places[: MIN_ENDS - 1]:
         clock.now += 1
         place.end_sequences()
-    admitting.enter()
+    admitting.enter(ONE)
     places[MIN_ENDS].end_sequences()
     with pytest.raises(Overloaded, match="a wait of at most 1 s"):
-        admitting.enter()
+        admitting.enter(ONE)
 
 
-def reading(admitting: Admission, evicted: list[int], name: int) -> Place:
-    place = admitting.enter()
+def reading(admitting: Admission, evicted: list[int], name: int, client: Client = ONE) -> Place:
+    place = admitting.enter(client)
     place.on_evicted = lambda: evicted.append(name)
     return place
 
@@ -148,18 +161,203 @@ def test_a_body_that_comes_slowly_gives_way_where_its_place_is_wanted() -> None:
     evicted: list[int] = []
     places = [reading(admitting, evicted, name) for name in range(8)]
     with pytest.raises(Overloaded):
-        admitting.enter()  # all have only just begun
+        admitting.enter(ONE)  # all have only just begun
     clock.now = 10.0
     for place in places[:3]:
         place.hold(10 * MIN_BODY_RATE)
     places[3].on_evicted = None  # has its body
-    admitting.enter()
+    admitting.enter(ONE)
     assert evicted == [4]
     assert admitting.num_live == 8
     places[4].leave()  # its handler ends later
     assert admitting.num_live == 8
     for _ in range(3):
-        admitting.enter()
+        admitting.enter(ONE)
     with pytest.raises(Overloaded):
-        admitting.enter()
+        admitting.enter(ONE)
     assert evicted == [4, 5, 6, 7]
+
+
+def test_a_body_that_stands_still_is_slow_whatever_came_before() -> None:
+    clock = Clock()
+    admitting = admission(clock, max_body_bytes=8 * MIB)
+    evicted: list[int] = []
+    places = [reading(admitting, evicted, name) for name in range(8)]
+    for place in places:
+        place.hold(8 * MIB - 1)
+    clock.now = PATIENCE_S / 2
+    places[0].hold(1)  # it still comes
+    places[0].on_evicted = None
+    clock.now = PATIENCE_S + 0.1
+    other = admitting.enter(ONE)
+    assert evicted == [1]
+    other.hold(4 * MIB)  # what the first one held is free
+    assert evicted == [1]
+    other.hold(6 * MIB)
+    assert evicted == [1, 2]
+
+
+def test_a_body_that_drips_is_slow_however_much_came_at_first() -> None:
+    clock = Clock()
+    admitting = admission(clock, max_body_bytes=8 * MIB)
+    evicted: list[int] = []
+    place = reading(admitting, evicted, 0)
+    place.hold(7 * MIB)
+    for _ in range(40):
+        clock.now += 0.5
+        place.hold(MIN_BODY_RATE // 4)
+    assert place.is_slow(clock.now)
+    steady = reading(admitting, evicted, 1)
+    for _ in range(40):
+        clock.now += 0.5
+        steady.hold(MIN_BODY_RATE // 2)
+    assert not steady.is_slow(clock.now)
+
+
+def test_bodies_that_wait_for_their_rest_give_way_to_a_small_one_at_once() -> None:
+    admitting = admission(Clock(), max_body_bytes=8 * MIB)
+    evicted: list[int] = []
+    for name in range(8):
+        reading(admitting, evicted, name).hold(8 * MIB - 1 + name // 7)
+        admitting.max_live += 1
+    small = admitting.enter(ONE)
+    small.hold(2000)
+    assert evicted == [7]
+
+
+def test_large_bodies_that_still_come_are_not_taken_for_another_large_one() -> None:
+    clock = Clock()
+    admitting = admission(clock, max_queued=20, max_body_bytes=8 * MIB)
+    evicted: list[int] = []
+    for name in range(8):
+        reading(admitting, evicted, name).hold(8 * MIB)
+    ninth = reading(admitting, evicted, 8)
+    with pytest.raises(Overloaded, match="bytes of requests at once"):
+        ninth.hold(2 * MIB)
+    assert evicted == []
+
+
+def test_bytes_are_taken_from_the_client_that_holds_the_most() -> None:
+    admitting = admission(Clock(), max_queued=20, max_body_bytes=8 * MIB)
+    evicted: list[int] = []
+    for name in range(7):
+        reading(admitting, evicted, name).hold(8 * MIB)
+    mine = reading(admitting, evicted, 7, TWO)
+    mine.hold(8 * MIB)
+    more = reading(admitting, evicted, 8, TWO)
+    more.hold(6 * MIB)
+    assert evicted == [0]
+    with pytest.raises(Overloaded):  # with another eight it would be the one that holds the most
+        for name in range(9, 20):
+            reading(admitting, evicted, name, TWO).hold(8 * MIB)
+    assert evicted == [0, 1, 2]
+
+
+def test_places_are_taken_from_bodies_of_the_client_that_holds_the_most() -> None:
+    admitting = admission()
+    evicted: list[int] = []
+    for name in range(8):
+        reading(admitting, evicted, name)
+    for _ in range(4):
+        admitting.enter(TWO)
+    with pytest.raises(Overloaded):
+        admitting.enter(TWO)
+    assert evicted == [0, 1, 2, 3]
+
+
+def test_who_is_alone_may_have_everything() -> None:
+    admitting = admission()
+    for _ in range(8):
+        admitting.enter(ONE).hold(1000)
+    for _ in range(3):
+        with pytest.raises(Overloaded, match="no room"):
+            admitting.enter(ONE)
+
+
+def test_what_ends_goes_to_the_client_that_was_refused() -> None:
+    """One client asks for a place every millisecond, and another one twice a second."""
+    clock = Clock()
+    admitting = admission(clock, max_running=4, max_queued=60)
+    greedy = [admitting.enter(ONE) for _ in range(64)]
+    mine: list[Place] = []
+    for tick in range(8000):
+        clock.now += 0.001
+        if tick % 100 == 0:  # ten a second end, in their order
+            greedy.pop(0).leave()
+        with suppress(Overloaded):
+            greedy.append(admitting.enter(ONE))
+        if tick % 500 == 0:
+            with suppress(Overloaded):
+                mine.append(admitting.enter(TWO))
+    assert len(mine) == 15  # but for the first time
+    clock.now += LACKING_S + 1
+    while admitting.num_live < 64:
+        greedy.append(admitting.enter(ONE))  # nobody lacks any now
+
+
+def test_bytes_that_end_go_to_the_client_that_was_refused() -> None:
+    admitting = admission(Clock(), max_queued=60)
+    held = [admitting.enter(ONE) for _ in range(8)]
+    for place in held:
+        place.hold(1000)
+    with pytest.raises(Overloaded, match="at most 8000 bytes"):
+        admitting.enter(TWO).hold(500)
+    held[0].leave()
+    with pytest.raises(Overloaded, match="other clients wait, and this one has 7000 of 7000 bytes"):
+        admitting.enter(ONE).hold(500)
+    admitting.enter(TWO).hold(1000)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ABCD"),
+            st.sampled_from(["enter", "hold", "leave", "wait"]),
+            st.integers(0, 7),
+        ),
+        max_size=200,
+    )
+)
+def test_a_client_that_holds_less_than_all_others_is_not_kept_out_by_bodies(
+    steps: list[tuple[str, str, int]],
+) -> None:
+    """As long as others only send, there is always room for a client that holds nothing."""
+    clock = Clock()
+    admitting = admission(clock, max_body_bytes=1000, max_queued=8)
+    places: list[Place] = []
+    for name, what, number in steps:
+        try:
+            if what == "enter":
+                place = admitting.enter(Client(name))
+                place.on_evicted = partial(places.remove, place)
+                places.append(place)
+            elif what == "wait":
+                clock.now += number
+            elif places and what == "hold":
+                places[number % len(places)].hold(number * 140)
+            elif places and what == "leave":
+                places.pop(number % len(places)).leave()
+        except Overloaded:
+            pass
+        assert admitting.num_live == len(places) <= admitting.max_live
+        assert admitting.num_bytes == sum(place.num_bytes for place in places) <= 8000
+    newcomer = admitting.enter(Client("newcomer"))
+    newcomer.hold(100)
+
+
+def test_a_place_that_was_taken_as_its_body_ended_holds_nothing() -> None:
+    clock = Clock()
+    admitting = admission(clock)
+    evicted: list[int] = []
+    places = [reading(admitting, evicted, name) for name in range(8)]
+    clock.now = 10.0
+    admitting.enter(ONE)
+    assert evicted == [0]
+    for place in places[1:]:
+        place.leave()
+    with pytest.raises(Overloaded):
+        places[0].grow(3)
+    places[0].end_sequences()
+    places[0].leave()
+    assert admitting.num_live == 1

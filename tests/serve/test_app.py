@@ -225,6 +225,7 @@ def test_stop_strings_end_a_stream_and_the_sequence(server: Any, client: openai.
     server.settled_ranks()
 
 
+@pytest.mark.feature("R14")
 def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
     server: Any, client: openai.OpenAI
 ) -> None:
@@ -431,6 +432,14 @@ def test_what_is_loaded_is_no_garbage_and_large_buffers_go_back(server: Any) -> 
     num_frozen, num_mapped = ray.get(ingress.__ray_call__.remote(_gc_and_malloc))
     assert num_frozen > 100_000
     assert num_mapped == 1
+
+
+@pytest.mark.feature("R01", "R21")
+def test_a_pool_is_deployed_with_its_replicas() -> None:
+    app = build(deploy_config({"prefill.replicas": 2, "decode.replicas": 3}))
+    _, handles = app._bound_deployment.init_args
+    found = {name: pool._bound_deployment.num_replicas for name, pool in handles.items()}
+    assert found == {"prefill": 2, "decode": 3}
 
 
 @pytest.mark.feature("R22")

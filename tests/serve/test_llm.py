@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
+from cluster.messages import MAX_LOGPROBS
 from cluster.rank import forward
 from cluster.rank.inputs import StepBatch
-from model.sampler import SamplerOutput, SamplingTensors, sample
+from model.sampler import SamplerOutput, SamplingTensors, sample, score
 from serve.llm import LLM, SamplingParams
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -77,11 +78,13 @@ def test_stop_strings_and_stop_tokens_are_told_apart(llm: LLM) -> None:
     assert (by_eos.outputs[0].finish_reason, by_eos.outputs[0].stop_reason) == ("stop", None)
 
 
-def test_the_step_that_memory_is_measured_by_samples_every_row_by_every_rule(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU the KV cache takes what it leaves; on a CPU it is run, and measures nothing."""
-    seen: list[tuple[tuple[int, ...], SamplerOutput]] = []
+Sampled = list[tuple[tuple[int, ...], SamplerOutput]]
+
+
+@pytest.fixture
+def sampled_by_every_rule(monkeypatch: pytest.MonkeyPatch) -> Sampled:
+    """Shapes of logits that a forward samples before its rank is ready, and what is drawn."""
+    seen: Sampled = []
 
     def noted(logits: torch.Tensor, tensors: SamplingTensors) -> SamplerOutput:
         assert tensors.adjustments is not None and tensors.adjustments.penalties is not None
@@ -91,17 +94,34 @@ def test_the_step_that_memory_is_measured_by_samples_every_row_by_every_rule(
         return seen[-1][1]
 
     monkeypatch.setattr(forward, "sample", noted)
-    limits = llm.config.scheduler
+    return seen
+
+
+def test_the_step_that_memory_is_measured_by_samples_every_row_by_every_rule(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, sampled_by_every_rule: Sampled
+) -> None:
+    """On a GPU the KV cache takes what it leaves; on a CPU it is run, and measures nothing."""
+    scored: list[tuple[tuple[int, ...], int]] = []
+
+    def noted(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> SamplerOutput:
+        scored.append((tuple(logits.shape), num_logprobs))
+        return score(logits, token_ids, num_logprobs)
+
+    monkeypatch.setattr(forward, "score", noted)
+    limits, vocab_size = llm.config.scheduler, llm.runner.model_config.vocab_size
     assert llm.runner.forward.run_largest(limits.max_num_batched_tokens) == 0
-    [(shape, output)] = seen
-    assert shape == (limits.max_num_seqs, llm.runner.model_config.vocab_size)
+    [(shape, output)] = sampled_by_every_rule
+    assert shape == (limits.max_num_seqs, vocab_size)
     assert output.logprobs is not None and output.logprobs.isfinite().all()
+    # Of a prompt, as many rows as exist at once, which may be more than are sampled.
+    num_rows = min(forward.MAX_SCORED_ROWS, limits.max_num_batched_tokens)
+    assert scored == [((num_rows, vocab_size), MAX_LOGPROBS)]
 
 
 def test_decodes_and_prompts_of_every_size_run_on_padding_and_leave_nothing(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, sampled_by_every_rule: Sampled
 ) -> None:
-    """On a GPU they build kernels before the first request."""
+    """On a GPU they build kernels before the first request, those of the sampler included."""
     greedy = SamplingParams(temperature=0, max_tokens=5)
     before = llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids
     replays = llm.runner.forward.num_replays
@@ -121,6 +141,7 @@ def test_decodes_and_prompts_of_every_size_run_on_padding_and_leave_nothing(
     most = limits.max_num_batched_tokens
     assert {n for n, m in sizes if m == 1} >= {most, *(n for n in powers if n < most)}
     assert llm.runner.forward.num_replays == replays
+    assert [shape[0] for shape, _ in sampled_by_every_rule] == [1, 2]
     assert llm.generate("Count from 3 to 9.", greedy)[0].outputs[0].token_ids == before
 
 

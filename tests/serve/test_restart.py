@@ -293,7 +293,7 @@ def test_health_names_a_rank_that_hangs_until_its_group_is_rebuilt(
         print(f"\n/health 503 after {down_s:.1f} s, 200 after {again_s:.1f} s: {message}")
 
 
-@pytest.mark.feature("P14")
+@pytest.mark.feature("P07", "P14", "P17")
 def test_pools_that_lose_a_rank_while_kv_is_on_its_way_lose_no_request(
     start_app: Callable[..., Any],
     answers: dict[str, set[tuple[int, ...]]],

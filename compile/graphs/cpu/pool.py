@@ -49,6 +49,9 @@ class CpuGraphPool:
         """Free what only garbage holds."""
         gc.collect()
 
+    def release_cache(self) -> None:
+        """Do nothing: outside of pools no memory is kept."""
+
     def weak_ref(self, value: Any) -> Any:
         """Return `value` with its tensors of this pool as aliases, which own nothing."""
         return map_tensors(lambda t: self.alias(t) if self.owns(t) else t, value)

@@ -46,6 +46,7 @@ def test_a_release_in_time_counts_the_blocks(holder: KVHolder) -> None:
     assert not holder.release(ticket, 2), "a ticket ends once"
 
 
+@pytest.mark.feature("P18")
 def test_a_lease_that_ran_out_is_dead_before_anyone_looks(holder: KVHolder, clock: Clock) -> None:
     ticket = holder.hold("r", [3], [1])
     clock.now = 10.0

@@ -45,14 +45,24 @@ class Report:
     piecewise_steps: int
     captured: CapturedGraphs
     num_late: int
-    """Compilations and captures of the process after a rank was ready."""
+    """Compilations and captures after the rank was ready."""
     block_bytes: int
     lost: list[str]
     """Attempts of requests whose tickets it was made to lose."""
 
 
-def report(rank: Leader | Follower, lost: list[str]) -> Report:
-    """Return what a rank has done."""
+def num_late() -> int:
+    """Return the compilations and captures of this process while it was sealed."""
+    return counter.num_late_compilations + counter.num_late_captures
+
+
+def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Report:
+    """Return what a rank has done.
+
+    Args:
+        num_late_before: `num_late()` when the rank was made; a process may play ranks, or run other
+            tests, one after another.
+    """
     forward = rank.runner.forward
     return Report(
         rank.stats(tp_rank=0, dp_rank=0, pid=0, node=""),
@@ -61,7 +71,7 @@ def report(rank: Leader | Follower, lost: list[str]) -> Report:
         {key: times for key, times in forward.num_replays.items() if times},
         forward.gaps.num_steps,
         forward.captured,
-        counter.num_late_compilations + counter.num_late_captures,
+        num_late() - num_late_before,
         rank.runner.kv_spec.block_bytes,
         lost,
     )
@@ -103,12 +113,12 @@ def load(config: EngineConfig, dp_rank: int, tp_rank: int) -> Leader | Follower:
     return Leader(config, engine_id=f"{config.role.value} {dp_rank}", epoch=EPOCH, **place)
 
 
-def obey(rank: Leader | Follower, lost: list[str]) -> None:
+def obey(rank: Leader | Follower, lost: list[str], num_late_before: int) -> None:
     """Do what the owner asks for until the end; a follower's is its leader's."""
     while (asked := hear()) != END:
         if asked == LOSE:
             lose_first_tickets(rank, lost)
-        tell(report(rank, lost))
+        tell(report(rank, lost, num_late_before))
     if isinstance(rank, Leader):
         rank.stop()
 
@@ -116,11 +126,12 @@ def obey(rank: Leader | Follower, lost: list[str]) -> None:
 def main() -> None:
     """Play ranks until the owner has no more."""
     while (told := hear()) is not None:
+        num_late_before = num_late()
         rank, lost = load(*told), list[str]()
         tell(getattr(rank, "inbox", ""))
-        obeying = threading.Thread(target=obey, args=(rank, lost), daemon=True)
+        obeying = threading.Thread(target=obey, args=(rank, lost, num_late_before), daemon=True)
         obeying.start()
         rank.run()
         obeying.join()
-        tell(report(rank, lost))
+        tell(report(rank, lost, num_late_before))
         unseal()

@@ -373,9 +373,11 @@ def uneven(oracle: Any) -> list[Request]:
 
 
 def ranks_had_uneven_work(run: Run) -> None:
-    """A rank without work ran along, and sizes were not its own."""
+    """A rank without work ran along, sizes were not its own, and each of two ranks had the most."""
     log = run.leader.log
     across = [step["num_scheduled_tokens"] for step in log]
+    assert any(tokens[0] < tokens[-1] for tokens in across)
+    assert any(tokens[0] > tokens[-1] for tokens in across)
     assert any(0 in tokens for tokens in across)
     assert any(0 not in tokens and len(set(tokens)) > 1 for tokens in across)
     assert {step["kind"] for step in log} == {StepKind.DECODE, StepKind.MIXED}

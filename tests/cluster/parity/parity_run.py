@@ -21,7 +21,17 @@ from typing import Any
 
 import msgspec
 import zmq
-from parity_process import CREDENTIALS, END, EPOCH, HOST, LOSE, REPORT, Report, report
+from parity_process import (
+    CREDENTIALS,
+    END,
+    EPOCH,
+    HOST,
+    LOSE,
+    REPORT,
+    Report,
+    num_late,
+    report,
+)
 from parity_rows import LOADS, Request, Row, Run
 
 from cluster.config import EngineConfig, Role
@@ -135,10 +145,17 @@ class Pool:
             socket.connect(inbox)
             self._sockets.append(socket)
         self._rng = random.Random(1)
+        self._num_sent = 0
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        """Send a request to a random leader, seldom to another than the first."""
-        place = self._rng.randrange(len(self._sockets)) if self._rng.random() < 0.6 else 0
+        """Send a request to a random leader: most of eight in a row to one, then to another.
+
+        So neither the first rank nor the last is always the one that all others pad to.
+        """
+        size = len(self._sockets)
+        favoured = self._num_sent // 8 % 2 * (size - 1)
+        place = self._rng.randrange(size) if self._rng.random() < 0.6 else favoured
+        self._num_sent += 1
         self._sockets[place].send_multipart(pack(frame, CREDENTIALS))
         return asyncio.get_running_loop().create_future()  # stays open; the router cancels it
 
@@ -167,6 +184,7 @@ def leading(
     config: EngineConfig, processes: RankProcesses, reports: list[Report]
 ) -> Iterator[Leader]:
     """Lead a group from this process; `reports` is filled in at its end."""
+    num_late_before = num_late()
     endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
     with processes.lent(config.parallel.tensor_parallel_size - 1) as followers:
         for i, follower in enumerate(followers):
@@ -183,7 +201,10 @@ def leading(
             leader.run()  # ends at once, and its followers with it
         for follower in followers:
             follower.tell(END)
-        reports += [report(leader, []), *(follower.hear() for follower in followers)]
+        reports += [
+            report(leader, [], num_late_before),
+            *(follower.hear() for follower in followers),
+        ]
 
 
 def step_through(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses) -> Run:

@@ -37,10 +37,10 @@ MODES = [
     (2, NONE, "A03"),
     (2, DECODE_ONLY, ""),
     (3, NONE, "A04"),
-    (3, PIECEWISE, "B02 N02"),
+    (3, PIECEWISE, "B02"),
     (3, DECODE_ONLY, "B04"),
     (3, FULL, "B03 Q02"),
-    (3, BOTH, "B05 B07"),
+    (3, BOTH, "B05 B07 N02"),
 ]
 # What is not split is compiled for one family: that takes four times as long as pieces do. What
 # level 0 replays in mode FULL for every family, level 3 does for one.

@@ -213,7 +213,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[ForwardContext]:
     return found
 
 
-@pytest.mark.feature("D05")
+@pytest.mark.feature("D05", "N02")
 @pytest.mark.parametrize(
     ("mode", "level"),
     [("NONE", 0), ("FULL_DECODE_ONLY", 0), ("FULL", 0), ("FULL_AND_PIECEWISE", 3)],

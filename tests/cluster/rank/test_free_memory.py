@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ import torch
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.credentials import Credentials
-from cluster.rank import free_memory
+from cluster.engine.lockstep import agree
+from cluster.messages import StepKind, StepPlan, Vote
+from cluster.rank import forward, free_memory
 from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
 from cluster.rank.groups import GroupMembership
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.runner import ModelRunner
 from cluster.wire.sockets import end_context
 from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor, ForwardContext
+from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.graphs.capture import CaptureCase, capture_all
 from compile.graphs.pools import GraphPools, new_graph_pool
 from model.config import ModelConfig
@@ -124,20 +127,30 @@ def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int
     assert [size for size, _ in log] == [4] * (dp * tp) + [1] * (dp * tp)
 
 
-@pytest.mark.feature("P05")
-def test_no_rank_looks_for_room_before_all_have_allocated_their_kv(
+@pytest.mark.feature("C04", "P03", "P05")
+def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_knows_all_tokens(
     make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of a node share its memory: what one finds is what the others are about to take."""
     path, log = str(make_oracle("tied").path), []
+    contexts: dict[int, list[ForwardContext]] = {0: [], 1: []}
+
+    @contextmanager
+    def entered(value: ForwardContext) -> Iterator[ForwardContext]:
+        contexts[int(threading.current_thread().name)].append(value)
+        with forward_context(value):
+            yield value
 
     def free(device: torch.device) -> int:
         log.append("looked")
         return 1 << 40
 
     monkeypatch.setattr(free_memory, "free_memory_bytes", free)
+    monkeypatch.setattr(forward, "forward_context", entered)
+    told: dict[int, list[str]] = {0: [], 1: []}
 
     def work(group: GroupMembership) -> tuple[int, ...]:
+        threading.current_thread().name = str(group.rank)
         config = EngineConfig(
             model_path=path,
             max_model_len=32,
@@ -153,14 +166,47 @@ def test_no_rank_looks_for_room_before_all_have_allocated_their_kv(
             time.sleep(0.5 * group.rank)
             log.append("allocated")
 
-        runner = ModelRunner(config, dp_rank=group.dp_rank, group=group, storage=late)
+        def tell(what: str, done: int, total: int) -> None:
+            told[group.rank].append(what)
+
+        place: dict[str, Any] = {"dp_rank": group.dp_rank, "group": group}
+        runner = ModelRunner(config, **place, storage=late, progress=tell)
+        plan = StepPlan(0, 1, [], [], [], [], [], [], [], 0, [])  # a dummy step
+        runner.execute(plan, agree(votes, runner.forward.captured))
         return runner.forward.captured.batch_sizes
 
+    votes = [Vote(0, 1, StepKind.MIXED, n, 1, n, True, True, False, 0, False) for n in (3, 9)]
     assert run_ranks(2, 1, work) == [(1, 2)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 4
+    assert told[0].count("capturing graphs") == 2 and "capturing graphs" not in told[1]
+    for rank in range(2):
+        metadata = contexts[rank][-1].dp_metadata
+        assert metadata is not None and metadata.num_tokens_across_dp == (3, 9)
 
 
 def test_what_a_graph_needs_follows_from_the_model(tiny_checkpoint: Any) -> None:
     config = ModelConfig.from_dir(tiny_checkpoint)
     assert bytes_per_token(config, "float32") == 2 * bytes_per_token(config, "bfloat16")
     assert free_memory_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_what_a_graph_of_a_sparse_model_needs_counts_each_tokens_experts() -> None:
+    dense: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    sparse = dense | experts | {"architectures": ["Qwen3MoeForCausalLM"]}
+    plain, routed = (ModelConfig.from_dict(each, "config.json") for each in (dense, sparse))
+    row = 24 * 2 + 32 * 4  # gated in bfloat16, computed in float32
+    for ranks in (1, 3):
+        more = bytes_per_token(routed, "bfloat16", ranks) - bytes_per_token(
+            plain, "bfloat16", ranks
+        )
+        assert more == ranks * 4 * row

@@ -18,6 +18,8 @@ from compile.cache.index import CompileCache
 from compile.cache.manager import STATIC_OPTIONS, UNCHECKED_OPTIONS, CacheMissError, CompilerManager
 from compile.config import CompilationConfig
 from compile.counters import counter
+from compile.graphs.capture import LateCompilation, seal
+from compile.passes.manager import PassManager
 from compile.scope import CompileScope, Runnable, Shape
 
 KEY = "what the piece computes"
@@ -275,6 +277,62 @@ def test_options_of_the_configuration_reach_the_compiler_and_win(
     given = {"max_autotune": False, "size_asserts": True}
     compiled(start(inductor_compile_config=given), graph, shape=4)
     assert compiler.calls[0][2] == {**UNCHECKED_OPTIONS, **STATIC_OPTIONS, **given}
+
+
+@pytest.mark.feature("F06", "F07", "F09")
+@pytest.mark.parametrize(
+    ("name", "is_cached"),
+    [("inductor", True), ("inductor", False), ("inductor_standalone", True)],
+)
+def test_inductor_compiles_under_the_options_of_a_shape_and_of_the_configuration(
+    name: str, is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config as inductor
+
+    seen: list[tuple[Any, ...]] = []
+
+    def look(passes: PassManager, graph: fx.Graph) -> int:
+        tuned = inductor.max_autotune, inductor.coordinate_descent_tuning
+        seen.append((*tuned, inductor.max_fusion_size))
+        return 0
+
+    monkeypatch.setattr(PassManager, "__call__", look)  # runs while Inductor compiles
+    config = CompilationConfig(
+        level=3,
+        compiler=name,
+        cache_dir=str(tmp_path),
+        passes=("fuse_add_rms_norm",),
+        inductor_compile_config={"max_fusion_size": 3},
+    )
+    scope = CompileScope(config)
+    cache = CompileCache.open(scope, "backbone", [__file__]) if is_cached else None
+    manager = CompilerManager(scope, cache)
+    graph, x = fx.symbolic_trace(double), torch.arange(4.0)
+    for index, shape in enumerate((4, None)):
+        runnable = manager.compile(
+            graph, [x], index=index, shape=shape, num_graphs=2, key=f"{KEY} {index}"
+        )
+        [found] = runnable(x)
+        assert torch.equal(found, x * 2)
+    assert seen == [(True, True, 3), (False, False, 3)]
+
+
+@pytest.mark.feature("J04", "X01")
+def test_a_piece_that_is_compiled_after_the_seal_is_counted_and_a_strict_one_refuses_it(
+    start: Callable[..., CompilerManager], graph: fx.GraphModule, compiler: ScriptedCompiler
+) -> None:
+    seal("warn")
+    with counter.expect(num_late_compilations=1, num_backend_compilations=1):
+        compiled(start(), graph)
+    seal("strict")
+    with (
+        counter.expect(num_late_compilations=1, num_backend_compilations=0),
+        pytest.raises(LateCompilation, match="graph 0 of 1 for shape 8"),
+    ):
+        compiled(start(), graph, shape=8)
+    with counter.expect(num_late_compilations=0):
+        assert doubles(compiled(start(), graph))  # it is loaded
+    assert compiler.verbs == ["compile", "load"]
 
 
 @pytest.mark.feature("Q03")

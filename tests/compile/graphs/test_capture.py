@@ -193,6 +193,19 @@ def test_each_capture_is_warmed_up(fields: dict[str, int], full: int, piecewise:
     assert recorder.events == wanted
 
 
+@pytest.mark.feature("C05")
+def test_memory_that_warm_ups_leave_is_released_once_a_mode_before_its_largest_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder()
+    released = ("released",)
+    monkeypatch.setattr(CpuGraphPool, "release_cache", lambda _: recorder.events.append(released))
+    recorder.capture()
+    at = [i for i, event in enumerate(recorder.events) if event == released]
+    assert [recorder.events[i + 1] for i in at] == [("PIECEWISE", 16), ("FULL", 4)]
+    assert [recorder.events[i - 1] for i in at] == [("NONE", 16), ("NONE", 4)]
+
+
 @pytest.mark.feature("C08")
 def test_the_device_is_waited_for_after_each_graph() -> None:
     recorder = Recorder()

@@ -21,6 +21,7 @@ from compile.pieces.decorator import (
     dynamic_dims,
     support_torch_compile,
 )
+from compile.pieces.diagnose import GraphBreakError
 from compile.pieces.dynamo import TraceError, side_effects
 from compile.pieces.plan import ForwardPlan
 
@@ -168,6 +169,30 @@ def test_no_batch_compiles_after_the_first_call(toys: Any) -> None:
     with counter.expect(num_graphs_seen=0, num_backend_compilations=0, num_dropped_guards=0):
         for n in sizes:
             assert torch.equal(toy(*toys.inputs(n)), toys.expected(toy, n))
+
+
+@pytest.mark.feature("J07")
+def test_a_decision_on_data_is_refused_inside_of_a_forward_and_taken_when_made_before(
+    toys: Any,
+) -> None:
+    class Inside(nn.Module):
+        def forward(self, input_ids: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+            return input_ids * 2 if data.sum() >= 4 else input_ids + 1
+
+    class Before(nn.Module):
+        def forward(self, input_ids: torch.Tensor, is_large: torch.Tensor) -> torch.Tensor:
+            return torch.where(is_large, input_ids * 2, input_ids + 1)
+
+    ids, only = torch.arange(5), {"input_ids": 0}
+    inside = toys.build(support_torch_compile(dynamic_arg_dims=only)(Inside))
+    remedy = "a branch on a value.*use torch.where, or decide before the forward"
+    with pytest.raises(GraphBreakError, match=remedy):
+        inside(ids, torch.tensor([2, 2]))
+    before = toys.build(support_torch_compile(dynamic_arg_dims=only)(Before))
+    with counter.expect(num_graphs_seen=1):
+        for data in ([1, 2], [2, 2], [5, 0]):
+            is_large = torch.tensor(data).sum() >= 4
+            assert torch.equal(before(ids, is_large), ids * 2 if is_large else ids + 1)
 
 
 def test_keyword_arguments_reach_their_places(toys: Any) -> None:

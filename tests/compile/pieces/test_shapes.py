@@ -219,13 +219,11 @@ def by_tensor(x: torch.Tensor, is_large: torch.Tensor) -> torch.Tensor:
 DATA = [torch.tensor([a, b]) for a, b in ((1, 2), (2, 2), (5, 0), (0, 1), (9, 9))]
 
 
-@pytest.mark.feature("J07")
 def test_a_decision_on_data_inside_of_a_forward_cannot_be_traced() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
         num_graphs(by_sum, [(X, DATA[0])])
 
 
-@pytest.mark.feature("J07")
 def test_a_decision_made_before_the_forward_takes_two_graphs_as_a_bool_and_one_as_a_tensor() -> (
     None
 ):

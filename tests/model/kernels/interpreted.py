@@ -146,12 +146,15 @@ def check_decode_splits(rng: random.Random) -> None:
     triton_decode.num_sms = lambda _: 4
     tiles = triton_decode.decode_tiles
     triton_decode.decode_tiles = lambda *shape: dataclasses.replace(tiles(*shape), columns=16)
-    full, long = [64] * 16, rng.randint(497, 512)
+    long = rng.randint(500, 512)
     for lengths, most in (
         # Sixteen programs on a device for sixteen: each takes a sequence whole.
-        (full, 0),
-        # As many splits as the grid has beside others, as many as there is room for alone.
-        (rng.sample([long] + [1] * 15, 16), 8),
+        ([64] * 16, 0),
+        # Halves of twelve would not all run side by side; those of eight do.
+        ([64] * 12, 0),
+        ([64] * 8, 2),
+        # A share of 33 tokens is three tiles, of 32 two.
+        (rng.sample([long] + [1] * 15, 16), 11),
         ([long], 16),
         # Neither padding nor what is too short for two is split.
         ([0, 16, 1], 0),
@@ -179,6 +182,8 @@ def check_decode_splits(rng: random.Random) -> None:
 
 
 def check_prefill(rng: random.Random) -> None:
+    arch = rng.choice([80, 90])
+    triton_prefill.arch_of = lambda _: arch
     shape = Shape(rng, dtypes=[torch.float32, torch.float16])
     queries = [rng.choice([1, n]) for n in lengths_of(rng, 1, 70)]
     lengths = [n + rng.choice([0, 0, 1, rng.randint(0, 150)]) for n in queries]
@@ -361,8 +366,7 @@ def check_sort(rng: random.Random) -> None:
 
 def check_filters(rng: random.Random) -> None:
     """Rows of every kind beside one another; what stays is equal to the bit."""
-    triton_filters.BLOCK = rng.choice([16, 64, 1024])
-    triton_filters.NUM_VALUES = rng.choice([2, 8])
+    triton_filters.CHUNK = rng.choice([64, 256, 1024])
     num_rows, size = rng.randint(1, 4), rng.choice([1, 2, 5, 64, 300, 1000])
     logits = torch.randn(num_rows, size + 3)[:, :size]
     for row in logits:

@@ -40,6 +40,7 @@ def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any
             "triton_experts._up_kernel",
             "triton_elementwise._norm_kernel",
             "triton_filters._filter_kernel",
+            "triton_filters._search_kernel",
             "triton_prefill._prefill_kernel",
             "triton_rope._rope_kernel",
             "triton_routing._route_kernel",

@@ -107,7 +107,7 @@ def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(
     with FakeTensorMode():
         attend(3, 5, 40, is_turned=is_turned)
     block_q = 128 // (H // HKV)
-    splits = triton_decode.num_splits(3 * HKV, 1024 * BLOCK, 100)
+    splits = triton_decode.num_splits(3, HKV, 1024 * BLOCK, 100)
     assert splits == 4096 // 256
     assert launches == [
         ("rope", (40, HKV)),
@@ -120,23 +120,33 @@ def test_attention_on_a_gpu_launches_kernels_and_reads_no_value(
 def test_the_grid_of_a_full_batch_has_room_for_one_long_sequence(launches: list[Any]) -> None:
     with FakeTensorMode():
         attend(250, 250, 250, is_turned=True)
-    assert launches == [("rope", (250, HKV)), ("split", (250, HKV, 8)), ("join", (250, H))]
+    assert launches == [
+        ("rope", (250, HKV)),
+        ("split", (250, HKV, 1024 * BLOCK // 256)),
+        ("join", (250, H)),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("rows", "max_tokens", "wanted"),
+    ("num_seqs", "num_kv_heads", "max_tokens", "wanted"),
     [
-        (1, 131072, 64),
-        (8, 131072, 64),
-        (12, 131072, 44),  # 4 * 132 programs, rounded to no power of two
-        (12, 1300, 5),
-        (8, 100, 1),
-        (2048, 131072, 8),
-        (2048, 1024, 4),
+        (1, 1, 131072, 64),
+        (1, 8, 131072, 64),
+        (3, 4, 131072, 44),  # 4 * 132 programs, rounded to no power of two
+        (3, 4, 1300, 5),
+        (1, 8, 100, 1),
+        (256, 8, 131072, 8),
+        (256, 8, 1024, 4),
+        # One long sequence of few KV heads is as many programs as one of many.
+        (256, 1, 131072, 64),
+        (256, 2, 131072, 32),
+        (256, 16, 131072, 8),
     ],
 )
-def test_splits_fill_the_device_and_no_more(rows: int, max_tokens: int, wanted: int) -> None:
-    assert triton_decode.num_splits(rows, max_tokens, 132) == wanted
+def test_splits_fill_the_device_and_no_more(
+    num_seqs: int, num_kv_heads: int, max_tokens: int, wanted: int
+) -> None:
+    assert triton_decode.num_splits(num_seqs, num_kv_heads, max_tokens, 132) == wanted
 
 
 @pytest.mark.feature("Y02")

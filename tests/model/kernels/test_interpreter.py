@@ -43,7 +43,7 @@ def run(group: str, num_shapes: int, **env: str) -> None:
         ("norm", 30),
         ("silu", 30),
         ("experts", 25),
-        ("filters", 40),
+        ("filters", 16),
         ("route", 40),
         ("route_of_no_numbers", 5),
         ("sort", 40),

@@ -250,10 +250,16 @@ def settings() -> ApiSettings:
 
 @pytest.fixture
 def admission() -> Admission:
-    return make_admission()
+    return new_admission()
 
 
-def make_admission(max_live: int = 2048, **limits: Any) -> Admission:
+@pytest.fixture
+def make_admission() -> Callable[..., Admission]:
+    """Return an admission with these limits: `make_admission(max_body_bytes=...)`."""
+    return new_admission
+
+
+def new_admission(max_live: int = 2048, **limits: Any) -> Admission:
     """Return an admission with room for whatever a test does not limit."""
     given = {"max_queue_wait_s": 60.0, "max_body_bytes": 8 << 20, "retry_after_s": 3.0}
     return Admission(max_running=max_live, max_queued=0, **{**given, **limits})
@@ -303,7 +309,7 @@ def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
 
     def ask(limits: dict[str, Any], method: str, path: str, **kwargs: Any) -> httpx.Response:
         settings = ApiSettings(**{"served_model_name": "m", "max_model_len": 256, **limits})
-        serving = Serving(settings, backend, lambda: tokenizer, make_admission())
+        serving = Serving(settings, backend, lambda: tokenizer, new_admission())
         return send(build_app(serving), method, path, **kwargs)
 
     return ask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 from cluster.config import ConfigError
+from serve.clients import UNKNOWN, Client, of_key
 from serve.config import AccessConfig, deploy_config
 from serve.keys import ApiKeys
 from serve.openai.app import build_app, is_local_name
@@ -24,8 +26,6 @@ def ask(serving: Serving) -> Any:
     """Ask an app that is guarded like this: `ask({...}, path, headers)`."""
 
     def send(access: dict[str, Any], path: str, headers: dict[str, str]) -> httpx.Response:
-        import asyncio
-
         app: Starlette = build_app(serving, AccessConfig(**{"open_paths": OPEN, **access}))
 
         async def get() -> httpx.Response:
@@ -65,6 +65,34 @@ def test_which_paths_are_open_is_an_option(ask: Any) -> None:
 
 def test_a_path_that_nobody_has_needs_a_key_too(ask: Any) -> None:
     assert ask({"api_keys": ("sesame",)}, "/v1/nothing", {}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("access", "is_peer_known", "headers", "client"),
+    [
+        ({"api_keys": ("sesame",)}, True, {"Authorization": "Bearer sesame"}, of_key("sesame")),
+        ({}, True, {"Authorization": "Bearer sesame"}, "192.0.2.7"),
+        ({}, True, {"X-Forwarded-For": "192.0.2.9"}, "192.0.2.7"),
+        ({}, False, {"X-Forwarded-For": "192.0.2.9"}, UNKNOWN),
+        ({"trusted_proxies": 1}, False, {"X-Forwarded-For": "192.0.2.9"}, "192.0.2.9"),
+    ],
+)
+def test_a_place_is_its_clients(
+    serving: Serving, access: Any, is_peer_known: bool, headers: dict[str, str], client: str
+) -> None:
+    app = build_app(serving, AccessConfig(**access), is_peer_known=is_peer_known)
+    entered: list[Client] = []
+    enter = serving.admission.enter
+    serving.admission.enter = lambda client: (entered.append(client), enter(client))[1]  # type: ignore[method-assign]
+
+    async def post() -> int:
+        transport = httpx.ASGITransport(app=app, client=("192.0.2.7", 123))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as asking:
+            answer = await asking.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            return answer.status_code
+
+    assert asyncio.run(post()) == 200
+    assert entered == [client]
 
 
 @pytest.mark.feature("R18")

@@ -15,6 +15,7 @@ import pytest
 
 from serve import event_loop
 from serve.admission import Admission, Overloaded
+from serve.clients import UNKNOWN
 from serve.openai import body as body_module
 from serve.openai import direct
 from serve.openai.completions import parse_completion_shape
@@ -316,7 +317,7 @@ def test_unhealthy_backend_is_503_and_tells_why(call: Any, backend: Any) -> None
 def test_a_request_without_a_place_is_429_before_its_body_is_looked_at(
     call: Any, admission: Admission, backend: Any, stream: bool
 ) -> None:
-    places = [admission.enter() for _ in range(admission.max_live)]
+    places = [admission.enter(UNKNOWN) for _ in range(admission.max_live)]
     answer = call("POST", TEXT, content=b"not even JSON")
     message = error_of(answer, 429, "rate_limit_error", None)
     assert f"no room for 1 more beside {admission.max_live}" in message
@@ -458,7 +459,7 @@ def test_official_client_raises_its_own_errors(
 ) -> None:
     backend.ready = status != 503
     for _ in range(admission.max_live if status == 429 else 0):
-        admission.enter()
+        admission.enter(UNKNOWN)
     model = "gpt" if status == 404 else "scripted"
     with pytest.raises(kind) as raised:
         client.completions.create(

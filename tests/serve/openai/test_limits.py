@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from serve.admission import Admission
+from serve.clients import UNKNOWN
+from serve.config import AccessConfig
 from serve.openai import body as body_module
 from serve.openai import streaming
 from serve.openai.app import build_app
@@ -367,7 +369,7 @@ def test_a_slow_body_gives_its_place_to_who_comes(
     async def main() -> tuple[list[int], int]:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            places = [admission.enter() for _ in range(admission.max_live - 3)]
+            places = [admission.enter(UNKNOWN) for _ in range(admission.max_live - 3)]
             slow = [asyncio.create_task(client.post(TEXT, content=drip())) for _ in range(3)]
             while admission.num_live < admission.max_live:
                 await asyncio.sleep(0.01)
@@ -384,6 +386,52 @@ def test_a_slow_body_gives_its_place_to_who_comes(
 
     assert asyncio.run(main()) == ([408], 200)
     assert admission.num_live == 0
+
+
+async def all_but_the_last_byte(num_bytes: int) -> Any:
+    """Yield a body that is never complete."""
+    yield b"{" + b" " * (num_bytes - 2)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.feature("R22")
+@pytest.mark.parametrize(
+    ("access", "num_bytes"),
+    [({}, 100), ({"api_keys": ("greedy", "other")}, 9 * MIB // 10)],
+    ids=["a small body", "a large one of another key"],
+)
+def test_bodies_that_wait_for_their_rest_shut_nobody_out(
+    backend: Any, tokenizer: Any, make_admission: Any, access: dict[str, Any], num_bytes: int
+) -> None:
+    """Eight bodies are complete but for the last byte, and hold all bytes; a request is served."""
+    settings = ApiSettings(served_model_name="m", max_model_len=MIB, max_body_bytes=MIB)
+    admission = make_admission(max_body_bytes=MIB)
+    serving = Serving(settings, backend, lambda: tokenizer, admission)
+    app = build_app(serving, AccessConfig(**access))
+    body = b'{"prompt":"a"' + b" " * num_bytes + b"}"
+
+    async def main() -> tuple[int, list[int]]:
+        transport = httpx.ASGITransport(app=app)
+        greedy, other = ({"Authorization": f"Bearer {key}"} for key in ("greedy", "other"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            posts = [
+                client.post(TEXT, content=all_but_the_last_byte(MIB), headers=greedy)
+                for _ in range(8)
+            ]
+            tasks = [asyncio.create_task(post) for post in posts]
+            while admission.num_bytes < 8 * (MIB - 1):
+                await asyncio.sleep(0.001)
+            good = await client.post(TEXT, content=body, headers=other)
+            ended, others = await asyncio.wait(
+                tasks, return_when=asyncio.FIRST_COMPLETED, timeout=20 * (good.status_code == 200)
+            )
+            for task in others:
+                task.cancel()
+            await asyncio.wait(tasks)
+            return good.status_code, [task.result().status_code for task in ended]
+
+    assert asyncio.run(main()) == (200, [408])
+    assert (admission.num_live, admission.num_bytes) == (0, 0)
 
 
 def test_refused_bodies_are_read_on_for_only_so_many_clients(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import re
+import signal
+import termios
+import threading
+import time
 from typing import Any
 
 import jsonschema
 import pytest
+
+from serve.llm import LLM
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -271,3 +279,29 @@ def test_a_response_is_made_of_the_calls_that_are_forced(call: Any) -> None:
         [item] = answer["output"]
         assert item["type"] == "function_call"
         assert answer["status"] == "incomplete" or checked([item])
+
+
+@pytest.mark.feature("R09")
+def test_a_schema_whose_process_was_killed_is_tried_again(call: Any, llm: LLM) -> None:
+    """It gets 503 then, and is served the next time."""
+    queue = llm.tokenizer.grammars
+    queue.start()
+    process = queue._idle[-1]._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+
+    def kill() -> None:
+        num_bytes = array.array("i", [0])
+        while not num_bytes[0]:  # it has not read what it is asked
+            time.sleep(0.001)
+            fcntl.ioctl(process.stdin, termios.FIONREAD, num_bytes)
+        process.kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    body = {**BODIES[TEXT], "max_tokens": 20, "structured_outputs": {"regex": "[uvw]{3}"}}
+    answer = call("POST", TEXT, json=body)
+    killing.join()
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+    assert answer.json()["error"]["type"] == "service_unavailable_error"
+    assert re.fullmatch("[uvw]{3}", call("POST", TEXT, json=body).json()["choices"][0]["text"])

@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from serve.clients import UNKNOWN
 from serve.openai.app import NO_TEXT
 from serve.openai.fields import FieldTable
 from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS
@@ -89,7 +90,7 @@ def test_a_bad_request_names_the_field(
 def test_nothing_is_tokenized_for_whom_there_is_no_room(
     call: Call, serving: Any, backend: Any
 ) -> None:
-    places = [serving.admission.enter() for _ in range(serving.admission.max_live)]
+    places = [serving.admission.enter(UNKNOWN) for _ in range(serving.admission.max_live)]
     assert call("POST", "/tokenize", json={"prompt": "a"}).status_code == 429
     places.pop().leave()
     assert call("POST", "/tokenize", json={"prompt": "a"}).status_code == 200

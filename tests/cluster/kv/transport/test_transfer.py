@@ -144,6 +144,7 @@ def test_a_read_under_an_expired_lease_is_not_believed(
     assert pair.server.take_ended() == [handoff.ticket]
 
 
+@pytest.mark.feature("P18")
 def test_an_expected_ticket_outlives_its_lease_by_renewal(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("shm", lease_s=1.5)
     handoff = pair.handoff([4])

@@ -1,0 +1,97 @@
+"""What a GPU traces is what Inductor compiles here: norms, gate and rope as opaque ops, and the
+passes that a configuration for a GPU has by itself. The compiled forward equals the written one.
+
+On a CPU torch functions are traced and Inductor fuses them, so no other test lowers these ops.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile.cache.manager import StandardToolchain
+from compile.config import CompilationConfig
+from compile.counters import counter
+from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.resolve import StepLimits, resolve
+from compile.scope import CompileScope, compile_scope
+from model.kernels import dispatch
+from model.parallel import Shard
+
+LAYERS, VOCAB = 2, 509
+TOLERANCE = 1e-4
+MOE: dict[str, Any] = {"num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 3},
+    "Qwen2": {},
+    # Norms of queries and keys are of three dimensions.
+    "Qwen3": {"head_dim": 8},
+    "Mixtral": {"num_local_experts": 4, **MOE},
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12, **MOE},
+}
+SMALL = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48}
+
+
+@pytest.fixture(autouse=True)
+def _traced_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "uses_ops", lambda _: True)
+    torch._dynamo.reset()
+
+
+def scope(path: Path, shard: Shard) -> CompileScope:
+    """Return the scope of a rank whose configuration is a GPU's, but for its graphs."""
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=32)
+    config = resolve(CompilationConfig(level=2), limits, device="cuda")
+    assert config.passes == ("fuse_add_rms_norm",) and config.use_inductor
+    pools = GraphPools(partial(new_graph_pool, torch.device("cpu")))
+    tools = StandardToolchain(pools)
+    factors = {"model": str(path), "group": shard.group_name}
+    return CompileScope(config, tp_rank=shard.rank, key_factors=factors, toolchain=tools)
+
+
+def logits(paged: Any, model: Any) -> list[torch.Tensor]:
+    """Return the logits of two prompts and of a decode step; none on ranks that do not sample."""
+    runner, ids = paged(model), torch.arange(40) * 11 % VOCAB
+    steps = [
+        runner.step({"a": ids[:7], "b": ids[7:20]}),
+        runner.step({"a": ids[20:21], "b": ids[21:22]}),
+    ]
+    return [each for step in steps for each in step.values()]
+
+
+def compare(load: Any, paged: Any, path: Path, shard: Shard) -> float:
+    """Return how far the compiled forward of a rank is from the one that is written."""
+    wanted = logits(paged, load(path, shard)[0])
+    with compile_scope(scope(path, shard)):
+        compiled, _ = load(path, shard)
+    found = logits(paged, compiled)
+    assert compiled.model.is_compiled
+    pairs = zip(found, wanted, strict=True)
+    return max([float((a - b).abs().max()) for a, b in pairs], default=0.0)
+
+
+@pytest.mark.feature("O06")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inductor_compiles_what_a_gpu_traces(
+    family: str, make_checkpoint: Any, load: Any, paged: Any
+) -> None:
+    path, _ = make_checkpoint(family=family, **SMALL, **FAMILIES[family])
+    # Attention takes the first sum of a layer; the norm behind each MLP is fused by the pass.
+    with counter.expect(num_pass_matches=LAYERS, num_backend_compilations=1):
+        assert compare(load, paged, path, Shard()) < TOLERANCE
+
+
+@pytest.mark.feature("O06")
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_inductor_compiles_what_two_gpus_trace(
+    family: str, make_checkpoint: Any, load: Any, paged: Any, run_ranks: Any
+) -> None:
+    path, _ = make_checkpoint(family=family, **SMALL, **FAMILIES[family])
+    with counter.expect(num_pass_matches=2 * LAYERS):
+        errors = run_ranks(2, lambda shard: compare(load, paged, path, shard))
+    assert max(errors) < TOLERANCE

@@ -1,0 +1,187 @@
+"""What an application is configured with reaches what serves: one start, a test for each option.
+
+Its limits are small enough to be met; prompts run in a group of two engines, decodes in two groups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from ray import serve as ray_serve
+
+pytestmark = pytest.mark.ray
+
+KEY = "sesame"
+MAX_LIVE = 2 * 2 + 2
+"""Two replicas of two sequences each, and two sequences that wait."""
+MAX_BODY_BYTES = 30_000
+MAX_ANSWER_BYTES = 3 << 20
+REQUEST_TIMEOUT_S = 20
+OPTIONS = [
+    *("dtype=float32", "O=0", "kv_memory=64MiB", "max_num_seqs=2", "max_queued_requests=2"),
+    *("prefill.data_parallel_size=2", "decode.replicas=2", "watchdog_s=2", f"api_keys={KEY}"),
+    *(f"max_body_bytes={MAX_BODY_BYTES}", f"max_answer_bytes={MAX_ANSWER_BYTES}"),
+    f"request_timeout_s={REQUEST_TIMEOUT_S}",
+]
+
+
+@pytest.fixture(scope="module")
+def app(start_shared_app: Callable[..., Any]) -> Any:
+    return start_shared_app("wired", *OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def client(app: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def unfinished(app: Any) -> Iterator[socket.socket]:
+    """A request whose body never ends; its time passes while other tests run."""
+    host, port = app.url.removeprefix("http://").partition("/")[0].split(":")
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
+        head = f"POST /wired/v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+        head += f"Authorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt"')
+        yield connection
+
+
+def complete(client: openai.OpenAI, prompt: str, **fields: Any) -> Any:
+    extra = {"ignore_eos": True, **fields.pop("extra_body", {})}
+    return client.completions.create(
+        model="lockstep-tiny", prompt=prompt, temperature=0, extra_body=extra, **fields
+    )
+
+
+def replicas(app: Any, pool: str) -> list[list[dict[str, Any]]]:
+    """Return the ranks of each of a pool's replicas."""
+    found = app.get("/ready")[1]["pools"][pool]["replicas"]
+    return [replica["ranks"] for replica in found]
+
+
+@pytest.mark.feature("R18")
+def test_who_has_no_key_is_refused_and_who_has_one_is_answered(
+    app: Any, client: openai.OpenAI
+) -> None:
+    status, body = app.get("/v1/models")
+    assert (status, body["error"]["code"]) == (401, 401)
+    assert client.models.list().data[0].id == "lockstep-tiny"
+    with pytest.raises(openai.AuthenticationError):
+        complete(client.with_options(api_key="simsim"), "1 2 3", max_tokens=1)
+
+
+@pytest.mark.feature("R01", "P08", "R21")
+def test_each_pool_has_the_replicas_and_each_engine_of_a_group_some_of_the_prompts(
+    app: Any, client: openai.OpenAI
+) -> None:
+    """Prompts are computed by prefill ranks alone, and decoded by both decode replicas."""
+    answers: list[Any] = []
+    num_tokens = 0
+
+    def ask(first: int) -> Any:
+        return complete(client, f"Count from {first} to {first + 30}.", max_tokens=80)
+
+    def computed(ranks: dict[str, list[dict[str, Any]]]) -> bool:
+        found = sum(rank["prompt_tokens_computed"] for rank in ranks["prefill"])
+        sent = sum(rank["kv_bytes_sent"] for rank in ranks["prefill"])
+        received = sum(rank["kv_bytes_received"] for rank in ranks["decode"])
+        return bool(found >= num_tokens and sent == received)
+
+    deadline = time.monotonic() + 60
+    while True:  # Serve draws a replica: four requests may all go to one
+        with ThreadPoolExecutor(4) as threads:
+            answers += threads.map(ask, range(len(answers), len(answers) + 4))
+        usages = [answer.usage for answer in answers]
+        assert {usage.completion_tokens for usage in usages} == {80}
+        num_tokens = sum(
+            usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens for usage in usages
+        )
+        ranks = app.settled_ranks(computed)
+        if all(rank["kv_bytes_received"] for rank in ranks["decode"]):
+            break
+        assert time.monotonic() < deadline, ranks
+    assert [rank["dp_rank"] for rank in ranks["prefill"]] == [0, 1]
+    by_engine = [rank["prompt_tokens_computed"] for rank in ranks["prefill"]]
+    assert sum(by_engine) == num_tokens and all(by_engine)
+    assert [len(each) for each in replicas(app, "decode")] == [1, 1]
+    assert [rank["prompt_tokens_computed"] for rank in ranks["decode"]] == [0, 0]
+
+
+@pytest.mark.feature("R13", "R19")
+def test_more_sequences_than_may_wait_are_refused_and_the_page_counts_those_that_live(
+    app: Any, client: openai.OpenAI
+) -> None:
+    stream = complete(client, "1 2 3", max_tokens=1500, n=MAX_LIVE, stream=True)
+    next(iter(stream))
+    figures = app.get("/status")[1]
+    with pytest.raises(openai.RateLimitError) as refused:
+        complete(client, "4 5 6", max_tokens=1)
+    stream.close()
+    assert (figures["num_live"], figures["max_live"]) == (MAX_LIVE, MAX_LIVE)
+    assert f"of {MAX_LIVE}" in refused.value.message
+    assert int(refused.value.response.headers["Retry-After"]) > 0
+
+
+@pytest.mark.feature("R12", "R22")
+def test_a_body_is_as_large_as_it_may_be(
+    app: Any, client: openai.OpenAI, unfinished: socket.socket
+) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        complete(client, "1 " * MAX_BODY_BYTES, max_tokens=1)
+    assert refused.value.status_code == 413
+    assert f"at most {MAX_BODY_BYTES} bytes" in refused.value.message
+
+
+@pytest.mark.feature("R12", "R22")
+def test_an_answer_is_as_large_as_it_may_be(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, "1 2", max_tokens=1900, n=4, logprobs=5, stream=True)
+    assert f"max_answer_bytes, here {MAX_ANSWER_BYTES} bytes" in refused.value.message
+
+
+@pytest.mark.feature("R03")
+def test_a_handle_completes_what_http_completes(app: Any, client: openai.OpenAI) -> None:
+    handle: Any = ray_serve.get_app_handle("wired")
+    body = {"prompt": "Monday Tuesday", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    found = handle.complete.remote(body).result(timeout_s=60)
+    posted = complete(client, "Monday Tuesday", max_tokens=8)
+    assert found["object"] == "text_completion"
+    assert found["choices"][0]["text"] == posted.choices[0].text
+    chunks = list(handle.options(stream=True).stream_complete.remote(body))
+    streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert streamed == posted.choices[0].text
+
+
+@pytest.mark.feature("R06")
+def test_health_names_a_rank_that_hangs_when_no_replica_of_its_pool_serves(app: Any) -> None:
+    assert app.get("/health") == (200, {"status": "ok"})
+    for rank in app.ready_ranks("decode"):
+        os.kill(rank["pid"], signal.SIGSTOP)
+    deadline = time.monotonic() + 120
+    while (found := app.get("/health"))[0] == 200:
+        assert time.monotonic() < deadline, app.log.read_text()
+        time.sleep(0.02)
+    assert found[0] == 503
+    assert found[1]["error"]["message"].startswith("decode pool: rank dp=0 tp=0 epoch=0: ")
+
+
+@pytest.mark.feature("R12", "R22")
+def test_a_body_that_does_not_end_takes_as_long_as_a_request_may(unfinished: socket.socket) -> None:
+    answer = unfinished.recv(1 << 16)
+    while b"}}" not in answer:
+        more = unfinished.recv(1 << 16)
+        assert more, answer
+        answer += more
+    assert b" 408 " in answer.partition(b"\r\n")[0]
+    error = json.loads(answer[answer.index(b'{"error"') : answer.rindex(b"}") + 1])["error"]
+    assert f"within {REQUEST_TIMEOUT_S} s" in error["message"]
