@@ -3,7 +3,6 @@
 Annotations stay live here: with postponed ones Ray Serve would not see the builder's parameter.
 """
 
-import atexit
 import sys
 from typing import Any
 
@@ -15,8 +14,9 @@ from ray.serve.config import BackpressureConfig
 from cluster.actors.placement import rank_bundles
 from cluster.config import DEFAULT_NUM_CPUS, ConfigError
 from serve.config import DeployConfig, PoolConfig, deploy_config
-from serve.draining import INGRESS, drain
+from serve.draining import INGRESS, drain_at_exit
 from serve.ingress import RETRY_AFTER_S, Ingress
+from serve.listening import listen
 from serve.pools import Pool
 from serve.start_progress import draw_on_terminal
 
@@ -42,13 +42,14 @@ def deploy(args: dict[str, Any]) -> Application:
     """
     try:
         config = deploy_config(args)
+        listen(config.host, config.port)
     except ConfigError as error:
         if ray.is_initialized():
             raise
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
     if not ray.is_initialized():  # this is `serve run`, and no cluster that builds a YAML
-        atexit.register(drain, config.drain_timeout_s)
+        drain_at_exit(config.drain_timeout_s)
         draw_on_terminal()
     return build(config)
 
