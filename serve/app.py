@@ -3,7 +3,6 @@
 Annotations stay live here: with postponed ones Ray Serve would not see the builder's parameter.
 """
 
-import atexit
 import sys
 from typing import Any
 
@@ -15,9 +14,10 @@ from ray.serve.config import BackpressureConfig
 from cluster.actors.placement import rank_bundles
 from cluster.config import DEFAULT_NUM_CPUS, ConfigError
 from serve.config import DeployConfig, PoolConfig, deploy_config
-from serve.draining import INGRESS, drain
+from serve.draining import INGRESS, drain_at_exit
 from serve.failed_start import StartWatch
 from serve.ingress import RETRY_AFTER_S, Ingress
+from serve.listening import listen
 from serve.pools import Pool
 from serve.start_progress import draw_on_terminal
 
@@ -44,6 +44,7 @@ def deploy(args: dict[str, Any]) -> Application:
     """
     try:
         config = deploy_config(args)
+        listen(config.host, config.port)
     except ConfigError as error:
         if ray.is_initialized():
             raise
@@ -53,7 +54,7 @@ def deploy(args: dict[str, Any]) -> Application:
     if not ray.is_initialized():  # this is `serve run`, and no cluster that builds a YAML
         watch.start()
         atexit.register(watch.end)  # after what runs was answered
-        atexit.register(drain, config.drain_timeout_s)
+        drain_at_exit(config.drain_timeout_s)
         draw_on_terminal()
     else:
         watch.forget()

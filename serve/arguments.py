@@ -145,7 +145,8 @@ class DeployArgs(_Strict, frozen=True):
     request_timeout_s: float = 600.0
     """For receiving a request, and again for answering it to the last byte."""
     drain_timeout_s: float = 30.0
-    """How long what runs may take once `serve run` got SIGTERM; new requests get 503 meanwhile."""
+    """How long what runs may take once `serve run` got SIGTERM or SIGHUP; new requests get 503
+    meanwhile."""
     watchdog_s: float = 10.0
     """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
     what the step should take, if that is longer."""
@@ -191,6 +192,12 @@ class DeployArgs(_Strict, frozen=True):
     """Serve `GET /debug/ranks` (what each rank compiled, captured and replayed, and its last 1,000
     agreements) and `GET /debug/ingress` (what it holds, how long tokens of streams wait for one
     another, and its event loop's longest pause)."""
+    host: str | None = None
+    """The address that `serve run serve.app:deploy` listens on, `0.0.0.0` for all; null: Ray
+    Serve's, `127.0.0.1`, behind HAProxy all. A Serve YAML names it in `http_options`."""
+    port: int | None = None
+    """The port beside it, 1 to 65535; null: Ray Serve's, 8000. Where Serve runs in the cluster
+    already, both must be what it has."""
     config: str | None = None
     """A YAML file of these arguments ([bundled.yaml](../examples/configs/bundled.yaml)); none may
     be given both in it and beside it. `LLM` takes the same file."""

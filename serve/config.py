@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,6 +126,9 @@ class DeployConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "none"
     debug: bool = False
+    host: str | None = None
+    """Where `serve run` listens; None: where Serve does."""
+    port: int | None = None
     is_device_guessed: bool = False
     """`device` was auto, and was resolved on the machine that `deploy` ran on."""
 
@@ -216,6 +220,8 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         tool_call_parser=_one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS),
         reasoning_parser=_one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS),
         debug=args.debug,
+        host=_host(args.host),
+        port=_port(args.port),
         is_device_guessed=args.device == "auto",
     )
 
@@ -411,6 +417,18 @@ def _at_least(field: str, value: Any, least: float) -> Any:
     if not (math.isfinite(value) and value >= least):
         raise ConfigError(field, f"a finite number of at least {least:g}", value)
     return value
+
+
+def _host(found: str | None) -> str | None:
+    if found is not None and not re.fullmatch(r"[\w.:%-]+", found):
+        raise ConfigError("host", "an address or a name of this machine", found)
+    return found
+
+
+def _port(found: int | None) -> int | None:
+    if found is not None and not 1 <= found <= 65535:
+        raise ConfigError("port", "1 to 65535", found)
+    return found
 
 
 def _access(args: DeployArgs) -> AccessConfig:

@@ -1,15 +1,17 @@
 """What runs is answered to its end before `serve run` ends with the cluster that it started.
 
-SIGTERM makes Ray end the process like `sys.exit`, and functions that are registered with `atexit`
-run in reverse order: `drain`, registered by `deploy` after Ray was imported, before Ray's own,
-which ends the cluster.
+SIGTERM makes Ray end the process like `sys.exit`, and `drain_at_exit` has SIGHUP do the same.
+Functions that are registered with `atexit` run in reverse order: `drain`, registered after Ray was
+imported, before Ray's own, which ends the cluster.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,14 @@ CALL_TIMEOUT_S = 5.0
 """How long an ingress may take to say so."""
 
 
+def drain_at_exit(timeout_s: float) -> None:
+    """Drain when this process exits, as it then does on SIGHUP unless that is ignored (nohup)."""
+    atexit.register(drain, timeout_s)
+    is_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+    if is_main and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda number, _: sys.exit(number))
+
+
 def drain(timeout_s: float) -> None:
     """Have every application refuse new requests; return once those that run have ended.
 
@@ -35,16 +45,16 @@ def drain(timeout_s: float) -> None:
     Args:
         timeout_s: the longest that this takes; then what still runs is cut off.
     """
-    if not (ray.is_initialized() and _has_started_cluster()):
+    if not (ray.is_initialized() and has_started_cluster()):
         return
     signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM
     deadline = time.monotonic() + timeout_s
     ingresses = _ingresses()
     if num_running := _num_running(ingresses):
-        print(f"draining: {num_running} running, at most {timeout_s:g} s", file=sys.stderr)
+        _say(f"draining: {num_running} running, at most {timeout_s:g} s")
     while num_running:
         if time.monotonic() > deadline:
-            print(f"drain_timeout_s: {num_running} cut off after {timeout_s:g} s", file=sys.stderr)
+            _say(f"drain_timeout_s: {num_running} cut off after {timeout_s:g} s")
             return
         time.sleep(POLL_PERIOD_S)
         num_running = _num_running(ingresses)
@@ -62,7 +72,12 @@ def _num_running(ingresses: list[DeploymentHandle]) -> int:
     return sum(int(call.result(timeout_s=CALL_TIMEOUT_S)) for call in calls)
 
 
-def _has_started_cluster() -> bool:
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal may have gone, which is what SIGHUP says
+        print(line, file=sys.stderr)
+
+
+def has_started_cluster() -> bool:
     """Return whether a raylet is a child of this process."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

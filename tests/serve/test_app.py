@@ -369,6 +369,23 @@ def test_bad_arguments_end_the_start_with_one_line(args: list[str], last_line: s
     assert done.stderr.strip().splitlines()[-1].startswith(last_line)
 
 
+@pytest.mark.feature("R02")
+def test_another_address_than_that_of_the_cluster_ends_the_start_with_one_line(server: Any) -> None:
+    """Serve runs there already, and keeps its port."""
+    port = int(server.url.rpartition(":")[2])
+    done = subprocess.run(
+        [Path(sys.executable).with_name("serve"), "run", "serve.app:deploy", f"port={port + 1}"],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": server.address},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    wanted = f"port: wanted {port}, where Serve runs in this cluster already, found {port + 1}"
+    assert done.stderr.strip().splitlines()[-1] == wanted
+
+
 def test_concurrent_clients_get_their_own_answers(server: Any) -> None:
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(

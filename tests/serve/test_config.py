@@ -146,6 +146,10 @@ def test_a_model_may_have_several_names() -> None:
         ({"O": "0", "compilation.level": "0"}, "compilation.level: wanted one value, found"),
         ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
         ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
+        ({"port": "0"}, "port: wanted 1 to 65535, found 0"),
+        ({"port": "http"}, "port: wanted int | null, found 'http'"),
+        ({"host": ""}, "host: wanted an address or a name of this machine, found ''"),
+        ({"host": "http://me"}, "host: wanted an address or a name of this machine, found"),
         ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
     ],
 )

@@ -163,9 +163,10 @@ def application(name: str, route: str, **args: Any) -> dict[str, Any]:
 def test_two_applications_are_deployed_asked_and_shut_down(
     cluster: Cluster, http_port: int, tmp_path: Path
 ) -> None:
-    """A name and a route each, one with two names; then a refused argument; then nothing is left.
+    """A name and a route each, one with two names; then refused arguments; then nothing is left.
 
-    The refused one shows in `serve status`, in the line that `serve run` would end with.
+    They show in `serve status`, in the line that `serve run` would end with. `port` is for that
+    command alone.
     """
     url = f"http://127.0.0.1:{http_port}"
     one = application("one", "/one", served_model_name="first,also-first")
@@ -183,10 +184,13 @@ def test_two_applications_are_deployed_asked_and_shut_down(
     assert get(f"{url}/v1/models")[0] == 404
 
     wrong = application("two", "/two/deeper", decode={"replicas": "many"}, pools="pd")
-    file = deployable(tmp_path / "wrong.yaml", http_port, one, wrong)
+    address = application("three", "/three", port=9000)
+    file = deployable(tmp_path / "wrong.yaml", http_port, one, wrong, address)
     run(cluster, "serve", "deploy", str(file))
     told = wait_for_status(cluster, "two", "DEPLOY_FAILED")["message"]
     assert "decode.replicas: wanted int, found 'many'" in told
+    told = wait_for_status(cluster, "three", "DEPLOY_FAILED")["message"]
+    assert "port: wanted nothing outside of `serve run` (name it in http_options" in told
     assert status_of(cluster, "one")["status"] == "RUNNING"
     assert answer_of(f"{url}/one") == ("first", "42")
 

@@ -1,10 +1,12 @@
-"""SIGTERM: `serve run` answers what runs, refuses what comes, and ends."""
+"""SIGTERM and SIGHUP: `serve run` answers what runs, refuses what comes, and ends."""
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,21 +22,16 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+from serve.draining import drain, drain_at_exit
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVE = Path(sys.executable).with_name("serve")
 NUM_STREAMS = 16
 NUM_TOKENS = 1900
-# What `serve run` does, which takes no port.
-DRIVER = """
-import sys, ray
-from ray import serve
-from serve.app import deploy
-app = deploy(dict(argument.split("=", 1) for argument in sys.argv[2:]))
-ray.init(address="local", namespace="serve", num_cpus=8, include_dashboard=False)
-serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-serve.run(app, blocking=True)
-"""
+
+
+def command(*arguments: str) -> list[str | Path]:
+    return [SERVE, "run", "serve.app:deploy", "pools=mixed", "O=0", *arguments]
 
 
 @pytest.fixture
@@ -47,12 +44,11 @@ def run(
     def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
         port = new_port()
         log = tmp_path / "log"
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER, str(port), "pools=mixed", "O=0", *arguments],
+                command(f"port={port}", *arguments),
                 cwd=ROOT,
-                env=environment,
+                env=os.environ | {"RAY_ADDRESS": "local"},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
@@ -133,9 +129,41 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_ends_the_process_in_order_unless_it_is_ignored(is_ignored: bool) -> None:
+    """In order: as `sys.exit`, so that `drain` is called. Ignored: as `nohup` does."""
+    wanted = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, wanted)
+    try:
+        drain_at_exit(1.0)
+        if is_ignored:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        else:
+            with pytest.raises(SystemExit) as exited:
+                signal.raise_signal(signal.SIGHUP)
+            assert exited.value.code == signal.SIGHUP
+    finally:
+        atexit.unregister(drain)
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.feature("R02")
 def test_streams_that_run_at_sigterm_end_whole_and_what_comes_is_refused(run: Any) -> None:
     process, url, log = run("drain_timeout_s=200")
+    port = url.rpartition(":")[2]
+    second = subprocess.run(
+        command(f"port={port}"),
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert second.returncode == 1
+    last_line = second.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(rf"port: wanted one that is free \(end .*\), found {port}", last_line)
     streams = begin(url, NUM_TOKENS, NUM_STREAMS)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
@@ -160,6 +188,8 @@ def test_streams_that_run_at_sigterm_end_whole_and_what_comes_is_refused(run: An
     assert not alive
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.feature("R02")
 @pytest.mark.parametrize("signal_again", [True, False], ids=["second signal", "time is over"])
 def test_a_second_signal_or_the_end_of_its_time_cuts_streams_off(
@@ -167,7 +197,7 @@ def test_a_second_signal_or_the_end_of_its_time_cuts_streams_off(
 ) -> None:
     process, url, log = run(f"drain_timeout_s={1000 if signal_again else 0.5}")
     streams = begin(url, NUM_TOKENS, NUM_STREAMS)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM if signal_again else signal.SIGHUP)
     wait_for(lambda: f"draining: {NUM_STREAMS} running" in log.read_text(), "draining")
     if signal_again:
         process.send_signal(signal.SIGTERM)

@@ -1,0 +1,62 @@
+"""`host` and `port` are for `serve run serve.app:deploy`; what is taken is named in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import click
+import pytest
+from ray.serve.config import HTTPOptions
+
+from cluster.config import ConfigError
+from serve.app import deploy
+from serve.listening import check_free, check_same, listen
+
+
+@pytest.mark.parametrize("given", ["port=9000", "host=0.0.0.0"])
+def test_an_address_is_refused_outside_of_serve_run(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, value = given.split("=")
+    with pytest.raises(SystemExit):
+        deploy({name: value})
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{name}: wanted nothing outside of `serve run` (name it in http_opt")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", None])
+def test_a_ray_client_cannot_choose_the_address(address: str | None) -> None:
+    context = click.Context(click.Command("build" if address is None else "run"))
+    context.params["address"] = address
+    where = "outside of `serve run`" if address is None else "through a Ray client"
+    with context, pytest.raises(ConfigError, match=f"^host: wanted nothing {where}"):
+        listen("127.0.0.1", 9000)
+
+
+def test_a_port_that_is_taken_is_named_with_its_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        comm = Path("/proc/self/comm").read_text().strip()
+        whole = f"(end {comm}, pid {os.getpid()}, or name another one with port=), found {port}"
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            with pytest.raises(ConfigError) as refused:
+                check_free(host, port)
+            assert str(refused.value) == f"port: wanted one that is free {whole}"
+    check_free("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid"])
+def test_a_host_that_is_not_this_machine_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^host: wanted an address of this machine, found"):
+        check_free(host, 0)
+
+
+def test_what_runs_already_is_joined_where_it_listens() -> None:
+    running = HTTPOptions(host="127.0.0.1", port=8000)
+    check_same({}, running)
+    check_same({"host": "127.0.0.1", "port": 8000}, running)
+    with pytest.raises(ConfigError, match=r"^host: wanted 127.0.0.1, where Serve runs .* '::'$"):
+        check_same({"host": "::", "port": 8000}, running)
