@@ -3,6 +3,7 @@
 Annotations stay live here: with postponed ones Ray Serve would not see the builder's parameter.
 """
 
+import atexit
 import sys
 from typing import Any
 
