@@ -35,6 +35,7 @@ EXTRAS = {"test", "bench", "nixl", "gpu", "tracing", "data"}
 IMPORTED_AS = {"ray[serve]": "ray", "pyzmq": "zmq"}
 # Modules that the packages may import because a runtime dependency brings them.
 BROUGHT_BY = {
+    "click": "ray",
     "fastapi": "ray",
     "starlette": "ray",
     "uvicorn": "ray",

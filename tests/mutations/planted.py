@@ -497,6 +497,17 @@ MUTATIONS = (
         (WIRED,),
     ),
     Mutation(
+        "admission_knows_no_body_size",
+        "Bytes are held up to a multiple of the default's largest body (R12, R22).",
+        "serve/ingress.py",
+        {
+            "max_body_bytes=config.max_body_bytes,\n            retry_after_s": (
+                "max_body_bytes=8 << 20,\n            retry_after_s"
+            ),
+        },
+        (WIRED,),
+    ),
+    Mutation(
         "requests_have_the_default_time",
         "A request may take as long as by default (R12, R22).",
         "serve/ingress.py",
@@ -589,6 +600,13 @@ MUTATIONS = (
         "compile/pieces/diagnose.py",
         {'        r"[Dd]ata-dependent branching",\n': '        r"(?!)",\n'},
         ("tests/compile/pieces/test_decorator.py",),
+    ),
+    Mutation(
+        "ranks_end_no_leases",
+        "A prefill rank does not look for leases that have ended (P18).",
+        "cluster/kv/transport/server.py",
+        {"expired = self._holder.tick()": "expired: list[int] = []"},
+        (WIRED,),
     ),
     Mutation(
         "leases_never_end",

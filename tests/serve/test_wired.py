@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 import pytest
 from ray import serve as ray_serve
+
+from serve.admission import MAX_BODIES
 
 pytestmark = pytest.mark.ray
 
@@ -26,16 +31,15 @@ MAX_LIVE = 2 * 2 + 2
 MAX_BODY_BYTES = 30_000
 MAX_ANSWER_BYTES = 3 << 20
 REQUEST_TIMEOUT_S = 20
+LEASE_S = 5
+WATCHDOG_S = 12
+"""So much longer than a lease that a lease ends before its reader is given up."""
 OPTIONS = [
     *("dtype=float32", "O=0", "kv_memory=64MiB", "max_num_seqs=2", "max_queued_requests=2"),
-    *(
-        "prefill.data_parallel_size=2",
-        "decode.replicas=2",
-        "watchdog_s=2",
-        f"api_keys={KEY},{OTHER_KEY}",
-    ),
+    *("prefill.data_parallel_size=2", "decode.replicas=2", f"api_keys={KEY},{OTHER_KEY}"),
     *(f"max_body_bytes={MAX_BODY_BYTES}", f"max_answer_bytes={MAX_ANSWER_BYTES}"),
-    f"request_timeout_s={REQUEST_TIMEOUT_S}",
+    *(f"request_timeout_s={REQUEST_TIMEOUT_S}", f"watchdog_s={WATCHDOG_S}"),
+    f"kv.lease_s={LEASE_S}",
 ]
 
 
@@ -54,11 +58,70 @@ def client(app: Any) -> Iterator[openai.OpenAI]:
 def unfinished(app: Any) -> Iterator[socket.socket]:
     """A request whose body never ends; its time passes while other tests run."""
     host, port = app.url.removeprefix("http://").partition("/")[0].split(":")
-    with socket.create_connection((host, int(port)), timeout=120) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         head = f"POST /wired/v1/completions HTTP/1.1\r\nHost: {host}\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
         connection.sendall(head.encode() + b'{"prompt"')
         yield connection
+
+
+@dataclass
+class Outage:
+    """What was seen from the stop of all decode ranks on."""
+
+    before: tuple[int, dict[str, Any]]
+    """What `/health` answered before it."""
+    health: tuple[int, dict[str, Any]] = (200, {})
+    """The first answer of `/health` that is not 200, or the last one."""
+    num_expired: int = 0
+    """Leases that ended since, as prefill ranks count them."""
+    prefill: list[dict[str, Any]] = field(default_factory=list)
+    """The prefill ranks, once they had nothing to hold any more."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was seen."""
+        return self.health[0] != 200 and bool(self.num_expired and self.prefill)
+
+
+def num_expired(app: Any) -> int:
+    """Return how many leases have ended unread, of all prefill ranks."""
+    with urllib.request.urlopen(f"{app.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.findall(r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$", text, re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+def is_idle(rank: dict[str, Any]) -> bool:
+    """Return whether a rank holds nothing."""
+    return not rank["held_tickets"] and bool(rank["num_free_blocks"] == rank["num_blocks"])
+
+
+@pytest.fixture(scope="module")
+def outage(app: Any, client: openai.OpenAI) -> Outage:
+    """Stop all decode ranks and ask for a completion, whose KV nobody can read then.
+
+    Looks until all was seen, as groups are rebuilt; what was not seen by then is for the tests.
+    """
+    app.settled_ranks()
+    seen = Outage(before=app.get("/health"))
+    expired_before = num_expired(app)
+    for rank in app.ready_ranks("decode"):
+        os.kill(rank["pid"], signal.SIGSTOP)
+    stream = complete(client, "7 8 9", max_tokens=50, stream=True)
+    deadline = time.monotonic() + 120
+    while not seen.is_over and time.monotonic() < deadline:
+        if seen.health[0] == 200:
+            seen.health = app.get("/health")
+        if not seen.num_expired:
+            seen.num_expired = num_expired(app) - expired_before
+        else:
+            ranks = app.ranks("prefill")
+            if all(is_idle(rank) for rank in ranks):
+                seen.prefill = ranks
+        time.sleep(0.02)
+    stream.close()
+    return seen
 
 
 def complete(client: openai.OpenAI, prompt: str, **fields: Any) -> Any:
@@ -154,6 +217,15 @@ def test_an_answer_is_as_large_as_it_may_be(client: openai.OpenAI) -> None:
     assert f"max_answer_bytes, here {MAX_ANSWER_BYTES} bytes" in refused.value.message
 
 
+@pytest.mark.feature("R12", "R22")
+def test_answers_on_their_way_hold_as_many_bytes_as_the_largest_bodies(
+    client: openai.OpenAI,
+) -> None:
+    with pytest.raises(openai.RateLimitError) as refused:
+        complete(client, "1 2", max_tokens=300, n=4, logprobs=5)
+    assert f"at most {MAX_BODIES * MAX_BODY_BYTES} bytes" in refused.value.message
+
+
 @pytest.mark.feature("R03")
 def test_a_handle_completes_what_http_completes(app: Any, client: openai.OpenAI) -> None:
     handle: Any = ray_serve.get_app_handle("wired")
@@ -186,17 +258,18 @@ def test_a_key_does_not_find_what_another_one_asked(client: openai.OpenAI) -> No
     assert cached(client)
 
 
+@pytest.mark.feature("P18")
+def test_kv_that_no_rank_reads_is_free_again_when_its_lease_has_ended(outage: Outage) -> None:
+    assert outage.num_expired == 1
+    assert [rank["epoch"] for rank in outage.prefill] == [0, 0]
+
+
 @pytest.mark.feature("R06")
-def test_health_names_a_rank_that_hangs_when_no_replica_of_its_pool_serves(app: Any) -> None:
-    assert app.get("/health") == (200, {"status": "ok"})
-    for rank in app.ready_ranks("decode"):
-        os.kill(rank["pid"], signal.SIGSTOP)
-    deadline = time.monotonic() + 120
-    while (found := app.get("/health"))[0] == 200:
-        assert time.monotonic() < deadline, app.log.read_text()
-        time.sleep(0.02)
-    assert found[0] == 503
-    assert found[1]["error"]["message"].startswith("decode pool: rank dp=0 tp=0 epoch=0: ")
+def test_health_names_a_rank_that_hangs_when_no_replica_of_its_pool_serves(outage: Outage) -> None:
+    assert outage.before == (200, {"status": "ok"})
+    assert outage.health[0] == 503
+    message = outage.health[1]["error"]["message"]
+    assert message.startswith("decode pool: rank dp=0 tp=0 epoch=0: ")
 
 
 @pytest.mark.feature("R12", "R22")
