@@ -1,13 +1,13 @@
-"""The order of a CUDA device's work on a CPU: streams, events and copies that run late.
+"""The order of a CUDA device's work on a CPU: streams, events, graphs and memory.
 
-A stream is a queue. What is put into it runs when an event, a synchronisation or a read by the host
-needs it, at random legal moments, or at once. So a host array that is filled again too early, and
-a result that is read before its event, give wrong bytes here. Memory that nothing has written holds
-`RUBBISH`.
+A stream is a queue of work. What is put into it runs when an event, a synchronisation or a read by
+the host needs it (`late`), at random legal moments (`random`), or at once (`eager`). So a host
+array that is filled again too early, a result that is read before its event, and memory of a pool
+that a later graph has taken, give wrong numbers here, or an error. `cuda_torch.py` puts in what
+torch is asked for.
 
-Modelled so far: what `BlockStore` uses, which is streams, events, and copies between pinned memory
-and the device. Graphs and computing ops are not modelled: an op that writes device memory, other
-than a copy, raises. Nothing is said of kernels, of time, or of how large memory is.
+Memory that nothing has written holds `RUBBISH`. Nothing is said of kernels, of time, or of how
+large memory is: `FREE_BYTES` never runs out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,34 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
 
-import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Order = Literal["late", "random", "eager"]
+Work = Callable[[], object]
 RUBBISH = 0x7B
-RUN_SHARE = 0.3
-"""How often a stream runs a part of its queue by itself, in random order."""
+RUN_SHARES = (0.3, 0.03, 0.003)
+"""How often a stream runs a part of its queue by itself, in random order. The seed chooses one: the
+last lets the device lag behind by steps."""
+FREE_BYTES, TOTAL_BYTES = 2**34, 2**36
+EVENT_WAITS, STREAM_WAITS, DEVICE_WAITS = "event waits", "stream waits", "device waits"
+HIDDEN_READS = "hidden reads"
+"""Times that the host waited for the device to learn a value or to copy."""
+PINNED, PAGEABLE, TO_HOST = "pinned copies", "pageable copies", "copies to the host"
+REPLAYS, CAPTURES, REUSED = "replays", "captures", "blocks taken again"
 
 
 class NotSimulated(RuntimeError):
     """The code under test asked for what this device does not model; the message names it."""
+
+
+class CaptureInvalid(RuntimeError):
+    """A capture met what CUDA forbids in one."""
 
 
 class Event:
@@ -41,6 +56,8 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the end of what the stream holds now."""
+        if self._device.capture is not None:
+            raise NotSimulated("an event that is recorded in a capture")
         self._stream = stream or self._device.current
         self._end = self._stream.num_put
 
@@ -56,24 +73,30 @@ class Event:
 
     def synchronize(self) -> None:
         """Keep the host waiting until the mark is reached."""
-        self._device.counts["event waits"] += 1
+        self._device.wait(EVENT_WAITS)
         self.reach()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Run nothing that the stream is given from now on before the mark is reached."""
+        (stream or self._device.current).wait_event(self)
 
 
 class Stream:
     """Work in order. Invariant: `num_run` of the `num_put` pieces have run, the first ones."""
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._queue: deque[Callable[[], object]] = deque()
-        self.num_put = self.num_run = 0
-        device.streams.append(self)
+    device = torch.device("cuda", 0)
 
-    def put(self, work: Callable[[], object]) -> None:
+    def __init__(self, simulated: CudaDevice) -> None:
+        self._simulated = simulated
+        self._queue: deque[Work] = deque()
+        self.num_put = self.num_run = 0
+        simulated.streams.append(self)
+
+    def put(self, work: Work) -> None:
         """Put a piece of work behind all others."""
         self._queue.append(work)
         self.num_put += 1
-        self._device.let_run()
+        self._simulated.let_run()
 
     def run_to(self, end: int) -> None:
         """Run until `end` pieces have run in all."""
@@ -81,106 +104,229 @@ class Stream:
             self.num_run += 1
             self._queue.popleft()()
 
+    def query(self) -> bool:
+        """Return whether all has run."""
+        self._simulated.let_run()
+        return self.num_run == self.num_put
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Mark the end of what the stream holds now."""
+        event = event or Event(self._simulated)
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
         """Run nothing that is put from now on before the event."""
         self.put(event.reach)
 
     def wait_stream(self, other: Stream) -> None:
         """Run nothing that is put from now on before what the other stream holds."""
-        event = Event(self._device)
-        event.record(other)
-        self.wait_event(event)
+        self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
         """Keep the host waiting until all has run."""
-        self._device.counts["stream waits"] += 1
+        self._simulated.wait(STREAM_WAITS)
         self.run_to(self.num_put)
 
 
+@dataclass
+class Block:
+    """A piece of a graph pool's memory, which lives as long as the device."""
+
+    memory: torch.Tensor
+    """uint8"""
+    tenant: StorageWeakRef
+    """The storage that has it. Once that is gone, another capture takes the block."""
+
+
+class Graph:
+    """A captured piece of work, on aliases of the tensors it was captured on."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._work: list[Work] = []
+        self.pool: tuple[int, int] = (0, 0)
+
+    def add(self, work: Work) -> None:
+        """Put a piece behind those that were captured."""
+        self._work.append(work)
+
+    def capture_begin(
+        self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global"
+    ) -> None:
+        """Take up what is put into the current stream, without running it."""
+        device = self._device
+        if device.capture is not None:
+            raise CaptureInvalid("a capture inside of a capture")
+        if device.current is device.default:
+            raise CaptureInvalid("a capture on the default stream")
+        if pool is None:
+            raise NotSimulated("a graph without a pool")
+        self.pool, device.capture = pool, self
+        device.capture_modes.add(capture_error_mode)
+        device.counts[CAPTURES] += 1
+
+    def capture_end(self) -> None:
+        """Capture no more."""
+        self._device.capture = None
+
+    def replay(self) -> None:
+        """Put all of it into the current stream."""
+        if self._device.capture is not None:
+            raise NotSimulated("a replay inside of a capture")
+        self._device.counts[REPLAYS] += 1
+        for work in self._work:
+            self._device.current.put(work)
+
+
+@dataclass
+class Memory:
+    """Which storages lie in some memory, by their addresses. That of a dead one may be reused."""
+
+    _storages: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that the tensor's storage lies here."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._storages[storage.data_ptr()] = StorageWeakRef(storage)
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor, or one that it is an alias of, lies here."""
+        found = self._storages.get(tensor.untyped_storage().data_ptr())
+        return found is not None and not found.expired()
+
+
 class CudaDevice:
-    """Streams and the memory they copy."""
+    """Streams, and the memory that their work reads and writes."""
 
     def __init__(self, order: Order, seed: int = 0) -> None:
         self._order = order
         self._random = random.Random(seed)
+        self._run_share = self._random.choice(RUN_SHARES)
         self.streams: list[Stream] = []
         self.counts: Counter[str] = Counter()
-        self.current = Stream(self)
+        self.default = self.current = Stream(self)
+        self.capture: Graph | None = None
+        self.capture_modes: set[str] = set()
+        self.memory, self.pinned = Memory(), Memory()
+        self._pools: dict[tuple[int, int], list[Block]] = {}
+
+    # --- order ---
 
     def let_run(self) -> None:
         """Run what the order lets run now."""
+        if self._order == "late":
+            return
         for stream in self.streams:
             if self._order == "eager":
                 stream.run_to(stream.num_put)
-            elif self._order == "random" and self._random.random() < RUN_SHARE:
+            elif self._random.random() < self._run_share:
                 left = stream.num_put - stream.num_run
                 stream.run_to(stream.num_run + self._random.randint(0, left))
 
+    def wait(self, what: str) -> None:
+        """Count a wait of the host.
+
+        Raises:
+            CaptureInvalid: in a capture nothing runs that could be waited for.
+        """
+        if self.capture is not None:
+            raise CaptureInvalid(f"{what}: not permitted while a stream is capturing")
+        self.counts[what] += 1
+
+    def read(self, what: str) -> None:
+        """Make the host wait for the current stream, without being asked to in so many words."""
+        self.wait(f"{HIDDEN_READS}: {what}")
+        self.current.run_to(self.current.num_put)
+
+    @property
+    def num_hidden_reads(self) -> int:
+        """How often `read` was called."""
+        return sum(n for what, n in self.counts.items() if what.startswith(HIDDEN_READS))
+
+    def synchronize(self, _device: Any = None) -> None:
+        """Keep the host waiting until all streams are empty."""
+        self.wait(DEVICE_WAITS)
+        for stream in self.streams:
+            stream.run_to(stream.num_put)
+
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: Stream | None) -> Iterator[None]:
         """Make `stream` the current one."""
-        before, self.current = self.current, stream
+        before, self.current = self.current, stream or self.current
         try:
             yield
         finally:
             self.current = before
 
+    # --- memory ---
 
-class DeviceTensor(torch.Tensor):
-    """Device memory. Copies of it, and of its views, are put into the current stream."""
+    def holds(self, value: Any) -> bool:
+        """Return whether a value is a tensor on the device."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return False
+        return not isinstance(value, FakeTensor | FunctionalTensor) and self.memory.holds(value)
 
-    simulated: CudaDevice
-    _VIEWS = frozenset({"reshape", "view", "__getitem__"})
-    _FACTS = frozenset({"shape", "dtype"})
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory with a meta tensor's layout. A capture takes it from its pool."""
+        # Empty tensors have an address too: of no use to anyone, but on this device.
+        num_bytes = max(like.untyped_storage().nbytes(), 1)
+        if self.capture is None:
+            memory = self._unset(num_bytes)
+            storage = memory.untyped_storage()
+        else:
+            block = self._block(self.capture.pool, num_bytes)
+            storage = bare_storage(block.memory.untyped_storage())
+            block.tenant = StorageWeakRef(storage)
+        empty = torch.empty(0, dtype=like.dtype)
+        return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Model the call, or raise by its name."""
-        device = next(t.simulated for t in args if isinstance(t, cls))
-        name = getattr(func, "__name__", str(func))
-        if name == "__get__":
-            name = func.__self__.__name__
-        plain = [t.as_subclass(torch.Tensor) if isinstance(t, cls) else t for t in args]
-        if name == "copy_":
-            is_late = (kwargs or {}).get("non_blocking", False)
-            if not is_late:
-                raise NotSimulated("copy_ without non_blocking")
-            device.counts["copies"] += 1
-            device.current.put(lambda: torch.Tensor.copy_(*plain))
-            return args[0]
-        if name == "device":
-            return torch.device("cuda", 0)
-        if name in cls._FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
-        if name not in cls._VIEWS:
-            raise NotSimulated(name)
-        return on_device(func(*plain, **(kwargs or {})), device)
+    def _unset(self, num_bytes: int) -> torch.Tensor:
+        return self.memory.add(torch.full((num_bytes,), RUBBISH, dtype=torch.uint8))
+
+    def _block(self, pool: tuple[int, int], num_bytes: int) -> Block:
+        """Return the first block that nothing uses and that is large enough, or a new one."""
+        blocks = self._pools.setdefault(pool, [])
+        for block in blocks:
+            if block.tenant.expired() and len(block.memory) >= num_bytes:
+                self.counts[REUSED] += 1
+                return block
+        memory = self._unset(num_bytes)
+        blocks.append(Block(memory, StorageWeakRef(memory.untyped_storage())))
+        return blocks[-1]
+
+    def new_pool(self) -> tuple[int, int]:
+        """Return the handle of an empty pool."""
+        pool = (0, 1 + len(self._pools))
+        self._pools[pool] = []
+        return pool
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Return what each pool has taken, as torch's allocator tells it."""
+        return [
+            {"segment_pool_id": pool, "total_size": sum(len(block.memory) for block in blocks)}
+            for pool, blocks in self._pools.items()
+        ]
 
 
-def on_device(tensor: torch.Tensor, device: CudaDevice) -> DeviceTensor:
-    """Return a tensor of the host as memory of the device."""
-    found = tensor.as_subclass(DeviceTensor)
-    found.simulated = device
+def bare_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a storage in the same memory that does not own it."""
+    construct = torch._C._construct_storage_from_data_pointer
+    found: torch.UntypedStorage = construct(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
     return found
 
 
-@contextmanager
-def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
-    """Stand in for torch's streams, events and pinned memory."""
-    device, empty = CudaDevice(order, seed), torch.empty
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same elements that does not own them."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    storage = bare_storage(tensor.untyped_storage())
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def rubbish(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        if pin_memory:
-            tensor.view(torch.uint8).fill_(RUBBISH)
-        return tensor
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", rubbish)
-        patch.setattr(torch.cuda, "Stream", lambda _=None: Stream(device))
-        patch.setattr(torch.cuda, "Event", lambda: Event(device))
-        patch.setattr(torch.cuda, "stream", device.stream)
-        yield device
+def refuse(name: str) -> NoReturn:
+    """Raise that something is not modelled."""
+    raise NotSimulated(name)
