@@ -110,7 +110,7 @@ class Pool:
         await self._connect()
         self._spawn(self._receive_ends())
         self._spawn(self._watch_group())
-        await self._serve()
+        self._serve()
 
     async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
         """Submit a request and return its finish reason when its engine is done with it.
@@ -232,7 +232,7 @@ class Pool:
             await self._connect()
             self._router = LeaderRouter(self._pool.routing, len(self._leaders))
             log.warning("%s pool: serves again, epoch %d", self._pool.name, self._group.epoch)
-            await self._serve()
+            self._serve()
             num_failures = 0
             reason = await self._group.wait_for_end()
 
@@ -247,10 +247,10 @@ class Pool:
         else:
             self._is_ready.clear()
 
-    async def _serve(self) -> None:
-        """Enter the ready state."""
+    def _serve(self) -> None:
+        """Enter the ready state. Nothing here waits for Ray, which may be slow just then."""
         self._enter("ready")
-        await asyncio.to_thread(self._failed_starts.recover, self._pool.name)
+        self._spawn(asyncio.to_thread(self._failed_starts.recover, self._pool.name))
 
     async def _refuse_what_fails(self) -> None:
         """Raise RankDied if the replica in whose place this one is found that none can start."""

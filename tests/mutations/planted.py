@@ -73,11 +73,14 @@ MUTATIONS = (
         "Penalties count tokens before those that the host did not know are in place (T04).",
         "cluster/rank/inputs.py",
         {
-            "        self._fill_pending(plan, rows, input_ids)\n": "",
-            "self._rules.count(rows, plan.num_new, positions, input_ids)\n": (
-                "self._rules.count(rows, plan.num_new, positions, input_ids)\n"
-                "        self._fill_pending(plan, rows, input_ids)\n"
+            "        if pending is not None:\n": (
+                "        if counted is not None:\n"
+                "            self._rules.count(counted, batch.input_ids)\n"
+                "        if pending is not None:\n"
             ),
+            "        if counted is not None:\n"
+            "            self._rules.count(counted, batch.input_ids)\n"
+            "        return batch\n": "        return batch\n",
         },
         (AHEAD,),
     ),

@@ -44,6 +44,7 @@ class SimGroup(RankGroup):
         self._watchdog_s = WATCHDOG_S
         self._is_stopping = False
         self.is_named_by_watchdog = False
+        self.verdict = ""
         self.inboxes = []
         self._parallel = ParallelConfig(shape.tp_size, shape.dp_size)
         self.places = [

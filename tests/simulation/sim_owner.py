@@ -18,6 +18,7 @@ import ray
 from sim_rank import SimLeader, SimRank
 from sim_schedule import Shape
 
+from cluster.actors.failed_starts import FailedStart
 from cluster.actors.rank_group import RankGroup
 from cluster.credentials import Credentials
 from cluster.messages import Abort, EngineOutput, encode
@@ -161,13 +162,14 @@ class SimPool(Pool):
         self._router = LeaderRouter(routing, shape.dp_size)
         self._group = self._new_group(0)
         self._board = _Board()  # type: ignore[assignment]
+        self._failed_starts = _FailedStarts()  # type: ignore[assignment]
 
     async def start(self) -> None:
         """Do what the real constructor does."""
         await self._group.start()
         await self._connect()
         self._spawn(self._watch_group())
-        self._enter("ready")
+        self._serve()
 
     async def shut_down(self) -> None:
         """Do what Serve does when a replica goes."""
@@ -227,4 +229,12 @@ class _PoolConfig:
 
 class _Board:
     def remove(self, pool: str, replica_id: str) -> None:
+        """Nobody asks."""
+
+
+class _FailedStarts:
+    def recover(self, pool: str) -> None:
+        """Nothing was noted."""
+
+    def note(self, pool: str, failed: FailedStart) -> None:
         """Nobody asks."""
