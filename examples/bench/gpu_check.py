@@ -51,6 +51,7 @@ BEGAN = time.monotonic()
 """The deadline counts from here. This process does not import torch, so it starts at once."""
 KERNELS, MODELS, ENGINE = "gpu_check_kernels", "gpu_check_models", "gpu_check_engine"
 GROUPS, GRAPHS, TESTS = "gpu_check_groups", "gpu_check_graphs", "gpu_check_tests"
+STARTS, MODES = "gpu_check_starts", "gpu_check_modes"
 
 RUNS: dict[str, dict[str, tuple[str, float]]] = {
     "kernels": {
@@ -74,11 +75,14 @@ RUNS: dict[str, dict[str, tuple[str, float]]] = {
         "sealed": (ENGINE, 120.0),
         "collectives": (GROUPS, 90.0),
         "sizing": (GRAPHS, 240.0),
+        "restart": (STARTS, 240.0),
+        "sizing-moe": (GRAPHS, 240.0),
         "runner": (MODELS, 180.0),
     },
     "graphs": {
         "machine": (KERNELS, 180.0),
         "graphs-3-FULL_AND_PIECEWISE-shared-bfloat16": (GRAPHS, 240.0),
+        "modes": (MODES, 240.0),
         "graphs-0-FULL_DECODE_ONLY-shared": (GRAPHS, 120.0),
         "graphs-3-FULL_AND_PIECEWISE-shared": (GRAPHS, 240.0),
         "graphs-0-NONE-shared": (GRAPHS, 120.0),

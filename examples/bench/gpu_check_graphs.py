@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_check_models import BLOCK_SIZE, save_random_checkpoint
+from gpu_check_models import BLOCK_SIZE, save_random_checkpoint, save_random_moe
 from gpu_check_rows import Row, Setting, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -50,8 +50,11 @@ def part_graphs(
         yield timed(at, runner, title)
 
 
-def part_sizing(at: Setting) -> Iterator[Row]:
-    """The share of memory that is taken after start and the largest step, by default settings."""
+def part_sizing(at: Setting, kind: str = "dense") -> Iterator[Row]:
+    """The share of memory that is taken after start and the largest step, by default settings.
+
+    kind: "moe" for a model whose layers have experts.
+    """
     most, limit = at.pick(8192, 256), at.pick(4096, 512)
     cache = (
         CacheConfig(BLOCK_SIZE)
@@ -59,7 +62,8 @@ def part_sizing(at: Setting) -> Iterator[Row]:
         else CacheConfig(BLOCK_SIZE, kv_memory_bytes=1 << 24)
     )
     with tempfile.TemporaryDirectory() as name:
-        save_random_checkpoint(at, Path(name))
+        save = save_random_moe if kind == "moe" else save_random_checkpoint
+        save(at, Path(name))
         gc.collect()
         if at.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -80,12 +84,12 @@ def part_sizing(at: Setting) -> Iterator[Row]:
     if at.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(at.device)
         wanted, taken = cache.gpu_memory_utilization, 1 - free / total
-        yield Row("share of memory", error=abs(taken - wanted), limit=0.05, note=note)
+        yield Row(f"share of memory, {kind}", error=abs(taken - wanted), limit=0.05, note=note)
     else:
         taken = (runner.num_blocks + 1) * runner.kv_spec.block_bytes
         error = abs(taken / cache.kv_memory_bytes - 1)
         limit_ = runner.kv_spec.block_bytes / cache.kv_memory_bytes
-        yield Row("share of KV memory", error=error, limit=limit_, note=note)
+        yield Row(f"share of KV memory, {kind}", error=error, limit=limit_, note=note)
 
 
 def run_sizes(runner: ModelRunner) -> list[torch.Tensor]:
@@ -128,17 +132,20 @@ def compilation(
 
 def make_runner(at: Setting, path: str, compilation: CompilationConfig, dtype: str) -> ModelRunner:
     """Return a runner for as many sequences as the largest of `SIZES`."""
+    return ModelRunner(make_config(at, path, compilation, dtype))
+
+
+def make_config(at: Setting, path: str, compilation: CompilationConfig, dtype: str) -> EngineConfig:
+    """Return a configuration for as many sequences as the largest of `SIZES`."""
     most = SIZES[-1]
-    return ModelRunner(
-        EngineConfig(
-            model_path=path,
-            max_model_len=COLUMNS * BLOCK_SIZE,
-            device=at.device.type,
-            dtype=dtype,
-            cache=CacheConfig(BLOCK_SIZE, num_kv_blocks=most * COLUMNS),
-            scheduler=SchedulerConfig(most, most * PROMPT),
-            compilation=compilation,
-        )
+    return EngineConfig(
+        model_path=path,
+        max_model_len=COLUMNS * BLOCK_SIZE,
+        device=at.device.type,
+        dtype=dtype,
+        cache=CacheConfig(BLOCK_SIZE, num_kv_blocks=most * COLUMNS),
+        scheduler=SchedulerConfig(most, most * PROMPT),
+        compilation=compilation,
     )
 
 

@@ -51,6 +51,45 @@ def save_random_checkpoint(at: Setting, folder: Path) -> Any:
     return reference.to(at.device)
 
 
+def save_random_moe(at: Setting, folder: Path) -> None:
+    """Write a random checkpoint in bfloat16 whose layers have experts."""
+    import transformers
+
+    torch.manual_seed(0)
+    experts = {
+        "num_experts": at.pick(64, 4),
+        "num_experts_per_tok": at.pick(8, 2),
+        "moe_intermediate_size": at.pick(768, 64),
+        "head_dim": at.pick(64, 32),
+    }
+    config = transformers.Qwen3MoeConfig(**checkpoint_config(at), **experts, eos_token_id=None)
+    with at.device:
+        model = transformers.Qwen3MoeForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def save_random_qwen3(at: Setting, folder: Path) -> None:
+    """Write a random checkpoint in bfloat16, of the shape of Qwen3-0.6B where there is room."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=at.pick(1024, 128),
+        intermediate_size=at.pick(3072, 256),
+        num_hidden_layers=at.pick(28, 2),
+        num_attention_heads=at.pick(16, 4),
+        num_key_value_heads=at.pick(8, 2),
+        head_dim=at.pick(128, 32),
+        vocab_size=at.pick(151936, 512),
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    with at.device:
+        model = transformers.Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
 @dataclass
 class Session:
     """A model over a paged cache, with one row of the block table per sequence."""

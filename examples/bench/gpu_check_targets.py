@@ -126,7 +126,33 @@ TARGETS = (
     Target("collectives", "all_gather of one rank", RIGHT, features=("K08",)),
     Target("collectives", "gather of one rank", RIGHT, features=("P10",)),
     Target("sizing", "share of ", RIGHT, features=("C10",)),
+    Target("sizing-moe", "share of ", RIGHT, features=("C10",)),
+    Target("restart", "compilations and builds, second start", RIGHT, features=("G05",)),
+    Target("restart", "tokens, second start against first", RIGHT, features=("G05",)),
+    Target(
+        "restart",
+        "seconds, second start",
+        SAVING,
+        1.5,
+        ("G05",),
+        against="seconds, first start",
+    ),
     # Graphs.
+    Target(
+        "modes",
+        "decode step, 0.6B FULL: 1",
+        SPEEDUP,
+        1.9,
+        ("B05",),
+        against="decode step, 0.6B PIECEWISE: 1",
+    ),
+    Target(
+        "modes",
+        "prompt step, 0.6B PIECEWISE: 100",
+        SPEEDUP,
+        features=("N01",),
+        against="prompt step, 0.6B eager: 100",
+    ),
     Target("graphs-3-PIECEWISE-shared", f"{_STATES} 3 PIECEWISE shared", RIGHT, features=("B02",)),
     Target("graphs-0-FULL-shared", f"{_STATES} 0 FULL shared", RIGHT, features=("B03", "B08")),
     Target(
