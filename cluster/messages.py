@@ -25,16 +25,20 @@ from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 PROTOCOL_VERSION = 10
 
 MAX_TEMPERATURE = 1e6
-"""Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
-MAX_PENALTY = 2.0
+"""Far above what draws uniformly, and far below what float32 takes for infinity."""
+MAX_PENALTY = 2
+"""OpenAI's bound on presence and frequency penalty, either way."""
 MAX_REPETITION = 1e3
-"""Logits multiplied or divided by this much are still finite."""
-MAX_BIAS = 100.0
+"""Bound on `repetition_penalty`, and the inverse of its lower one: logits times or divided by it
+are still finite."""
+MAX_BIAS = 100
+"""OpenAI's bound on one bias; it decides for or against a token."""
 MAX_BIASES = 1024
+"""Tokens in `logit_bias`, about three times what OpenAI takes; each is sent to every rank."""
 MAX_STOP_IDS = 512
 """256 of a request's own, and the model's end tokens."""
 MAX_LOGPROBS = 20
-"""More candidates per token are more bytes than text."""
+"""Candidates for each token: OpenAI's and vLLM's default. More are more bytes than the text."""
 MAX_GRAMMAR_CHARS = 1 << 18
 """Of a grammar as engines take it: four times what a request may bring, since JSON in JSON has
 escapes."""
@@ -44,6 +48,7 @@ SALT_BYTES = 16
 MAX_PID = 1 << 22
 """Linux has no higher process ids."""
 MAX_FD = 1 << 20
+"""Linux gives a process no higher file descriptor unless `fs.nr_open` is raised."""
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]

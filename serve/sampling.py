@@ -16,7 +16,17 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from cluster.messages import Grammar, LogitRules, Sampling
+from cluster.messages import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_TEMPERATURE,
+    Grammar,
+    LogitRules,
+    Sampling,
+)
 from serve.parameters import ParameterError
 from serve.structured import StructuredOutputsParams
 
@@ -26,24 +36,11 @@ MAX_STOP_CHARS = 256
 """Characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
 """Tokens in `stop_token_ids`; each is compared with every token."""
-MAX_BIASES = 1024
-"""Tokens in `logit_bias`, about three times what OpenAI takes; each is sent to every rank."""
-MAX_LOGPROBS = 20
-"""Candidates for each token: OpenAI's and vLLM's default. More are more bytes than the text."""
 MAX_CHOICES = 128
 """OpenAI's bound on `n`; each choice is a sequence of its own."""
 DEFAULT_MAX_TOKENS = 16
 """Output tokens of a completion without `max_tokens`, as OpenAI and vLLM have it; fewer where the
 prompt leaves less room."""
-MAX_BIAS = 100
-"""OpenAI's bound on one bias; it decides for or against a token."""
-MAX_TEMPERATURE = 1e6
-"""Far above what draws uniformly, and far below what float32 takes for infinity."""
-MAX_REPETITION = 1e3
-"""Bound on `repetition_penalty`, and the inverse of its lower one: logits times or divided by it
-are still finite."""
-MAX_PENALTY = 2
-"""OpenAI's bound on presence and frequency penalty, either way."""
 _SEED_MASK = 2**64 - 1
 
 
