@@ -202,9 +202,7 @@ class CudaDevice:
     """Streams, and the memory that their work reads and writes."""
 
     def __init__(self, order: Order, seed: int = 0) -> None:
-        self._order = order
-        self._random = random.Random(seed)
-        self._run_share = self._random.choice(RUN_SHARES)
+        self.reorder(order, seed)
         self.streams: list[Stream] = []
         self.counts: Counter[str] = Counter()
         self.default = self.current = Stream(self)
@@ -214,6 +212,12 @@ class CudaDevice:
         self._pools: dict[tuple[int, int], list[Block]] = {}
 
     # --- order ---
+
+    def reorder(self, order: Order, seed: int = 0) -> None:
+        """Let work that is put in from now on run in another order."""
+        self._order = order
+        self._random = random.Random(seed)
+        self._run_share = self._random.choice(RUN_SHARES)
 
     def let_run(self) -> None:
         """Run what the order lets run now."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -70,6 +71,8 @@ class Ops(TorchDispatchMode):
         self._device = device
         self.makes_device_memory = False
         """The op is called by a function that was given the device."""
+        self._metas: dict[Any, Any] = {}
+        """What ops return for arguments of these layouts: working it out takes longer than they."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -80,8 +83,7 @@ class Ops(TorchDispatchMode):
         on_device = [tensor for tensor in tensors if self._device.holds(tensor)]
         if not on_device and not self.makes_device_memory:
             return func(*args, **kwargs)
-        key = "CompositeImplicitAutograd"
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        if _is_composite(func):
             with self:  # such ops arrive whole in inference mode
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -128,14 +130,10 @@ class Ops(TorchDispatchMode):
 
     def _functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Put in an op whose results are new."""
-        with unseen():
-            meta_args, meta_kwargs = pytree.tree_map(_as_meta, (args, kwargs))
-            if "device" in meta_kwargs or self.makes_device_memory:
-                meta_kwargs["device"] = torch.device("meta")
-            try:
-                metas = func(*meta_args, **meta_kwargs)
-            except (NotImplementedError, RuntimeError) as error:
-                refuse(f"{func.name()}: {error}")
+        layouts = (func, self.makes_device_memory, _layout((args, kwargs)))
+        if layouts not in self._metas:
+            self._metas[layouts] = self._meta(func, args, kwargs)
+        metas = self._metas[layouts]
         is_one = isinstance(metas, torch.Tensor)
         with unseen():
             outs = [self._device.allocate(meta) for meta in ([metas] if is_one else metas)]
@@ -144,6 +142,17 @@ class Ops(TorchDispatchMode):
         else:
             self.put(func, args, kwargs, outs)
         return outs[0] if is_one else type(metas)(outs)
+
+    def _meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what an op returns, as meta tensors."""
+        with unseen():
+            args, kwargs = pytree.tree_map(_as_meta, (args, kwargs))
+            if "device" in kwargs or self.makes_device_memory:
+                kwargs["device"] = torch.device("meta")
+            try:
+                return func(*args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                refuse(f"{func.name()}: {error}")
 
     def _unset(self, outs: list[torch.Tensor]) -> None:
         """Let each replay find rubbish in memory that its graph does not write."""
@@ -205,6 +214,23 @@ class Ops(TorchDispatchMode):
         if is_from != is_to and not non_blocking:
             device.read("a copy")
         return target
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _layout(value: Any) -> Any:
+    """Return what the layout of an op's results depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_layout, value))
+    if isinstance(value, dict):
+        return tuple((name, _layout(each)) for name, each in value.items())
+    return type(value), value
 
 
 def _as_meta(value: Any) -> Any:

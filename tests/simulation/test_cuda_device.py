@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from cuda_bugs import BUGS
 from cuda_device import (
-    EVENT_WAITS,
-    PAGEABLE,
     RUBBISH,
     STREAM_WAITS,
     CudaDevice,
@@ -17,18 +18,13 @@ from cuda_device import (
     Stream,
 )
 from cuda_torch import simulated
-from cuda_work import Outcome, run_on_cpu, run_on_device
+from cuda_work import Case, Oracle, checkpoint, drawn_cases, found_by, serve, start, trace
 
 from cluster.kv.transport.store import BlockStore
 
 ORDERS: list[tuple[Order, int]] = [("late", 0), ("eager", 0), *(("random", i) for i in range(10))]
-RUNS: list[tuple[str, Order, int]] = [
-    ("eager-plain", "late", 0),
-    ("eager-overlapped", "late", 0),
-    ("eager-overlapped", "random", 0),
-    ("full-overlapped", "late", 0),
-    ("pieces-overlapped", "late", 0),
-]
+SEED = 0
+NUM_RANDOM_ORDERS = 10
 
 
 @pytest.fixture(params=ORDERS, ids=str)
@@ -41,7 +37,6 @@ def hand_over() -> tuple[list[bytes], torch.Tensor]:
     """Read blocks of one pool and write them into another; return what was read and written."""
     source = torch.arange(6 * 4, dtype=torch.uint8).view(6, 4).to("cuda")
     target = torch.full((6, 4), RUBBISH, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
     read = BlockStore(source).gather([5, 1, 2])
     found = [bytes(block) for block in read]
     BlockStore(target).scatter([1, 4, 3], read)
@@ -75,17 +70,37 @@ def test_what_is_not_modelled_raises_by_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> Outcome:
-    return run_on_cpu()
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize(("configuration", "order", "seed"), RUNS)
-def test_the_engine_gives_the_tokens_of_the_cpu_and_waits_once_a_step(
-    wanted: Outcome, configuration: str, order: Order, seed: int
+@pytest.mark.feature("C06", "D03", "D06", "P06", "T04", "X04")
+@pytest.mark.parametrize("case", drawn_cases(SEED), ids=str)
+def test_tokens_are_those_of_the_cpu_and_a_step_copies_three_times_and_waits_once(
+    oracle: Oracle, case: Case
 ) -> None:
-    found = run_on_device(configuration, order, seed)
-    assert found.token_ids == wanted.token_ids
-    assert found.counts is not None
-    waits = {what: n for what, n in found.counts.items() if "wait" in what or "hidden" in what}
-    assert waits == {EVENT_WAITS: found.num_steps}
-    assert not found.counts[PAGEABLE]
+    orders: list[tuple[Order, int]] = [("late", SEED), ("eager", SEED + 1)]
+    orders += [("random", SEED + 2 + i) for i in range(NUM_RANDOM_ORDERS)]
+    found = dict(zip(orders, serve(case, oracle, orders), strict=True))
+    assert found == {order: [] for order in orders}
+
+
+@pytest.fixture(scope="module")
+def unplanted(oracle: Oracle) -> Callable[[Case], list[str]]:
+    return cache(lambda case: found_by(case, oracle, ("late", SEED)))
+
+
+@pytest.mark.feature("X04")
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found_and_a_cpu_does_not_show_it(
+    oracle: Oracle, unplanted: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    bug = BUGS[name]
+    assert unplanted(bug.case) == []
+    wanted = oracle.tokens(bug.case.family, SEED)
+    bug.plant(monkeypatch)
+    on_cpu = start(bug.case, checkpoint(oracle.root, bug.case.family), "cpu")
+    assert on_cpu.generate(trace(SEED)) == wanted
+    on_cpu.close()
+    found = found_by(bug.case, oracle, ("late", SEED))
+    assert any(bug.found in each for each in found), found

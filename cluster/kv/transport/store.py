@@ -21,10 +21,15 @@ class BlockStore:
     """
 
     def __init__(self, pool: torch.Tensor) -> None:
+        """Take a pool, on the thread that allocated it."""
         self._rows = pool.reshape(pool.shape[0], -1).view(torch.uint8)
         self.block_bytes = self._rows.shape[1]
         self.is_on_host = pool.device.type == "cpu"
-        self._stream = None if self.is_on_host else torch.cuda.Stream(pool.device)
+        self._stream: torch.cuda.Stream | None = None
+        if not self.is_on_host:
+            self._stream = torch.cuda.Stream(pool.device)
+            # The zeros of a new pool would overwrite what is copied into it before they come.
+            self._stream.wait_stream(torch.cuda.current_stream(pool.device))
 
     @classmethod
     def of_memory(cls, memory: memoryview, block_bytes: int) -> BlockStore:

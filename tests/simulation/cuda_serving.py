@@ -1,0 +1,350 @@
+"""One engine, or a prefill and a decode engine, with what their plans call for.
+
+On the simulated device each engine of a pair computes on a stream of its own, as two processes
+would, and KV crosses by way of both block stores. Real are engines, tickets and reads; instead of
+two threads and their sockets, calls are answered between steps, in an order that the seed chooses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from cluster.config import EngineConfig, Role
+from cluster.engine.engine import Engine
+from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
+from cluster.kv.reads import KVPulls
+from cluster.kv.transport.store import BlockStore
+from cluster.messages import (
+    Admission,
+    EngineOutput,
+    GenerateRequest,
+    KVAnswer,
+    KVCall,
+    KVHandoff,
+    KVRead,
+    KVRelease,
+    KVRenew,
+    KVSource,
+    RankProcess,
+    StepPlan,
+    Submit,
+)
+from cluster.rank.leader import assemble_engine
+from cluster.rank.runner import ModelRunner
+from serve.config import engine_config
+from serve.llm import LLM
+from serve.sampling import Resolver, SamplingParams
+
+COPIES_PER_STEP = 3
+"""To the device: token ids, positions, and everything else that a step fills anew."""
+SAMPLED_COPIES = 1
+"""One more where other rows are sampled than in the step before, or a sequence has come."""
+EVENT_WAITS_PER_STEP = 1
+LEASE_S = 30.0
+"""Of a clock that stands still."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Called:
+    """What was called for since the start."""
+
+    num_steps: int = 0
+    num_copies: int = 0
+    """Of pinned memory to the device."""
+    num_transfers: int = 0
+    """Times that a KV store copied blocks, in either direction."""
+
+    def __add__(self, other: Called) -> Called:
+        return Called(
+            self.num_steps + other.num_steps,
+            self.num_copies + other.num_copies,
+            self.num_transfers + other.num_transfers,
+        )
+
+    def __sub__(self, other: Called) -> Called:
+        return Called(
+            self.num_steps - other.num_steps,
+            self.num_copies - other.num_copies,
+            self.num_transfers - other.num_transfers,
+        )
+
+
+class Serving(Protocol):
+    """What serves a trace."""
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return each request's tokens."""
+
+    def called(self) -> Called:
+        """Return what was called for since the start."""
+
+    def close(self) -> None:
+        """Let go of graphs."""
+
+
+class Watched:
+    """Counts what the plans call for that a runner launches from now on."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.called = Called()
+        self._sampled: list[int] | None = None
+        """The rows whose parameters are on the device."""
+        launch = runner.launch
+
+        def watched(plan: StepPlan, *rest: Any) -> Any:
+            self.called += Called(1, self._num_copies(plan))
+            return launch(plan, *rest)
+
+        runner.launch = watched  # type: ignore[method-assign]
+
+    def _num_copies(self, plan: StepPlan) -> int:
+        num_copies = COPIES_PER_STEP + sum(map(_num_rule_copies, plan.admitted))
+        if plan.admitted:
+            self._sampled = None
+        rows = [row for row, i in zip(plan.rows, plan.output_index, strict=True) if i >= 0]
+        if not rows or rows == self._sampled:
+            return num_copies
+        self._sampled = rows
+        return num_copies + SAMPLED_COPIES
+
+
+def _num_rule_copies(admission: Admission) -> int:
+    """Return what a row's own rules copy once: bias as ids and values, and tokens to count."""
+    if admission.rules is None:
+        return 0
+    return 2 * bool(admission.rules.rules.biases) + bool(admission.rules.computed_token_ids)
+
+
+class Single:
+    """One engine: `LLM`."""
+
+    def __init__(self, model: Path, device: str, options: dict[str, Any]) -> None:
+        self._llm = LLM(model, device=device, **options)
+        self._watched = Watched(self._llm.runner)
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return each request's tokens."""
+        prompts = [request.prompt for request in requests]
+        outputs = self._llm.generate(prompts, [request.params for request in requests])
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def called(self) -> Called:
+        """Return what was called for since the start."""
+        return self._watched.called
+
+    def close(self) -> None:
+        """Let go of graphs."""
+        self._llm.runner.close()
+
+
+# --- two engines ----------------------------------------------------------------------------------
+
+_SOURCE = KVSource(0, "boot", 1, -1, "tcp://prefill", RankProcess(0, "prefill"))
+
+
+class Handover:
+    """A decode engine's `KVReader`, what its reads need of the world, and the holder's answers."""
+
+    def __init__(self, source: BlockStore, target: BlockStore) -> None:
+        self.called = Called()
+        self.holder = KVHolder(LEASE_S, _no_time)
+        self._source, self._target = source, target
+        block_bytes = self._target.block_bytes
+        self._pulls = KVPulls(self, tp_rank=0, block_bytes=block_bytes, clock=_no_time)
+        self._todo: deque[Callable[[], None]] = deque()
+
+    def run_one(self) -> None:
+        """Do what a thread would have done next."""
+        if self._todo:
+            self._todo.popleft()()
+
+    # --- the scheduler's side ---
+
+    def expect(self, request_id: str, handoff: KVHandoff) -> None:
+        """Keep the ticket's lease alive until the read starts or is cancelled."""
+        self._todo.append(lambda: self._pulls.expect(request_id, handoff))
+
+    def start(
+        self,
+        request_id: str,
+        handoff: KVHandoff,
+        source_indices: list[int],
+        dst_blocks: list[int],
+    ) -> None:
+        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
+        self._todo.append(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop and release; a read that was started still reports."""
+        self._todo.append(lambda: self._pulls.cancel(request_id))
+
+    def take_finished(self) -> list[KVReadResult]:
+        """Return the reads that ended since the last call."""
+        return self._pulls.take_finished()
+
+    # --- what the reads need of the world ---
+
+    def send(self, source: KVSource, call: KVCall) -> None:
+        """Send a call."""
+        self._todo.append(lambda: self._answer(call))
+
+    def _answer(self, call: KVCall) -> None:
+        blocks: list[memoryview] = []
+        match call:
+            case KVRead():
+                alive = self.holder.covers(call.ticket, call.block_ids, call.generations)
+                assert alive, f"ticket {call.ticket}: wanted it alive"
+                blocks = self._source.gather(call.block_ids)
+                self.called += Called(num_transfers=1)
+            case KVRenew():
+                alive = self.holder.renew(call.ticket)
+            case KVRelease():
+                alive = self.holder.release(call.ticket, call.num_blocks_read)
+        # As it leaves the sender: what is written into its memory later does not show.
+        sent = [memoryview(bytes(block)) for block in blocks]
+        answer = KVAnswer(call.ticket, type(call).__name__, alive)
+        self._todo.append(lambda: self._pulls.on_answer(_SOURCE, answer, sent))
+
+    def is_mapped(self, source: KVSource) -> bool:
+        """A GPU's KV is no host memory."""
+        return False
+
+    def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
+        """Refuse: nothing is mapped."""
+        raise OSError("wanted a mapped source")
+
+    def write(self, ids: list[int], blocks: list[memoryview]) -> None:
+        """Write the bytes of an answer into blocks of the decode engine."""
+        self._target.scatter(ids, blocks)
+        self.called += Called(num_copies=len(ids), num_transfers=1)
+
+    def forget(self, source: KVSource) -> None:
+        """Nothing is open."""
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+class _Side:
+    """One engine of a pair, and the stream that it computes on."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._stream = torch.cuda.Stream() if config.device == "cuda" else None
+        with self.computing():
+            self.runner = ModelRunner(config)
+            self.store = BlockStore(self.runner.kv_pool)
+        self.watched = Watched(self.runner)
+        self.engine: Engine
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute on the engine's stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def assemble(self, handover: Handover) -> None:
+        """Make the engine."""
+        spec = self.runner.kv_spec
+        metadata = HandoffMetadata([_SOURCE], spec.block_bytes, spec.layout, LEASE_S)
+        is_prefill = self.config.role is Role.PREFILL
+        self.engine = assemble_engine(
+            self.config,
+            self.runner,
+            holder=handover.holder if is_prefill else None,
+            metadata=metadata,
+            reader=None if is_prefill else handover,
+        )
+
+    def step(self) -> list[EngineOutput]:
+        """Run a step."""
+        with self.computing():
+            return self.engine.step()
+
+
+class Pair:
+    """A prefill and a decode engine."""
+
+    def __init__(self, model: Path, device: str, options: dict[str, Any]) -> None:
+        config = engine_config({"model": str(model), "device": device, **options})
+        self._prefill = _Side(replace(config, role=Role.PREFILL))
+        self._decode = _Side(replace(config, role=Role.DECODE))
+        self._sides = (self._prefill, self._decode)
+        self._handover = Handover(self._prefill.store, self._decode.store)
+        for side in self._sides:
+            side.assemble(self._handover)
+        self._random = random.Random(0)
+        self._num_requests = 0
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return each request's tokens."""
+        asked = [self._message(request) for request in requests]
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
+        self._random.seed(str(requests))
+        for request in asked:
+            self._prefill.engine.submit(Submit(request, None))
+        by_id = {request.request_id: request for request in asked}
+        while any(side.engine.has_unfinished for side in self._sides):
+            for side in self._sides:
+                for output in side.step():
+                    assert not output.error, output.error
+                    tokens[output.request_id] += output.token_ids
+                    if output.handoff is not None:
+                        self._resume(by_id[output.request_id], output)
+            for _ in range(self._random.randint(0, 3)):
+                self._handover.run_one()
+        return list(tokens.values())
+
+    def _resume(self, request: GenerateRequest, output: EngineOutput) -> None:
+        resumed = GenerateRequest(
+            request.request_id,
+            request.prompt_token_ids,
+            output.token_ids,
+            request.sampling,
+            request.reply_to,
+            request.cache_salt,
+        )
+        self._decode.engine.submit(Submit(resumed, output.handoff))
+
+    def _message(self, request: Request) -> GenerateRequest:
+        config = self._prefill.config
+        resolver = Resolver(
+            request.params,
+            max_model_len=config.max_model_len,
+            vocab_size=self._prefill.runner.model_config.vocab_size,
+            eos_token_ids=(),
+            grammar_text=str,
+        )
+        self._num_requests += 1
+        [sampling] = resolver.choices(len(request.prompt))
+        name = str(self._num_requests)
+        return GenerateRequest(name, request.prompt, [], sampling, "", b"")
+
+    def called(self) -> Called:
+        """Return what was called for since the start."""
+        return sum((side.watched.called for side in self._sides), self._handover.called)
+
+    def close(self) -> None:
+        """Let go of graphs."""
+        for side in self._sides:
+            side.runner.close()
