@@ -18,14 +18,16 @@ from pathlib import Path
 
 import ray
 from ray import serve as ray_serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 INGRESS = "Ingress"
 """The deployment that takes requests, in every application."""
 POLL_PERIOD_S = 0.2
 """How often ingresses are asked how much still runs."""
-CALL_TIMEOUT_S = 5.0
-"""How long an ingress may take to say so."""
+CALL_TIMEOUT_S = 30.0
+"""How long an ingress may take to say so. The first call of a handle looks for its replicas, which
+takes seconds on a busy machine."""
 
 
 def drain_at_exit(timeout_s: float) -> None:
@@ -48,8 +50,16 @@ def drain(timeout_s: float) -> None:
     if not (ray.is_initialized() and has_started_cluster()):
         return
     signal.alarm(0)  # with which Ray would abort a process 3 s after its SIGTERM
+    try:
+        _wait_for(_ingresses(), timeout_s)
+    except (TimeoutError, RayError) as error:
+        why = str(error).strip().partition("\n")[0]
+        _say(f"draining: an ingress did not say what it answers, which is cut off: {why}")
+
+
+def _wait_for(ingresses: list[DeploymentHandle], timeout_s: float) -> None:
+    """Wait until ingresses answer nothing more, but not for longer than this."""
     deadline = time.monotonic() + timeout_s
-    ingresses = _ingresses()
     if num_running := _num_running(ingresses):
         _say(f"draining: {num_running} running, at most {timeout_s:g} s")
     while num_running:

@@ -21,7 +21,9 @@ from urllib.request import Request, urlopen
 
 import psutil
 import pytest
+import ray
 
+from serve import draining
 from serve.draining import drain, drain_at_exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +68,7 @@ def run(
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()
+            process.wait()  # or the next test finds it unwaited for
 
 
 def get(url: str) -> tuple[int, dict[str, Any]]:
@@ -145,6 +148,35 @@ def test_a_hangup_ends_the_process_in_order_unless_it_is_ignored(is_ignored: boo
     finally:
         atexit.unregister(drain)
         signal.signal(signal.SIGHUP, before)
+
+
+class SilentIngress:
+    """The handle of an ingress whose calls end in an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.drain = self
+        self._error = error
+
+    def remote(self) -> SilentIngress:
+        return self
+
+    def result(self, timeout_s: float) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError("no answer"), ray.exceptions.ActorDiedError()], ids=["hangs", "died"]
+)
+def test_an_ingress_that_does_not_answer_is_one_line_and_no_trace(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(draining, "_ingresses", lambda: [SilentIngress(error)])
+    monkeypatch.setattr(draining, "has_started_cluster", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    drain(60)
+    said = capsys.readouterr().err
+    assert said.startswith("draining: an ingress did not say what it answers, which is cut off: ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.ray
