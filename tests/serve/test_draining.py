@@ -42,6 +42,8 @@ def run(
 ) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], str, Path]]]:
     """Return a function that starts an application on a cluster of its own."""
     started: list[subprocess.Popen[bytes]] = []
+    # Where the tests run under `nohup` it is ignored, and so it would be in what they start.
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
         port = new_port()
@@ -69,6 +71,7 @@ def run(
                 child.kill()
             process.kill()
             process.wait()  # or the next test finds it unwaited for
+    signal.signal(signal.SIGHUP, hangup)
 
 
 def get(url: str) -> tuple[int, dict[str, Any]]:
