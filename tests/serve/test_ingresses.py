@@ -241,8 +241,7 @@ def one_is_killed(
     assert len(before) == 2
     with slow_steps("ingresses", slow):
         asked = [threads.submit(ask, app.url, PROMPTS[i % len(PROMPTS)]) for i in range(16)]
-        wait_until(lambda: sum(each["num_live"] for each in ingresses(app)) == 16, app)
-        struck = ingresses(app)[place]
+        struck = when_all_live(app, 16)[place]
         os.kill(struck["pid"], signal.SIGKILL)
         broken = wait_for_broken(asked, struck["num_live"])
         again = [threads.submit(ask, app.url, each.prompt) for each in broken]
@@ -255,6 +254,22 @@ def one_is_killed(
     assert_right([each.result() for each in again], answers)
     wait_until(lambda: is_replaced(app, struck["id"]), app)
     return broken
+
+
+def when_all_live(app: Any, num: int) -> list[dict[str, Any]]:
+    """Return the ingresses once they have so many streams, as one look found them.
+
+    Each knows its own number, and that of the other as it was a moment ago: another look may be
+    answered by the other one.
+    """
+    looks: list[list[dict[str, Any]]] = []
+
+    def have_all() -> bool:
+        looks.append(ingresses(app))
+        return sum(each["num_live"] for each in looks[-1]) == num
+
+    wait_until(have_all, app)
+    return looks[-1]
 
 
 def is_replaced(app: Any, struck: str) -> bool:
