@@ -279,7 +279,7 @@ class FinishReason(enum.StrEnum):
     """The replica or its ranks ended before the stage did."""
 
 
-class EngineOutput(Wire, frozen=True):
+class EngineOutput(Wire, frozen=True, kw_only=True):
     """What one step produced for one request."""
 
     request_id: str
@@ -301,6 +301,31 @@ class EngineOutput(Wire, frozen=True):
     queued_us: Count
     """Beside an engine's first output token: microseconds from the request's arrival until it got a
     row. 0 with all others."""
+
+    @classmethod
+    def ended(
+        cls,
+        request_id: str,
+        reason: FinishReason,
+        error: str = "",
+        *,
+        position: int = 0,
+        num_cached_tokens: int = 0,
+    ) -> EngineOutput:
+        """Return the last output of a request that ends without a token."""
+        return cls(
+            request_id=request_id,
+            position=position,
+            token_ids=[],
+            logprobs=[],
+            finish_reason=reason,
+            stop_token_id=-1,
+            num_cached_tokens=num_cached_tokens,
+            handoff=None,
+            error=error,
+            prompt_logprobs=[],
+            queued_us=0,
+        )
 
 
 class OutputFrame(Wire, frozen=True, tag=True):

@@ -202,28 +202,13 @@ class Sequence:
 
     def ended(self, reason: FinishReason, error: str) -> EngineOutput:
         """Return the last output of the request, if it ends without a token."""
-        num_cached = max(self.num_cached_tokens, 0)
-        position = self.num_output_tokens
-        return last_output(self.request_id, reason, error, position, num_cached)
-
-
-def last_output(
-    request_id: str, reason: FinishReason, error: str, position: int = 0, num_cached_tokens: int = 0
-) -> EngineOutput:
-    """Return the last output of a request that ends without a token."""
-    return EngineOutput(
-        request_id=request_id,
-        position=position,
-        token_ids=[],
-        logprobs=[],
-        finish_reason=reason,
-        stop_token_id=-1,
-        num_cached_tokens=num_cached_tokens,
-        handoff=None,
-        error=error,
-        prompt_logprobs=[],
-        queued_us=0,
-    )
+        return EngineOutput.ended(
+            self.request_id,
+            reason,
+            error,
+            position=self.num_output_tokens,
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+        )
 
 
 @dataclass(slots=True)
