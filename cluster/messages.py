@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 MAX_TEMPERATURE = 1e6
 """Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
@@ -419,8 +419,6 @@ class Vote(Wire, frozen=True, tag=True):
     num_seqs: int
     max_query_len: int
     """Tokens of the sequence that computes most."""
-    graph_allowed: bool
-    """False while this rank has a reason against replaying: then no rank replays."""
     has_work: bool
     draining: bool
     """The rank was told to end, and ends as soon as all were."""
@@ -507,7 +505,6 @@ class StepPlan(Wire, frozen=True):
             num_tokens=len(self.token_ids),
             num_seqs=len(self.rows),
             max_query_len=max(self.num_new, default=0),
-            graph_allowed=True,
             has_work=bool(self.rows),
             draining=draining,
             stage=stage,

@@ -5,7 +5,7 @@ run, and what all captured). Ranks that call it with equal arguments cannot part
 collective. This file imports no torch, because the ranks' agreement is computed with it
 (`cluster/engine/lockstep.py`).
 
-1. Any rank rules graphs out, or the mode of this kind of step is NONE: eager, for all.
+1. The mode of this kind of step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
 3. The mode is FULL and all sequences decode: pad the sequences to the next captured batch size.
 4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
@@ -93,7 +93,6 @@ def decide(
     num_seqs: int,
     query_len: int = 1,
     captured: CapturedGraphs,
-    is_graph_allowed: bool = True,
 ) -> ForwardMode:
     """Decide how all ranks run a step (after vLLM's dispatcher).
 
@@ -101,7 +100,6 @@ def decide(
         is_uniform_decode: on every rank each sequence decodes `query_len` tokens: one, or several
             if drafts are verified.
         num_tokens, num_seqs: the largest over the ranks.
-        is_graph_allowed: no rank has a reason against a graph.
 
     Raises:
         ValueError: a uniform decode step whose tokens are not sequences x query length.
@@ -113,7 +111,7 @@ def decide(
     graph_bs = num_seqs if is_uniform_decode else 0
     eager = ForwardMode(CUDAGraphMode.NONE, num_tokens, graph_bs, is_uniform_decode)
     mode = captured.mode.decode_mode() if is_uniform_decode else captured.mode.mixed_mode()
-    if not is_graph_allowed or num_tokens == 0 or mode is CUDAGraphMode.NONE:
+    if num_tokens == 0 or mode is CUDAGraphMode.NONE:
         return eager
     if mode is CUDAGraphMode.PIECEWISE:
         # Padding is no choice here: prompts have any length.

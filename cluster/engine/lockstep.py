@@ -50,7 +50,6 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
         num_seqs=max(vote.num_seqs for vote in votes),
         query_len=max(vote.max_query_len for vote in votes),
         captured=captured,
-        is_graph_allowed=all(vote.graph_allowed for vote in votes),
     )
     # Graphs need equal sizes, and so do steps in which all ranks decode; else each runs its own.
     if kind is StepKind.DECODE or forward.mode is not CUDAGraphMode.NONE:

@@ -133,9 +133,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     for _ in range(rounds // BLOCK):
         for _ in range(BLOCK):
             step += 1
-            vote = Vote(
-                0, step, StepKind.DECODE, 30 + rank, 30 + rank, 1, True, True, False, 0, False
-            )
+            vote = Vote(0, step, StepKind.DECODE, 30 + rank, 30 + rank, 1, True, False, 0, False)
             began = time.perf_counter()
             lockstep.agree(vote)
             agreed = time.perf_counter()

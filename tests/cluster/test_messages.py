@@ -410,6 +410,5 @@ def test_a_plan_votes_for_what_it_holds(num_new: list[int], num_decodes: int, ki
     assert (vote.epoch, vote.step, vote.kind) == (3, 8, kind)
     assert (vote.num_tokens, vote.num_seqs) == (sum(num_new), len(num_new))
     assert vote.max_query_len == max(num_new, default=0)
-    assert vote.graph_allowed
     assert vote.has_work is bool(num_new)
     assert vote.draining is False

@@ -443,14 +443,10 @@ MUTATIONS = (
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(
-        "one_rank_may_replay_alone",
-        "A rank that may not use a graph does not keep the others from it (P04).",
+        "graphs_hold_the_first_rank_alone",
+        "The votes of all ranks but the first for their number of tokens are dropped (P04).",
         "cluster/engine/lockstep.py",
-        {
-            "is_graph_allowed=all(vote.graph_allowed for vote in votes),": (
-                "is_graph_allowed=any(vote.graph_allowed for vote in votes),"
-            )
-        },
+        {"num_tokens=max(scheduled),": "num_tokens=scheduled[0],"},
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(

@@ -24,7 +24,6 @@ def vote(step: int, changeover: Changeover, **fields: Any) -> Vote:
     return Vote(
         epoch=0,
         step=step,
-        graph_allowed=True,
         stage=changeover.stage,
         can_advance=changeover.can_advance,
         **{**nothing, **fields},

@@ -38,7 +38,6 @@ def vote(step: int = 1, **fields: Any) -> Vote:
         "num_tokens": 2,
         "num_seqs": 2,
         "max_query_len": 1,
-        "graph_allowed": True,
         "has_work": True,
         "draining": False,
         "stage": 0,
@@ -58,7 +57,6 @@ def votes_of(draw: st.DrawFn, step: int) -> Vote:
         num_seqs=num_seqs,
         num_tokens=num_seqs - 1 + longest if num_seqs else 0,
         max_query_len=longest,
-        graph_allowed=draw(st.booleans()),
         has_work=kind > 0,
         draining=draw(st.booleans()),
     )
@@ -143,7 +141,7 @@ def check_sizes(votes: list[Vote], agreed: StepAgreement) -> None:
     assert (agreed.kind <= StepKind.DECODE) == is_decode
     assert all(ran >= asked for ran, asked in zip(across, agreed.num_scheduled_tokens, strict=True))
     assert not agreed.has_work or min(across) > 0
-    if not all(v.graph_allowed for v in votes) or not tokens:
+    if not tokens:
         assert agreed.mode == CUDAGraphMode.NONE.value
     elif is_decode:
         assert agreed.mode == CUDAGraphMode.FULL.value

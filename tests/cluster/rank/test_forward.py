@@ -275,7 +275,7 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
     keys = {BatchDescriptor(bs, bs, True): bs for bs in GRAPH_BS}
     assert dict(runner.forward.num_replays) == dict.fromkeys(keys, 0)
     lockstep = Lockstep.alone(runner.forward.captured)
-    vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, True, False, 0, False)
+    vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, False, 0, False)
     with torch.inference_mode():
         for num_seqs, query_len, num_replays in ((4, 1, 1), (2, 2, 1), (4, 1, 2)):
             told = msgspec.structs.replace(vote, num_seqs=num_seqs, max_query_len=query_len)

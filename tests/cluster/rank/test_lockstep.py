@@ -56,7 +56,7 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def vote(step: int, rank: int) -> Vote:
-    return Vote(EPOCH, step, StepKind.DECODE, rank + 1, rank + 1, 1, True, True, False, 0, False)
+    return Vote(EPOCH, step, StepKind.DECODE, rank + 1, rank + 1, 1, True, False, 0, False)
 
 
 def machine_of(rank: int, size: int = 2) -> LockstepMachine:
@@ -309,7 +309,7 @@ class AlteringChannel:
         ({"num_seqs": 3}, "num_tokens: wanted 3, found 1"),
         ({"max_query_len": 9}, "num_tokens: wanted 9, found 1"),
         ({"num_tokens": 2, "num_seqs": 2}, "graph_bs: wanted 2, found 1"),
-        ({"graph_allowed": False}, "mode: wanted 0, found 2"),
+        ({"num_tokens": 99, "num_seqs": 99}, "mode: wanted 0, found 2"),
         (
             {"num_tokens": 0, "num_seqs": 0},
             r"num_scheduled_tokens: wanted \(1, 0\), found \(1, 1\)",

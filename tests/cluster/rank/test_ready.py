@@ -64,7 +64,7 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
 
 
 def vote(num_seqs: int) -> Vote:
-    return Vote(0, 1, StepKind.DECODE, num_seqs, num_seqs, 1, True, True, False, 0, False)
+    return Vote(0, 1, StepKind.DECODE, num_seqs, num_seqs, 1, True, False, 0, False)
 
 
 @pytest.mark.feature("X01")
