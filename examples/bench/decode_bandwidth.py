@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 
@@ -122,7 +122,7 @@ def our_steps(runner: ModelRunner, batch: int, context: int) -> Callable[[], Non
     def execute() -> None:
         nonlocal step
         plan = decode_plan(batch, context + step, columns if step == 0 else 0)
-        runner.execute(plan, Lockstep.alone().agree(plan.vote()))
+        runner.execute(plan, AloneLockstep().agree(plan.vote()))
         step += 1
 
     return execute

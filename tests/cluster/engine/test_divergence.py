@@ -10,7 +10,7 @@ import pytest
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
 from cluster.messages import Admission, NewBlocks, PromptTargets, StepAgreement, StepPlan
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 
 
 def make_plan(step: int, **fields: Any) -> StepPlan:
@@ -42,7 +42,7 @@ PLANS = [
 
 
 def agree(plan: StepPlan) -> StepAgreement:
-    return Lockstep.alone().agree(plan.vote())
+    return AloneLockstep().agree(plan.vote())
 
 
 def follow(sent: list[StepPlan], received: list[tuple[StepPlan, StepAgreement]]) -> None:

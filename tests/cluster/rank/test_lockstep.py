@@ -37,7 +37,7 @@ from cluster.messages import (
 )
 from cluster.rank import groups, lockstep
 from cluster.rank.leader import Leader
-from cluster.rank.lockstep import JoinedLockstep, Lockstep
+from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.status import PhaseRecorder
 from cluster.wire.sockets import (
@@ -85,7 +85,7 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
     peer.on_frame(0, vote(1, 0))
     phases = PhaseRecorder()
     channel = ScriptedChannel(phases, [encode(vote(1, 1)), encode(peer.conclude())])
-    lockstep = Lockstep.joined(machine_of(0), channel, phases)
+    lockstep = JoinedLockstep(machine_of(0), channel, phases)
     lockstep.agree(vote(1, 0))
     lockstep.confirm()
     assert channel.phases == [Phase.AGREEING, Phase.BUILDING]
@@ -110,7 +110,7 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
             sockets.open(told[rank].earlier, altered, lambda name: None)
         except FrameError as error:
             return error
-        return Lockstep.joined(machine_of(rank, size), sockets)
+        return JoinedLockstep(machine_of(rank, size), sockets)
 
     with ThreadPoolExecutor(size) as threads:
         yield list(threads.map(join, range(size)))

@@ -13,7 +13,7 @@ from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import StepKind, Vote
 from cluster.rank import free_memory
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from compile.graphs.errors import LateCapture
@@ -59,7 +59,7 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
     monkeypatch.setattr(free_memory, "free_memory_bytes", lambda device: MARGIN_BYTES + 2 * needed)
     runner = make_runner(oracle)
     assert runner.forward.captured.batch_sizes == (1, 2)
-    agreed = Lockstep.alone(runner.forward.captured).agree(vote(num_seqs=3))
+    agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=3))
     assert (agreed.mode, agreed.graph_bs) == (0, 3)
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_is_ready_captures_nothing_more(
 ) -> None:
     """Even if it is told to replay what no rank has captured."""
     runner = make_runner(make_oracle("tied"), sealed)
-    agreed = Lockstep.alone(runner.forward.captured).agree(vote(num_seqs=4))
+    agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=4))
     agreed = msgspec.structs.replace(agreed, num_tokens=3, graph_bs=3)
     batch = runner.inputs.dummy(3, 3)
     with torch.inference_mode():
