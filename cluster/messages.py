@@ -465,14 +465,16 @@ class StepPlan(Wire, frozen=True):
 
     S sequences, T tokens. Sequences with a single new token come first (`num_decodes` of them).
 
-    Invariant: rows, num_computed, num_new, output_index have length S; token_ids has length T =
-    sum(num_new). output_index[i] is the output position that sequence i samples in this step, or
-    -1 if its prompt is not finished. Only a decode's token may be `PENDING`: it is the last one
-    that its row drew.
+    Invariant: rows, num_computed, num_new, output_index have length S = `num_seqs`; token_ids has
+    length T = `num_tokens` = sum(num_new); neither counts padding. output_index[i] is the output
+    position that sequence i samples in this step, or -1 if its prompt is not finished. Only a
+    decode's token may be `PENDING`: it is the last one that its row drew.
     """
 
     epoch: int
     step: int
+    num_seqs: int
+    num_tokens: int
     admitted: list[Admission]
     new_blocks: list[NewBlocks]
     rows: list[int]
@@ -484,28 +486,24 @@ class StepPlan(Wire, frozen=True):
     prompt_targets: list[PromptTargets]
     """Of the sequences that want log-probabilities of their prompt."""
 
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that run in the step, without padding."""
-        return len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes, without padding."""
-        return len(self.token_ids)
+    def __post_init__(self) -> None:
+        if self.num_seqs != len(self.rows):
+            raise ValueError(f"num_seqs: wanted {len(self.rows)}, found {self.num_seqs}")
+        if self.num_tokens != len(self.token_ids):
+            raise ValueError(f"num_tokens: wanted {len(self.token_ids)}, found {self.num_tokens}")
 
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
         """Return this rank's vote for the step."""
-        is_decode = self.num_decodes == len(self.rows)
-        kind = StepKind.DECODE if is_decode else StepKind.MIXED
+        num_seqs, has_work = self.num_seqs, self.num_seqs > 0
+        kind = StepKind.DECODE if self.num_decodes == num_seqs else StepKind.MIXED
         return Vote(
             epoch=self.epoch,
             step=self.step,
-            kind=kind if self.rows else StepKind.NOTHING,
-            num_tokens=len(self.token_ids),
-            num_seqs=len(self.rows),
+            kind=kind if has_work else StepKind.NOTHING,
+            num_tokens=self.num_tokens,
+            num_seqs=num_seqs,
             max_query_len=max(self.num_new, default=0),
-            has_work=bool(self.rows),
+            has_work=has_work,
             draining=draining,
             stage=stage,
             can_advance=can_advance,

@@ -244,9 +244,12 @@ class Batch:
         sequences = self.sequences
         num_computed = [seq.num_computed_tokens for seq in sequences]
         num_new = [1] * len(self.singles) + self.chunk_sizes
+        token_ids = self._token_ids()
         return StepPlan(
             epoch=epoch,
             step=step,
+            num_seqs=len(sequences),
+            num_tokens=len(token_ids),
             admitted=self._admit(sequences),
             new_blocks=self.new_blocks,
             rows=[seq.row for seq in sequences],
@@ -258,7 +261,7 @@ class Batch:
                 else -1
                 for seq, start, new in zip(sequences, num_computed, num_new, strict=True)
             ],
-            token_ids=self._token_ids(),
+            token_ids=token_ids,
             num_decodes=len(self.singles),
             prompt_targets=[
                 _prompt_targets(i, seq, start, new)

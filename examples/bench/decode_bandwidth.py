@@ -134,6 +134,8 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
     return StepPlan(
         epoch=0,
         step=computed,
+        num_seqs=batch,
+        num_tokens=batch,
         admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))

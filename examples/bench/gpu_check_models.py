@@ -208,6 +208,8 @@ def part_runner(at: Setting) -> Iterator[Row]:
         plan = StepPlan(
             epoch=0,
             step=step,
+            num_seqs=num_seqs,
+            num_tokens=num_seqs * new,
             admitted=[]
             if step
             else [Admission(i, 0.0, 0, 1.0, 0.0, 0, -1, None) for i in range(num_seqs)],

@@ -68,6 +68,12 @@ def bounded(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
     return values(kind)
 
 
+def plan_of(rows: list[int], token_ids: list[int], **fields: Any) -> StepPlan:
+    """Return a plan whose numbers are those of its lists, whatever was drawn."""
+    fields |= {"num_seqs": len(rows), "num_tokens": len(token_ids)}
+    return StepPlan(rows=rows, token_ids=token_ids, **fields)
+
+
 @functools.cache
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for every value that the annotation allows."""
@@ -80,7 +86,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Wire):
         hints = typing.get_type_hints(annotation, include_extras=True)
-        return st.builds(annotation, **{name: values(hint) for name, hint in hints.items()})
+        fields = {name: values(hint) for name, hint in hints.items()}
+        return st.builds(plan_of if annotation is StepPlan else annotation, **fields)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is list:
         return st.lists(values(args[0]), max_size=3)
@@ -389,6 +396,8 @@ def _plan(num_new: list[int], num_decodes: int) -> StepPlan:
     return StepPlan(
         epoch=3,
         step=8,
+        num_seqs=num_seqs,
+        num_tokens=sum(num_new),
         admitted=[],
         new_blocks=[],
         rows=list(range(num_seqs)),
@@ -399,6 +408,17 @@ def _plan(num_new: list[int], num_decodes: int) -> StepPlan:
         num_decodes=num_decodes,
         prompt_targets=[],
     )
+
+
+@pytest.mark.parametrize("field", ["num_seqs", "num_tokens"])
+def test_a_plan_whose_numbers_are_not_those_of_its_lists_is_refused(field: str) -> None:
+    plan = _plan([1, 2], 1)
+    place = StepPlan.__struct_fields__.index(field)
+    found = decode(encode(plan), list)
+    assert decode(encode(found), StepPlan) == plan
+    found[place] += 1
+    with pytest.raises(FrameError, match=rf"StepPlan.*{field}: wanted [23], found [34]"):
+        decode(encode(found), StepPlan)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from cluster.wire.sockets import end_context
 
 CREDENTIALS = Credentials("abc", b"s" * 32)
 OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")
-PLAN = StepPlan(1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
+PLAN = StepPlan(1, 1, 1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
 
 
 @pytest.fixture

@@ -293,6 +293,8 @@ def plan_of(step: int, computed: int, new: int, output_index: list[int]) -> Step
     return StepPlan(
         epoch=0,
         step=step,
+        num_seqs=2,
+        num_tokens=2 * new,
         admitted=[Admission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first],
         new_blocks=[NewBlocks(row, 0, [1 + row]) for row in (0, 1) if is_first],
         rows=[0, 1],

@@ -171,7 +171,7 @@ def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_k
 
         place: dict[str, Any] = {"dp_rank": group.dp_rank, "group": group}
         runner = ModelRunner(config, **place, storage=late, progress=tell)
-        plan = StepPlan(0, 1, [], [], [], [], [], [], [], 0, [])  # a dummy step
+        plan = StepPlan(0, 1, 0, 0, [], [], [], [], [], [], [], 0, [])  # a dummy step
         runner.execute(plan, agree(votes, runner.forward.captured))
         return runner.forward.captured.batch_sizes
 
