@@ -21,6 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from cluster.config import MAX_LEASE_S, MIN_LEASE_S
+from compile.config import CUDAGraphMode
+from compile.dispatch import BatchDescriptor
 
 PROTOCOL_VERSION = 11
 
@@ -438,12 +440,11 @@ class StepAgreement(Wire, frozen=True):
     epoch: int
     step: int
     kind: StepKind
-    mode: int
+    mode: Annotated[int, Meta(ge=0, le=CUDAGraphMode.FULL.value)]
     """What is replayed, a `CUDAGraphMode`: 0 nothing, 1 piecewise graphs, 2 a full graph."""
-    graph_bs: int
-    """Sequences of the batch on every rank, padding included; 0: each rank runs its own number."""
-    num_tokens: int
-    """Tokens of the rank that runs most, padding included: the size of its graph."""
+    batch: BatchDescriptor
+    """The sizes that every rank pads to: `num_seqs` is `graph_bs`, `num_tokens` are those of the
+    rank that runs most."""
     num_tokens_across_dp: tuple[int, ...]
     """Tokens that each data-parallel rank runs, padding included."""
     num_scheduled_tokens: tuple[int, ...]

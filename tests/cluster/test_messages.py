@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from cluster import credentials, group_messages, messages
 from cluster.credentials import Credentials, Header
-from cluster.messages import FrameError, StepPlan, Wire, decode, encode
+from cluster.engine.lockstep import agree
+from cluster.messages import FrameError, StepAgreement, StepPlan, Wire, decode, encode
+from compile.dispatch import CapturedGraphs
 
 pytestmark = pytest.mark.feature("Y03")
 
@@ -88,6 +90,9 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         hints = typing.get_type_hints(annotation, include_extras=True)
         fields = {name: values(hint) for name, hint in hints.items()}
         return st.builds(plan_of if annotation is StepPlan else annotation, **fields)
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        hints = typing.get_type_hints(annotation)
+        return st.builds(annotation, **{name: values(hint) for name, hint in hints.items()})
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is list:
         return st.lists(values(args[0]), max_size=3)
@@ -408,6 +413,25 @@ def _plan(num_new: list[int], num_decodes: int) -> StepPlan:
         num_decodes=num_decodes,
         prompt_targets=[],
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("mode", 3, "<= 2"),
+        ("batch", [2], "length 3, got 1"),
+        ("batch", [2, 2, True, 0], "length 3, got 4"),
+        ("batch", {"num_tokens": 2, "num_seqs": 2, "uniform_decode": True}, "array"),
+    ],
+)
+def test_an_agreement_that_lacks_a_size_or_names_no_mode_is_refused(
+    field: str, value: Any, named: str
+) -> None:
+    agreed = agree([_plan([1, 1], 2).vote()], CapturedGraphs())
+    found = raw(encode(agreed))
+    assert decode(encode(found), StepAgreement) == agreed
+    found[StepAgreement.__struct_fields__.index(field)] = value
+    assert named in str(refused(encode(found), StepAgreement))
 
 
 @pytest.mark.parametrize("field", ["num_seqs", "num_tokens"])

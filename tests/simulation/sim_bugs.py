@@ -91,9 +91,7 @@ class _DispatchesOnItsBatch(LockstepMachine):
     def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
         agreed, mine = super()._agree(votes), agree([votes[self._dp_rank]], self._captured)
         across = mine.num_tokens_across_dp * len(votes)
-        return msgspec.structs.replace(
-            agreed, graph_bs=mine.graph_bs, num_tokens=across[0], num_tokens_across_dp=across
-        )
+        return msgspec.structs.replace(agreed, batch=mine.batch, num_tokens_across_dp=across)
 
 
 class _DispatchesOnItsClock(SimLeader):

@@ -145,14 +145,16 @@ def check_sizes(votes: list[Vote], agreed: StepAgreement) -> None:
         assert agreed.mode == CUDAGraphMode.NONE.value
     elif is_decode:
         assert agreed.mode == CUDAGraphMode.FULL.value
-        assert agreed.graph_bs == min(size for size in GRAPHS.batch_sizes if size >= seqs)
+        assert agreed.batch.num_seqs == min(size for size in GRAPHS.batch_sizes if size >= seqs)
     elif tokens <= GRAPHS.token_counts[-1]:
         assert agreed.mode == CUDAGraphMode.PIECEWISE.value
-        assert agreed.num_tokens == min(size for size in GRAPHS.token_counts if size >= tokens)
+        assert agreed.batch.num_tokens == min(
+            size for size in GRAPHS.token_counts if size >= tokens
+        )
     if agreed.mode or agreed.kind is StepKind.DECODE:
-        assert set(across) == {agreed.num_tokens}
+        assert set(across) == {agreed.batch.num_tokens}
     else:
-        assert agreed.graph_bs == 0
+        assert agreed.batch.num_seqs is None
 
 
 def test_ranks_whose_sequences_decode_different_numbers_of_tokens_do_not_decode_together() -> None:

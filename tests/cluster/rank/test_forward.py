@@ -119,7 +119,7 @@ def test_each_captured_size_runs_in_a_context_of_its_own_which_is_gone_afterward
     group = GroupMembership(None, Shard(), dp_rank=1, dp_size=2)
     runner = make_runner(make_oracle("tied"), "FULL", group=group)
     decodes = [BatchDescriptor(bs, bs, True) for bs in GRAPH_BS]
-    mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS)) for n in GRAPH_TOKENS]
+    mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS), False) for n in GRAPH_TOKENS]
     wanted = sorted([*decodes, *mixed], key=lambda key: (-key.num_tokens, -(key.num_seqs or 0)))
     at_capture = [i for i, each in enumerate(seen) if each.cudagraph_runtime_mode is FULL]
     keys = dict.fromkeys(seen[i].batch_descriptor for i in at_capture)
@@ -245,7 +245,7 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
     replays = {NONE: 0, PIECEWISE: num_pieces, FULL: 1}
     kinds = set()
     for vote, context, num in zip(worked, entered, num_replayed, strict=True):
-        wanted = decide(
+        wanted, batch = decide(
             is_uniform_decode=vote.kind is StepKind.DECODE,
             num_tokens=vote.num_tokens,
             num_seqs=vote.num_seqs,
@@ -253,15 +253,15 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
             captured=runner.forward.captured,
         )
         assert (context.cudagraph_runtime_mode, context.batch_descriptor) == (
-            wanted.mode,
-            wanted.descriptor,
+            wanted,
+            batch.graph_key(wanted),
         )
         step = context.context
         assert step is not None and step.positions is not None
-        assert len(step.positions) == wanted.num_tokens
-        assert (step.batch_size, step.graph_bs) == (vote.num_seqs, wanted.graph_bs or vote.num_seqs)
-        assert num == replays[wanted.mode]
-        kinds.add((vote.kind, wanted.mode))
+        assert len(step.positions) == batch.num_tokens
+        assert (step.batch_size, step.graph_bs) == (vote.num_seqs, batch.num_seqs or vote.num_seqs)
+        assert num == replays[wanted]
+        kinds.add((vote.kind, wanted))
     graphs = runner.forward.captured.mode
     assert {(StepKind.DECODE, graphs.decode_mode()), (StepKind.MIXED, graphs.mixed_mode())} <= kinds
 
@@ -280,8 +280,8 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
         for num_seqs, query_len, num_replays in ((4, 1, 1), (2, 2, 1), (4, 1, 2)):
             told = msgspec.structs.replace(vote, num_seqs=num_seqs, max_query_len=query_len)
             agreed = lockstep.agree(told)
-            assert (agreed.num_tokens, agreed.graph_bs) == (4, num_seqs)
-            batch = runner.inputs.dummy(agreed.num_tokens, agreed.graph_bs)
+            assert (agreed.batch.num_tokens, agreed.batch.num_seqs) == (4, num_seqs)
+            batch = runner.inputs.dummy(4, num_seqs)
             runner.forward.run(batch, agreed, num_seqs)
             assert runner.forward.num_replays[BatchDescriptor(4, 4, True)] == num_replays
     assert sum(runner.forward.num_replays.values()) == 2

@@ -308,7 +308,10 @@ class AlteringChannel:
         ({"num_tokens": 2}, "num_tokens: wanted 1, found 2"),
         ({"num_seqs": 3}, "num_tokens: wanted 3, found 1"),
         ({"max_query_len": 9}, "num_tokens: wanted 9, found 1"),
-        ({"num_tokens": 2, "num_seqs": 2}, "graph_bs: wanted 2, found 1"),
+        (
+            {"num_tokens": 2, "num_seqs": 2},
+            r"batch: wanted BatchDescriptor\(num_tokens=2, num_seqs=2, .*, found .*num_seqs=1, .*",
+        ),
         ({"num_tokens": 99, "num_seqs": 99}, "mode: wanted 0, found 2"),
         (
             {"num_tokens": 0, "num_seqs": 0},

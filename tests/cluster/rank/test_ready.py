@@ -16,6 +16,7 @@ from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
+from compile.dispatch import BatchDescriptor
 from compile.graphs.errors import LateCapture
 
 GRAPH_BS = (1, 2, 4)
@@ -60,7 +61,7 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
     runner = make_runner(oracle)
     assert runner.forward.captured.batch_sizes == (1, 2)
     agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=3))
-    assert (agreed.mode, agreed.graph_bs) == (0, 3)
+    assert (agreed.mode, agreed.batch.num_seqs) == (0, 3)
 
 
 def vote(num_seqs: int) -> Vote:
@@ -75,7 +76,7 @@ def test_a_rank_that_is_ready_captures_nothing_more(
     """Even if it is told to replay what no rank has captured."""
     runner = make_runner(make_oracle("tied"), sealed)
     agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=4))
-    agreed = msgspec.structs.replace(agreed, num_tokens=3, graph_bs=3)
+    agreed = msgspec.structs.replace(agreed, batch=BatchDescriptor(3, 3, True))
     batch = runner.inputs.dummy(3, 3)
     with torch.inference_mode():
         if sealed == "strict":
