@@ -21,8 +21,10 @@ import msgspec
 from msgspec import Meta
 
 from cluster.config import MAX_LEASE_S, MIN_LEASE_S
+from compile.config import CUDAGraphMode
+from compile.dispatch import BatchDescriptor
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 MAX_TEMPERATURE = 1e6
 """Far above what draws uniformly, and far below what float32 takes for infinity."""
@@ -284,7 +286,7 @@ class FinishReason(enum.StrEnum):
     """The replica or its ranks ended before the stage did."""
 
 
-class EngineOutput(Wire, frozen=True):
+class EngineOutput(Wire, frozen=True, kw_only=True):
     """What one step produced for one request."""
 
     request_id: str
@@ -306,6 +308,31 @@ class EngineOutput(Wire, frozen=True):
     queued_us: Count
     """Beside an engine's first output token: microseconds from the request's arrival until it got a
     row. 0 with all others."""
+
+    @classmethod
+    def ended(
+        cls,
+        request_id: str,
+        reason: FinishReason,
+        error: str = "",
+        *,
+        position: int = 0,
+        num_cached_tokens: int = 0,
+    ) -> EngineOutput:
+        """Return the last output of a request that ends without a token."""
+        return cls(
+            request_id=request_id,
+            position=position,
+            token_ids=[],
+            logprobs=[],
+            finish_reason=reason,
+            stop_token_id=-1,
+            num_cached_tokens=num_cached_tokens,
+            handoff=None,
+            error=error,
+            prompt_logprobs=[],
+            queued_us=0,
+        )
 
 
 class OutputFrame(Wire, frozen=True, tag=True):
@@ -399,8 +426,6 @@ class Vote(Wire, frozen=True, tag=True):
     num_seqs: int
     max_query_len: int
     """Tokens of the sequence that computes most."""
-    graph_allowed: bool
-    """False while this rank has a reason against replaying: then no rank replays."""
     has_work: bool
     draining: bool
     """The rank was told to end, and ends as soon as all were."""
@@ -420,12 +445,11 @@ class StepAgreement(Wire, frozen=True):
     epoch: int
     step: int
     kind: StepKind
-    mode: int
+    mode: Annotated[int, Meta(ge=0, le=CUDAGraphMode.FULL.value)]
     """What is replayed, a `CUDAGraphMode`: 0 nothing, 1 piecewise graphs, 2 a full graph."""
-    graph_bs: int
-    """Sequences of the batch on every rank, padding included; 0: each rank runs its own number."""
-    num_tokens: int
-    """Tokens of the rank that runs most, padding included: the size of its graph."""
+    batch: BatchDescriptor
+    """The sizes that every rank pads to: `num_seqs` is `graph_bs`, `num_tokens` are those of the
+    rank that runs most."""
     num_tokens_across_dp: tuple[int, ...]
     """Tokens that each data-parallel rank runs, padding included."""
     num_scheduled_tokens: tuple[int, ...]
@@ -447,14 +471,16 @@ class StepPlan(Wire, frozen=True):
 
     S sequences, T tokens. Sequences with a single new token come first (`num_decodes` of them).
 
-    Invariant: rows, num_computed, num_new, output_index have length S; token_ids has length T =
-    sum(num_new). output_index[i] is the output position that sequence i samples in this step, or
-    -1 if its prompt is not finished. Only a decode's token may be `PENDING`: it is the last one
-    that its row drew.
+    Invariant: rows, num_computed, num_new, output_index have length S = `num_seqs`; token_ids has
+    length T = `num_tokens` = sum(num_new); neither counts padding. output_index[i] is the output
+    position that sequence i samples in this step, or -1 if its prompt is not finished. Only a
+    decode's token may be `PENDING`: it is the last one that its row drew.
     """
 
     epoch: int
     step: int
+    num_seqs: int
+    num_tokens: int
     admitted: list[Admission]
     new_blocks: list[NewBlocks]
     rows: list[int]
@@ -466,29 +492,24 @@ class StepPlan(Wire, frozen=True):
     prompt_targets: list[PromptTargets]
     """Of the sequences that want log-probabilities of their prompt."""
 
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that run in the step, without padding."""
-        return len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes, without padding."""
-        return len(self.token_ids)
+    def __post_init__(self) -> None:
+        if self.num_seqs != len(self.rows):
+            raise ValueError(f"num_seqs: wanted {len(self.rows)}, found {self.num_seqs}")
+        if self.num_tokens != len(self.token_ids):
+            raise ValueError(f"num_tokens: wanted {len(self.token_ids)}, found {self.num_tokens}")
 
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
         """Return this rank's vote for the step."""
-        is_decode = self.num_decodes == len(self.rows)
-        kind = StepKind.DECODE if is_decode else StepKind.MIXED
+        num_seqs, has_work = self.num_seqs, self.num_seqs > 0
+        kind = StepKind.DECODE if self.num_decodes == num_seqs else StepKind.MIXED
         return Vote(
             epoch=self.epoch,
             step=self.step,
-            kind=kind if self.rows else StepKind.NOTHING,
-            num_tokens=len(self.token_ids),
-            num_seqs=len(self.rows),
+            kind=kind if has_work else StepKind.NOTHING,
+            num_tokens=self.num_tokens,
+            num_seqs=num_seqs,
             max_query_len=max(self.num_new, default=0),
-            graph_allowed=True,
-            has_work=bool(self.rows),
+            has_work=has_work,
             draining=draining,
             stage=stage,
             can_advance=can_advance,

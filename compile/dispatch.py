@@ -5,7 +5,7 @@ run, and what all captured). Ranks that call it with equal arguments cannot part
 collective. This file imports no torch, because the ranks' agreement is computed with it
 (`cluster/engine/lockstep.py`).
 
-1. Any rank rules graphs out, or the mode of this kind of step is NONE: eager, for all.
+1. The mode of this kind of step is NONE: eager, for all.
 2. The mode is PIECEWISE: pad the tokens to the next captured count. Any number of sequences.
 3. The mode is FULL and all sequences decode: pad the sequences to the next captured batch size.
 4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from compile.config import CUDAGraphMode
 
@@ -29,17 +30,33 @@ DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 """Token counts of piecewise graphs: powers of 2 to 128, then every 256th to 3072 (TensorRT-LLM)."""
 
 
-@dataclass(frozen=True)
-class BatchDescriptor:
-    """The key of a captured graph. Invariant: all numbers are padded ones.
+class BatchDescriptor(NamedTuple):
+    """The sizes that all ranks pad a step to, and the key of a captured graph.
 
-    A piecewise graph serves any number of sequences (`num_seqs` None); a full graph of decode steps
-    has `num_tokens` == `num_seqs` x query length.
+    It travels in the ranks' agreement, and has no defaults so that a frame may not lack a value.
+
+    Invariant: a full graph of decode steps has `num_tokens` == `num_seqs` x query length.
     """
 
     num_tokens: int
-    num_seqs: int | None = None
-    uniform_decode: bool = False
+    """Of the longest rank."""
+    num_seqs: int | None
+    """`graph_bs`; None: each rank runs its own number."""
+    uniform_decode: bool
+    """Every sequence decodes, as many tokens each."""
+
+    def graph_key(self, mode: CUDAGraphMode) -> BatchDescriptor | None:
+        """Return the key of the graph that such a step replays; None: it runs eagerly.
+
+        A piecewise graph serves any number of sequences.
+        """
+        match mode:
+            case CUDAGraphMode.PIECEWISE:
+                return BatchDescriptor(self.num_tokens, None, False)
+            case CUDAGraphMode.FULL:
+                return self
+            case _:
+                return None
 
 
 @dataclass(frozen=True)
@@ -62,30 +79,6 @@ class CapturedGraphs:
     """Steps replay the next larger full graph; False: one of exactly their size."""
 
 
-@dataclass(frozen=True)
-class ForwardMode:
-    """How all ranks run a step (after ATOM's ForwardMode)."""
-
-    mode: CUDAGraphMode
-    """NONE, PIECEWISE or FULL."""
-    num_tokens: int
-    """What the tokens of the longest rank are padded to."""
-    graph_bs: int
-    """What sequences are padded to; 0 if each rank runs its own number."""
-    is_uniform_decode: bool
-
-    @property
-    def descriptor(self) -> BatchDescriptor | None:
-        """The key of the graph that is replayed; None in an eager step."""
-        match self.mode:
-            case CUDAGraphMode.PIECEWISE:
-                return BatchDescriptor(self.num_tokens)
-            case CUDAGraphMode.FULL:
-                return BatchDescriptor(self.num_tokens, self.graph_bs, self.is_uniform_decode)
-            case _:
-                return None
-
-
 def decide(
     *,
     is_uniform_decode: bool,
@@ -93,15 +86,15 @@ def decide(
     num_seqs: int,
     query_len: int = 1,
     captured: CapturedGraphs,
-    is_graph_allowed: bool = True,
-) -> ForwardMode:
-    """Decide how all ranks run a step (after vLLM's dispatcher).
+) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    """Decide how all ranks run a step: NONE, PIECEWISE or FULL, and the sizes that they pad it to.
+
+    It does what ATOM's ForwardMode and vLLM's dispatcher do.
 
     Args:
         is_uniform_decode: on every rank each sequence decodes `query_len` tokens: one, or several
             if drafts are verified.
         num_tokens, num_seqs: the largest over the ranks.
-        is_graph_allowed: no rank has a reason against a graph.
 
     Raises:
         ValueError: a uniform decode step whose tokens are not sequences x query length.
@@ -110,29 +103,33 @@ def decide(
         wanted = f"{num_seqs} x {query_len} in a uniform decode step"
         raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")
     # Attention alone looks at sequences. If all decode, ranks pad those too, graph or none.
-    graph_bs = num_seqs if is_uniform_decode else 0
-    eager = ForwardMode(CUDAGraphMode.NONE, num_tokens, graph_bs, is_uniform_decode)
+    graph_bs = num_seqs if is_uniform_decode else None
+    eager = CUDAGraphMode.NONE, BatchDescriptor(num_tokens, graph_bs, is_uniform_decode)
     mode = captured.mode.decode_mode() if is_uniform_decode else captured.mode.mixed_mode()
-    if not is_graph_allowed or num_tokens == 0 or mode is CUDAGraphMode.NONE:
+    if num_tokens == 0 or mode is CUDAGraphMode.NONE:
         return eager
     if mode is CUDAGraphMode.PIECEWISE:
         # Padding is no choice here: prompts have any length.
         padded = padded_size(captured.token_counts, num_tokens)
-        return eager if padded is None else ForwardMode(mode, padded, graph_bs, is_uniform_decode)
+        if padded is None:
+            return eager
+        return mode, BatchDescriptor(padded, graph_bs, is_uniform_decode)
     if not is_uniform_decode:
         return _full_mixed(num_tokens, num_seqs, captured) or eager
     padding = captured.enable_padding
     padded = padded_size(captured.batch_sizes, num_seqs, enable_padding=padding)
-    return eager if padded is None else ForwardMode(mode, padded * query_len, padded, True)
+    return eager if padded is None else (mode, BatchDescriptor(padded * query_len, padded, True))
 
 
-def _full_mixed(num_tokens: int, num_seqs: int, captured: CapturedGraphs) -> ForwardMode | None:
+def _full_mixed(
+    num_tokens: int, num_seqs: int, captured: CapturedGraphs
+) -> tuple[CUDAGraphMode, BatchDescriptor] | None:
     for graph in captured.mixed:
         seqs = graph.num_seqs or 0
         is_exact = (graph.num_tokens, seqs) == (num_tokens, num_seqs)
         holds = graph.num_tokens >= num_tokens and seqs >= num_seqs
         if is_exact or (captured.enable_padding and holds):
-            return ForwardMode(CUDAGraphMode.FULL, graph.num_tokens, seqs, False)
+            return CUDAGraphMode.FULL, graph
     return None
 
 

@@ -145,7 +145,7 @@ class Router:
                 if trial is not None:
                     trial.end()
             if losses.are_too_many:
-                yield _ended(
+                yield EngineOutput.ended(
                     request.request_id, FinishReason.ERROR, f"{losses}, at last: {output.error}"
                 )
                 return
@@ -295,14 +295,18 @@ class _Call:
             return
         except PoolUnavailable as error:
             self._mailbox.put(
-                _ended(request_id, FinishReason.REFUSED, f"{self._pool} pool: {_line(error)}")
+                EngineOutput.ended(
+                    request_id, FinishReason.REFUSED, f"{self._pool} pool: {_line(error)}"
+                )
             )
             return
         except Exception as error:  # whatever Ray raises, the request must not hang
             # A prefill replica may die when it has handed over: its reader tells if KV is lost.
             if self._mailbox.num_ends < self._stage:
                 self._mailbox.put(
-                    _ended(request_id, FinishReason.DIED, f"{self._pool} replica: {_line(error)}")
+                    EngineOutput.ended(
+                        request_id, FinishReason.DIED, f"{self._pool} replica: {_line(error)}"
+                    )
                 )
             return
         if self._is_let_go:
@@ -311,7 +315,7 @@ class _Call:
         await self._tokens.caught_up()
         if self._mailbox.num_ends < self._stage:
             missing = f"{self._pool} ended it with {finish_reason}, but no last output came"
-            self._mailbox.put(_ended(request_id, FinishReason.KV_LOST, missing))
+            self._mailbox.put(EngineOutput.ended(request_id, FinishReason.KV_LOST, missing))
 
     async def _lose_unless_left(self) -> None:
         """Count a call that Serve cancelled as lost, unless its client has left.
@@ -321,7 +325,9 @@ class _Call:
         await asyncio.sleep(LEAVING_GRACE_S)
         if not self._is_let_go:
             error = f"{self._pool} replica: the call was cancelled"
-            self._mailbox.put(_ended(self._mailbox.request_id, FinishReason.KV_LOST, error))
+            self._mailbox.put(
+                EngineOutput.ended(self._mailbox.request_id, FinishReason.KV_LOST, error)
+            )
 
 
 def _is_cancelled() -> bool:
@@ -345,26 +351,10 @@ def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
         return output
     reason = FinishReason.KV_LOST if output.position > num_outputs else FinishReason.ERROR
     found = f"wanted those from {num_outputs} on, found from {output.position} on"
-    return _ended(output.request_id, reason, f"output tokens: {found}")
+    return EngineOutput.ended(output.request_id, reason, f"output tokens: {found}")
 
 
 def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateRequest:
     return msgspec.structs.replace(
         request, output_token_ids=[*request.output_token_ids, *output.token_ids]
-    )
-
-
-def _ended(request_id: str, reason: FinishReason, error: str) -> EngineOutput:
-    return EngineOutput(
-        request_id=request_id,
-        position=0,
-        token_ids=[],
-        logprobs=[],
-        finish_reason=reason,
-        stop_token_id=-1,
-        num_cached_tokens=0,
-        handoff=None,
-        error=error,
-        prompt_logprobs=[],
-        queued_us=0,
     )

@@ -134,11 +134,21 @@ class StepLog:
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return what is logged as plain data, oldest first, one value a field."""
-        return [msgspec.structs.asdict(agreed) for agreed in list(self._steps)]
+        return [_as_dict(agreed) for agreed in list(self._steps)]
 
     def tail(self) -> tuple[str, ...]:
         """Return the last steps as lines, for an error."""
         return tuple(map(_line, self.as_dicts()[-NUM_TOLD_STEPS:]))
+
+
+def _as_dict(agreed: StepAgreement) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in msgspec.structs.asdict(agreed).items():
+        if name == "batch":
+            fields |= {"graph_bs": value.num_seqs or 0, "num_tokens": value.num_tokens}
+        else:
+            fields[name] = value
+    return fields
 
 
 def _line(fields: dict[str, Any]) -> str:

@@ -44,26 +44,24 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     has_work = advances or (not is_end and any(vote.has_work for vote in votes))
     kind = _kind(votes)
     scheduled = tuple([vote.num_tokens for vote in votes])
-    forward = decide(
+    mode, batch = decide(
         is_uniform_decode=kind is StepKind.DECODE,
         num_tokens=max(scheduled),
         num_seqs=max(vote.num_seqs for vote in votes),
         query_len=max(vote.max_query_len for vote in votes),
         captured=captured,
-        is_graph_allowed=all(vote.graph_allowed for vote in votes),
     )
     # Graphs need equal sizes, and so do steps in which all ranks decode; else each runs its own.
-    if kind is StepKind.DECODE or forward.mode is not CUDAGraphMode.NONE:
-        across: tuple[int, ...] = (forward.num_tokens,) * len(votes)
+    if kind is StepKind.DECODE or mode is not CUDAGraphMode.NONE:
+        across: tuple[int, ...] = (batch.num_tokens,) * len(votes)
     else:
         across = tuple([max(num_tokens, int(has_work)) for num_tokens in scheduled])
     return StepAgreement(
         epoch=votes[0].epoch,
         step=votes[0].step,
         kind=kind,
-        mode=forward.mode.value,
-        graph_bs=forward.graph_bs,
-        num_tokens=forward.num_tokens,
+        mode=mode.value,
+        batch=batch,
         num_tokens_across_dp=across,
         num_scheduled_tokens=scheduled,
         has_work=has_work,

@@ -36,7 +36,7 @@ from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager, TicketedSequences
 from cluster.engine.grammars import Grammars, MaskedRow
 from cluster.engine.request_limits import RequestLimits
-from cluster.engine.sequence import Batch, Sequence, SequenceStatus, last_output
+from cluster.engine.sequence import Batch, Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.messages import (
     EngineOutput,
@@ -203,7 +203,7 @@ class Scheduler:
 
     def refuse(self, request_id: str, error: str) -> None:
         """End a request that could not be read with an error among the outputs."""
-        self._outputs.append(last_output(request_id, FinishReason.ERROR, error))
+        self._outputs.append(EngineOutput.ended(request_id, FinishReason.ERROR, error))
 
     def take_outputs(self) -> list[EngineOutput]:
         """Return what ended outside of a step since the last call."""
@@ -654,17 +654,17 @@ class Scheduler:
         elif self._role is Role.PREFILL:
             handoff = self._hold(seq)
         return EngineOutput(
-            seq.request.request_id,
-            position,
-            [token],
-            [] if logprobs is None else [logprobs],
-            seq.finish_reason,
-            stop_token_id,
-            seq.num_cached_tokens,
-            handoff,
-            "",
-            prompt_logprobs,
-            queued_us,
+            request_id=seq.request.request_id,
+            position=position,
+            token_ids=[token],
+            logprobs=[] if logprobs is None else [logprobs],
+            finish_reason=seq.finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=seq.num_cached_tokens,
+            handoff=handoff,
+            error="",
+            prompt_logprobs=prompt_logprobs,
+            queued_us=queued_us,
         )
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:

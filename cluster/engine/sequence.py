@@ -202,28 +202,13 @@ class Sequence:
 
     def ended(self, reason: FinishReason, error: str) -> EngineOutput:
         """Return the last output of the request, if it ends without a token."""
-        num_cached = max(self.num_cached_tokens, 0)
-        position = self.num_output_tokens
-        return last_output(self.request_id, reason, error, position, num_cached)
-
-
-def last_output(
-    request_id: str, reason: FinishReason, error: str, position: int = 0, num_cached_tokens: int = 0
-) -> EngineOutput:
-    """Return the last output of a request that ends without a token."""
-    return EngineOutput(
-        request_id=request_id,
-        position=position,
-        token_ids=[],
-        logprobs=[],
-        finish_reason=reason,
-        stop_token_id=-1,
-        num_cached_tokens=num_cached_tokens,
-        handoff=None,
-        error=error,
-        prompt_logprobs=[],
-        queued_us=0,
-    )
+        return EngineOutput.ended(
+            self.request_id,
+            reason,
+            error,
+            position=self.num_output_tokens,
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+        )
 
 
 @dataclass(slots=True)
@@ -259,9 +244,12 @@ class Batch:
         sequences = self.sequences
         num_computed = [seq.num_computed_tokens for seq in sequences]
         num_new = [1] * len(self.singles) + self.chunk_sizes
+        token_ids = self._token_ids()
         return StepPlan(
             epoch=epoch,
             step=step,
+            num_seqs=len(sequences),
+            num_tokens=len(token_ids),
             admitted=self._admit(sequences),
             new_blocks=self.new_blocks,
             rows=[seq.row for seq in sequences],
@@ -273,7 +261,7 @@ class Batch:
                 else -1
                 for seq, start, new in zip(sequences, num_computed, num_new, strict=True)
             ],
-            token_ids=self._token_ids(),
+            token_ids=token_ids,
             num_decodes=len(self.singles),
             prompt_targets=[
                 _prompt_targets(i, seq, start, new)

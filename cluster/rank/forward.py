@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cluster.engine.changeover import Changeover
-from cluster.messages import MAX_LOGPROBS, StepAgreement, StepKind, checksum
+from cluster.messages import MAX_LOGPROBS, StepAgreement, checksum
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
@@ -36,7 +36,7 @@ from compile.context import (
     KVCacheTensor,
     forward_context,
 )
-from compile.dispatch import CapturedGraphs, ForwardMode
+from compile.dispatch import CapturedGraphs
 from compile.environment import is_compile_cache_disabled
 from compile.gaps import GapTimer
 from compile.graphs.capture import (
@@ -455,20 +455,20 @@ class StepForward:
             num_tokens_across_dp: of all data-parallel ranks, padding included; None if this
                 is the only one.
         """
-        decided = _mode_of(agreed)
+        mode = CUDAGraphMode(agreed.mode)
         context = self._context(
             batch,
             num_seqs,
-            decided,
+            mode,
+            agreed.batch.graph_key(mode),
             is_dummy_run=not num_seqs,
             num_tokens_across_dp=num_tokens_across_dp,
         )
-        is_piecewise = decided.mode is CUDAGraphMode.PIECEWISE
-        timed = self.gaps.step() if is_piecewise else nullcontext()
+        timed = self.gaps.step() if mode is CUDAGraphMode.PIECEWISE else nullcontext()
+        is_full_decode = mode is CUDAGraphMode.FULL and agreed.batch.uniform_decode
         with timed, forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-            key = decided.descriptor
-            if self._score is None or key is None or not key.uniform_decode or not num_seqs:
+            if self._score is None or not is_full_decode or not num_seqs:
                 return StepOutput(hidden, None)
             return StepOutput(hidden, self._score(hidden))
 
@@ -476,7 +476,8 @@ class StepForward:
         self,
         batch: StepBatch,
         num_seqs: int,
-        decided: ForwardMode | None = None,
+        mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        key: BatchDescriptor | None = None,
         *,
         is_dummy_run: bool = False,
         num_tokens_across_dp: Sequence[int] | None = None,
@@ -484,7 +485,6 @@ class StepForward:
         padded, num_tokens = batch.attention.seq_lens.shape[0], batch.input_ids.shape[0]
         # Before the rank is ready all ranks run the same padding.
         across = num_tokens_across_dp or (num_tokens,) * self._group.dp_size
-        is_piecewise = decided is not None and decided.mode is CUDAGraphMode.PIECEWISE
         return ForwardContext(
             no_compile_layers=self._layers,
             attn_metadata=batch.attention,
@@ -497,17 +497,10 @@ class StepForward:
                 positions=batch.positions,
             ),
             dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
-            batch_descriptor=decided.descriptor if decided else None,
-            cudagraph_runtime_mode=decided.mode if decided else CUDAGraphMode.NONE,
-            gap_timer=self.gaps if is_piecewise else None,
+            batch_descriptor=key,
+            cudagraph_runtime_mode=mode,
+            gap_timer=self.gaps if mode is CUDAGraphMode.PIECEWISE else None,
         )
-
-
-def _mode_of(agreed: StepAgreement) -> ForwardMode:
-    """Return the agreement as graphs are looked up by it."""
-    is_uniform_decode = agreed.kind is StepKind.DECODE
-    mode = CUDAGraphMode(agreed.mode)
-    return ForwardMode(mode, agreed.num_tokens, agreed.graph_bs, is_uniform_decode)
 
 
 def _doubling(most: int) -> list[int]:

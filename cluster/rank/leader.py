@@ -30,8 +30,7 @@ from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
-from cluster.engine.engine import Channel, Engine
-from cluster.engine.engine import Lockstep as LockstepProtocol
+from cluster.engine.engine import Channel, Engine, Lockstep
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
@@ -62,7 +61,7 @@ from cluster.rank.channel import NoFollowers
 from cluster.rank.forward import Progress
 from cluster.rank.groups import GroupMembership
 from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import JoinedLockstep, Lockstep
+from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.runner import ModelRunner
@@ -365,7 +364,7 @@ class Leader:
             epoch=self.epoch,
             captured=forward.captured,
         )
-        return Lockstep.joined(machine, self._peers, self.runner.phases)
+        return JoinedLockstep(machine, self._peers, self.runner.phases)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
@@ -435,7 +434,7 @@ def assemble_engine(
     *,
     epoch: int = 0,
     channel: Channel | None = None,
-    lockstep: LockstepProtocol | None = None,
+    lockstep: Lockstep | None = None,
     holder: TicketHolder | None = None,
     metadata: HandoffMetadata | None = None,
     reader: KVReader | None = None,
@@ -468,7 +467,7 @@ def assemble_engine(
         clock=time.monotonic,
         grammars=runner.grammars,
     )
-    lockstep = lockstep or Lockstep.alone(runner.forward.captured)
+    lockstep = lockstep or AloneLockstep(runner.forward.captured)
     loop = OverlappedEngine if config.overlap else Engine
     return loop(scheduler, lockstep, channel or NoFollowers(), runner)
 

@@ -129,8 +129,9 @@ class VoteChannel(Protocol):
 class AloneLockstep:
     """The agreement of a group of one: its own vote."""
 
-    def __init__(self, captured: CapturedGraphs) -> None:
-        self._captured = captured
+    def __init__(self, captured: CapturedGraphs | None = None) -> None:
+        """Dispatch over what was captured; None: nothing was."""
+        self._captured = captured or CapturedGraphs()
 
     def agree(self, vote: Vote) -> StepAgreement:
         """Return the agreement that a single vote amounts to."""
@@ -202,19 +203,3 @@ class JoinedLockstep:
         except FrameError as error:
             raise FrameError(f"rank dp={dp_rank} tp=0: {error}") from error
         machine.on_frame(dp_rank, frame)
-
-
-class Lockstep:
-    """Where a rank gets the lockstep that its group's size asks for."""
-
-    @staticmethod
-    def alone(captured: CapturedGraphs | None = None) -> AloneLockstep:
-        """Return the lockstep of a group with one data-parallel rank; None: nothing is captured."""
-        return AloneLockstep(captured or CapturedGraphs())
-
-    @staticmethod
-    def joined(
-        machine: LockstepMachine, channel: VoteChannel, phases: PhaseRecorder | None = None
-    ) -> JoinedLockstep:
-        """Return the lockstep of one of several data-parallel ranks."""
-        return JoinedLockstep(machine, channel, phases)

@@ -217,18 +217,8 @@ class OutputSender:
 
 
 def _bare(output: EngineOutput) -> EngineOutput:
-    return EngineOutput(
-        request_id=output.request_id,
-        position=output.position,
-        token_ids=[],
-        logprobs=[],
-        finish_reason=output.finish_reason,
-        stop_token_id=output.stop_token_id,
-        num_cached_tokens=output.num_cached_tokens,
-        handoff=None,
-        error=output.error,
-        prompt_logprobs=[],
-        queued_us=0,
+    return msgspec.structs.replace(
+        output, token_ids=[], logprobs=[], handoff=None, prompt_logprobs=[], queued_us=0
     )
 
 

@@ -26,7 +26,6 @@ from cluster.messages import (
     PromptTargets,
     SampledTokens,
     StepAgreement,
-    StepKind,
     StepPlan,
     TokenLogprobs,
 )
@@ -329,9 +328,9 @@ class ModelRunner:
     def build(self, plan: StepPlan, agreed: StepAgreement) -> StepBatch:
         """Return the plan's batch, or a dummy one, padded as all ranks agreed."""
         num_tokens = agreed.num_tokens_across_dp[self._dp_rank]
-        num_seqs = agreed.graph_bs or max(plan.num_seqs, 1)
+        num_seqs = agreed.batch.num_seqs or max(plan.num_seqs, 1)
         is_full = agreed.mode == CUDAGraphMode.FULL.value
-        is_mixed = is_full and agreed.kind is StepKind.MIXED
+        is_mixed = is_full and not agreed.batch.uniform_decode
         if not plan.num_seqs:
             return self.inputs.dummy(num_tokens, num_seqs, is_mixed=is_mixed)
         return self.inputs.build(plan, num_tokens, num_seqs, is_mixed=is_mixed)

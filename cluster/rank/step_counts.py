@@ -38,7 +38,7 @@ class StepCounts:
             self._tokens_of_step.observe(num_tokens)
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
-            self._replays[agreed.mode, agreed.num_tokens] += 1
+            self._replays[agreed.mode, agreed.batch.num_tokens] += 1
         self._num_tokens += num_tokens
         self._num_padding += num_padding
 

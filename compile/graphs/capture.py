@@ -144,14 +144,14 @@ def graphs_to_capture(
     """
     mode, graphs = config.graph_mode, []
     if mode.requires_piecewise_compilation():
-        keys = [BatchDescriptor(n) for n in config.capture_num_tokens or ()]
+        keys = [BatchDescriptor(n, None, False) for n in config.capture_num_tokens or ()]
         graphs += [(CUDAGraphMode.PIECEWISE, key) for key in keys]
     if mode.decode_mode() is CUDAGraphMode.FULL:
         keys = [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
         graphs += [(CUDAGraphMode.FULL, key) for key in keys]
     if mode.mixed_mode() is CUDAGraphMode.FULL:
         sizes = config.capture_num_tokens or ()
-        keys = [BatchDescriptor(n, min(n, max_num_seqs)) for n in sizes]
+        keys = [BatchDescriptor(n, min(n, max_num_seqs), False) for n in sizes]
         graphs += [(CUDAGraphMode.FULL, key) for key in keys]
     return sorted(graphs, key=_order)
 

@@ -58,7 +58,6 @@ class Partial(Wire, frozen=True):
     max_tokens: int
     max_seqs: int
     max_query_len: int
-    graph_allowed: bool
     has_work: bool
     draining: bool
     first_rank: int
@@ -232,7 +231,6 @@ def combine_us(num_ranks: int) -> float:
             max(own.max_tokens, other.max_tokens),
             max(own.max_seqs, other.max_seqs),
             max(own.max_query_len, other.max_query_len),
-            own.graph_allowed and other.graph_allowed,
             own.has_work or other.has_work,
             own.draining and other.draining,
             min(own.first_rank, other.first_rank),

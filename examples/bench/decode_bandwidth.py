@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 
@@ -122,7 +122,7 @@ def our_steps(runner: ModelRunner, batch: int, context: int) -> Callable[[], Non
     def execute() -> None:
         nonlocal step
         plan = decode_plan(batch, context + step, columns if step == 0 else 0)
-        runner.execute(plan, Lockstep.alone().agree(plan.vote()))
+        runner.execute(plan, AloneLockstep().agree(plan.vote()))
         step += 1
 
     return execute
@@ -134,6 +134,8 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
     return StepPlan(
         epoch=0,
         step=computed,
+        num_seqs=batch,
+        num_tokens=batch,
         admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))

@@ -68,7 +68,7 @@ class Gaps:
         runner.forward.run, runner.wait = self.run, self.wait  # type: ignore[method-assign]
 
     def run(self, batch: Any, agreed: Any, *args: Any) -> Any:
-        if agreed.kind is not StepKind.DECODE or agreed.num_tokens != self._num_tokens:
+        if agreed.kind is not StepKind.DECODE or agreed.batch.num_tokens != self._num_tokens:
             return self._run(batch, agreed, *args)
         began, begin = time.perf_counter(), self._mark()
         output = self._run(batch, agreed, *args)

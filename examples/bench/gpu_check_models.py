@@ -14,7 +14,7 @@ from gpu_check_rows import Row, Setting, captured, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
@@ -208,6 +208,8 @@ def part_runner(at: Setting) -> Iterator[Row]:
         plan = StepPlan(
             epoch=0,
             step=step,
+            num_seqs=num_seqs,
+            num_tokens=num_seqs * new,
             admitted=[]
             if step
             else [Admission(i, 0.0, 0, 1.0, 0.0, 0, -1, None) for i in range(num_seqs)],
@@ -220,7 +222,7 @@ def part_runner(at: Setting) -> Iterator[Row]:
             num_decodes=num_seqs if step else 0,
             prompt_targets=[],
         )
-        drawn = runner.execute(plan, Lockstep.alone().agree(plan.vote())).token_ids
+        drawn = runner.execute(plan, AloneLockstep().agree(plan.vote())).token_ids
         num_wrong += sum(a != row[done + new] for a, row in zip(drawn, wanted, strict=True))
     yield Row(
         "greedy tokens against transformers, float32",

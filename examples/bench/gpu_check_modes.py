@@ -20,7 +20,7 @@ from gpu_check_rows import Row, Setting
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import StepAgreement, StepPlan
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from compile.counters import counter
@@ -84,7 +84,7 @@ def make_config(
 
 def agreed(runner: ModelRunner, plan: StepPlan) -> tuple[StepPlan, StepAgreement]:
     """Return a plan and what a group of one agrees on for it."""
-    return plan, Lockstep.alone(runner.forward.captured).agree(plan.vote())
+    return plan, AloneLockstep(runner.forward.captured).agree(plan.vote())
 
 
 def timed(at: Setting, runner: ModelRunner, plan: StepPlan, name: str, captures: str) -> Row:

@@ -54,6 +54,7 @@ from cluster.messages import (
     MAX_ABORTS,
     Abort,
     EngineOutput,
+    FinishReason,
     GenerateRequest,
     KVHandoff,
     KVSource,
@@ -307,7 +308,8 @@ def request(name: str, reply_to: str, max_tokens: int = 6, **fields: Any) -> Gen
 
 def outputs(request_id: str, num: int = 1, epoch: int = 0, engine_id: str = "e") -> bytes:
     """Return a frame of outputs as engines send it."""
-    output = encode(EngineOutput(request_id, 0, [5], [], "", -1, 0, None, "", [], 0))
+    ended = EngineOutput.ended(request_id, FinishReason.NONE)
+    output = encode(msgspec.structs.replace(ended, token_ids=[5]))
     return encode(OutputFrame(epoch, engine_id, NOWHERE, [output] * num))
 
 

@@ -37,7 +37,7 @@ from cluster.messages import (
     Vote,
     encode,
 )
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.wire.sockets import (
     CurveHandshake,
@@ -121,7 +121,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
 
     captured = CapturedGraphs(CUDAGraphMode.FULL, batch_sizes=(64,))
     machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, captured=captured)
-    lockstep = Lockstep.joined(machine, endpoints.peers)
+    lockstep = JoinedLockstep(machine, endpoints.peers)
     listen_fd = endpoints.listener.detach() if endpoints.listener is not None else None
     store = dist.TCPStore(
         told.store_host, told.store_port, size, rank == 0, master_listen_fd=listen_fd
@@ -133,9 +133,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     for _ in range(rounds // BLOCK):
         for _ in range(BLOCK):
             step += 1
-            vote = Vote(
-                0, step, StepKind.DECODE, 30 + rank, 30 + rank, 1, True, True, False, 0, False
-            )
+            vote = Vote(0, step, StepKind.DECODE, 30 + rank, 30 + rank, 1, True, False, 0, False)
             began = time.perf_counter()
             lockstep.agree(vote)
             agreed = time.perf_counter()

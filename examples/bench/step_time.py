@@ -74,7 +74,7 @@ def decode(llm: LLM, batch: int, num_steps: int, temperature: float) -> list[dic
         began = time.perf_counter()
         outputs = whole()
         took = time.perf_counter() - began
-        if len(outputs) == batch and engine.agreed and engine.agreed.num_tokens <= 2 * batch:
+        if len(outputs) == batch and engine.agreed and engine.agreed.batch.num_tokens <= 2 * batch:
             found = {name: seconds.get(name, 0.0) for name in PARTS}
             found |= {"rest": took - sum(found.values()), "step": took}
             steps.append(found | {"host": sum(found[name] for name in HOST)})

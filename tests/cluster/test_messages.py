@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from cluster import credentials, group_messages, messages
 from cluster.credentials import Credentials, Header
-from cluster.messages import FrameError, StepPlan, Wire, decode, encode
+from cluster.engine.lockstep import agree
+from cluster.messages import FrameError, StepAgreement, StepPlan, Wire, decode, encode
+from compile.dispatch import CapturedGraphs
 
 pytestmark = pytest.mark.feature("Y03")
 
@@ -68,6 +70,12 @@ def bounded(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
     return values(kind)
 
 
+def plan_of(rows: list[int], token_ids: list[int], **fields: Any) -> StepPlan:
+    """Return a plan whose numbers are those of its lists, whatever was drawn."""
+    fields |= {"num_seqs": len(rows), "num_tokens": len(token_ids)}
+    return StepPlan(rows=rows, token_ids=token_ids, **fields)
+
+
 @functools.cache
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for every value that the annotation allows."""
@@ -80,6 +88,10 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Wire):
         hints = typing.get_type_hints(annotation, include_extras=True)
+        fields = {name: values(hint) for name, hint in hints.items()}
+        return st.builds(plan_of if annotation is StepPlan else annotation, **fields)
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        hints = typing.get_type_hints(annotation)
         return st.builds(annotation, **{name: values(hint) for name, hint in hints.items()})
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is list:
@@ -389,6 +401,8 @@ def _plan(num_new: list[int], num_decodes: int) -> StepPlan:
     return StepPlan(
         epoch=3,
         step=8,
+        num_seqs=num_seqs,
+        num_tokens=sum(num_new),
         admitted=[],
         new_blocks=[],
         rows=list(range(num_seqs)),
@@ -402,6 +416,36 @@ def _plan(num_new: list[int], num_decodes: int) -> StepPlan:
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("mode", 3, "<= 2"),
+        ("batch", [2], "length 3, got 1"),
+        ("batch", [2, 2, True, 0], "length 3, got 4"),
+        ("batch", {"num_tokens": 2, "num_seqs": 2, "uniform_decode": True}, "array"),
+    ],
+)
+def test_an_agreement_that_lacks_a_size_or_names_no_mode_is_refused(
+    field: str, value: Any, named: str
+) -> None:
+    agreed = agree([_plan([1, 1], 2).vote()], CapturedGraphs())
+    found = raw(encode(agreed))
+    assert decode(encode(found), StepAgreement) == agreed
+    found[StepAgreement.__struct_fields__.index(field)] = value
+    assert named in str(refused(encode(found), StepAgreement))
+
+
+@pytest.mark.parametrize("field", ["num_seqs", "num_tokens"])
+def test_a_plan_whose_numbers_are_not_those_of_its_lists_is_refused(field: str) -> None:
+    plan = _plan([1, 2], 1)
+    place = StepPlan.__struct_fields__.index(field)
+    found = decode(encode(plan), list)
+    assert decode(encode(found), StepPlan) == plan
+    found[place] += 1
+    with pytest.raises(FrameError, match=rf"StepPlan.*{field}: wanted [23], found [34]"):
+        decode(encode(found), StepPlan)
+
+
+@pytest.mark.parametrize(
     ("num_new", "num_decodes", "kind"),
     [([], 0, 0), ([1], 1, 1), ([1, 1], 2, 1), ([1, 5], 1, 2), ([5], 0, 2), ([1], 0, 2)],
 )
@@ -410,6 +454,5 @@ def test_a_plan_votes_for_what_it_holds(num_new: list[int], num_decodes: int, ki
     assert (vote.epoch, vote.step, vote.kind) == (3, 8, kind)
     assert (vote.num_tokens, vote.num_seqs) == (sum(num_new), len(num_new))
     assert vote.max_query_len == max(num_new, default=0)
-    assert vote.graph_allowed
     assert vote.has_work is bool(num_new)
     assert vote.draining is False

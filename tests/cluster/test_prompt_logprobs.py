@@ -132,6 +132,8 @@ def test_a_rank_that_gets_no_logits_takes_part_in_as_many_pieces(
     plan = StepPlan(
         epoch=0,
         step=1,
+        num_seqs=2,
+        num_tokens=13,
         admitted=[],
         new_blocks=[],
         rows=[0, 1],

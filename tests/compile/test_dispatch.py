@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compile.config import CUDAGraphMode
-from compile.dispatch import BatchDescriptor, CapturedGraphs, ForwardMode, decide
+from compile.dispatch import BatchDescriptor, CapturedGraphs, decide
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 
@@ -38,18 +37,21 @@ def captured(
     return dataclasses.replace(graphs, mode=mode, enable_padding=enable_padding)
 
 
-def eager(num_tokens: int, num_seqs: int, is_decode: bool) -> ForwardMode:
-    return ForwardMode(NONE, num_tokens, num_seqs if is_decode else 0, is_decode)
+Decision = tuple[CUDAGraphMode, BatchDescriptor]
+
+
+def eager(num_tokens: int, num_seqs: int, is_decode: bool) -> Decision:
+    return NONE, BatchDescriptor(num_tokens, num_seqs if is_decode else None, is_decode)
 
 
 def expected(
     route: CUDAGraphMode, is_decode: bool, tokens: int, seqs: int, query_len: int, padding: bool
-) -> ForwardMode:
+) -> Decision:
     """Look the step up in the tables above."""
     if route is PIECEWISE and tokens in TOKENS:
-        return ForwardMode(PIECEWISE, TOKENS[tokens], seqs if is_decode else 0, is_decode)
+        return PIECEWISE, BatchDescriptor(TOKENS[tokens], seqs if is_decode else None, is_decode)
     if route is FULL and is_decode and seqs in BS and (padding or BS[seqs] == seqs):
-        return ForwardMode(FULL, BS[seqs] * query_len, BS[seqs], True)
+        return FULL, BatchDescriptor(BS[seqs] * query_len, BS[seqs], True)
     return eager(tokens, seqs, is_decode)
 
 
@@ -60,17 +62,15 @@ def expected(
 def test_every_decode_step_has_its_entry_in_the_table(
     mode: CUDAGraphMode, padding: bool, query_len: int
 ) -> None:
-    for seqs, allowed in itertools.product(range(30), (True, False)):
+    for seqs in range(30):
         tokens = seqs * query_len
-        route = ROUTES[mode][0] if allowed else NONE
         assert decide(
             is_uniform_decode=True,
             num_tokens=tokens,
             num_seqs=seqs,
             query_len=query_len,
             captured=captured(mode, enable_padding=padding),
-            is_graph_allowed=allowed,
-        ) == expected(route, True, tokens, seqs, query_len, padding)
+        ) == expected(ROUTES[mode][0], True, tokens, seqs, query_len, padding)
 
 
 @pytest.mark.feature("D05", "N01", "N10")
@@ -79,16 +79,14 @@ def test_every_decode_step_has_its_entry_in_the_table(
 def test_every_prefill_and_mixed_step_has_its_entry_in_the_table(
     mode: CUDAGraphMode, padding: bool
 ) -> None:
-    for tokens, allowed in itertools.product(range(30), (True, False)):
-        route = ROUTES[mode][1] if allowed else NONE
+    for tokens in range(30):
         for seqs in {1, 2, 3, tokens} if tokens else {0}:
             assert decide(
                 is_uniform_decode=False,
                 num_tokens=tokens,
                 num_seqs=seqs,
                 captured=captured(mode, enable_padding=padding),
-                is_graph_allowed=allowed,
-            ) == expected(route, False, tokens, seqs, 1, padding)
+            ) == expected(ROUTES[mode][1], False, tokens, seqs, 1, padding)
 
 
 def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
@@ -99,7 +97,7 @@ def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
             num_tokens=tokens,
             num_seqs=seqs,
             captured=captured(BOTH),
-        ).mode
+        )[0]
         for is_decode, tokens, seqs in steps
     ]
     assert found == [PIECEWISE, PIECEWISE, FULL, NONE, NONE]
@@ -108,7 +106,11 @@ def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
 MIXED = CapturedGraphs(
     batch_sizes=(4,),
     token_counts=(8,),
-    mixed=(BatchDescriptor(8, 2), BatchDescriptor(8, 4), BatchDescriptor(16, 4)),
+    mixed=(
+        BatchDescriptor(8, 2, False),
+        BatchDescriptor(8, 4, False),
+        BatchDescriptor(16, 4, False),
+    ),
 )
 
 
@@ -139,8 +141,7 @@ def test_a_mixed_step_replays_a_whole_graph_only_where_one_was_captured(
     if padded is None or not (padding or exact):
         assert found == eager(tokens, seqs, is_decode=False)
     else:
-        assert found == ForwardMode(FULL, *padded, False)
-        assert found.descriptor == BatchDescriptor(*padded)
+        assert found == (FULL, BatchDescriptor(*padded, False))
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "query_len"), [(3, 4, 1), (5, 4, 1), (4, 4, 2)])
@@ -162,7 +163,7 @@ def captured_graphs(draw: st.DrawFn) -> CapturedGraphs:
     sizes = st.lists(st.integers(1, 40), unique=True, max_size=6).map(sorted).map(tuple)
     pairs = st.tuples(st.integers(1, 40), st.integers(1, 40))
     mixed = draw(st.lists(pairs, unique=True, max_size=4).map(sorted))
-    descriptors = tuple(BatchDescriptor(*pair) for pair in mixed)
+    descriptors = tuple(BatchDescriptor(*pair, False) for pair in mixed)
     mode = draw(st.sampled_from(CUDAGraphMode))
     return CapturedGraphs(mode, draw(sizes), draw(sizes), descriptors, draw(st.booleans()))
 
@@ -182,27 +183,26 @@ def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
     more: int,
 ) -> None:
     tokens = seqs * query_len if is_decode else seqs + more
-    found = decide(
+    mode, batch = decide(
         is_uniform_decode=is_decode,
         num_tokens=tokens,
         num_seqs=seqs,
         query_len=query_len,
         captured=graphs,
     )
-    key = found.descriptor
-    assert (key is None) == (found.mode is NONE)
-    assert found.num_tokens >= tokens
-    assert found.graph_bs == 0 or found.graph_bs >= seqs
-    if key is None:
-        assert (found.num_tokens, found.graph_bs) == (tokens, seqs if is_decode else 0)
-        return
-    assert key.num_tokens == found.num_tokens
-    if found.mode is PIECEWISE:
-        assert key == BatchDescriptor(found.num_tokens)
-        assert key.num_tokens in graphs.token_counts
-        assert found.graph_bs == (seqs if is_decode else 0)
+    key = batch.graph_key(mode)
+    assert batch.uniform_decode is is_decode
+    assert batch.num_tokens >= tokens
+    assert batch.num_seqs is None or batch.num_seqs >= seqs
+    if mode is NONE:
+        assert key is None
+        assert batch == BatchDescriptor(tokens, seqs if is_decode else None, is_decode)
+    elif mode is PIECEWISE:
+        assert key == BatchDescriptor(batch.num_tokens, None, False)
+        assert batch.num_tokens in graphs.token_counts
+        assert batch.num_seqs == (seqs if is_decode else None)
     elif is_decode:
-        assert key.uniform_decode and key.num_tokens == found.graph_bs * query_len
-        assert key.num_seqs == found.graph_bs and key.num_seqs in graphs.batch_sizes
+        assert key == batch and batch.num_seqs in graphs.batch_sizes
+        assert batch.num_tokens == batch.num_seqs * query_len
     else:
-        assert key in graphs.mixed and key.num_seqs == found.graph_bs
+        assert key == batch and key in graphs.mixed

@@ -14,7 +14,7 @@ from compile.graphs.cpu.pool import CpuGraphPool
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper
 
-PIECEWISE, KEY = CUDAGraphMode.PIECEWISE, BatchDescriptor(4)
+PIECEWISE, KEY = CUDAGraphMode.PIECEWISE, BatchDescriptor(4, None, False)
 
 
 class Clock:

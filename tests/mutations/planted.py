@@ -189,9 +189,7 @@ MUTATIONS = (
         "Steps run eagerly although their graphs were captured.",
         "cluster/rank/forward.py",
         {
-            "cudagraph_runtime_mode=decided.mode if decided else CUDAGraphMode.NONE,": (
-                "cudagraph_runtime_mode=CUDAGraphMode.NONE,"
-            )
+            "cudagraph_runtime_mode=mode,": "cudagraph_runtime_mode=CUDAGraphMode.NONE,",
         },
         (REPLAYED,),
     ),
@@ -309,7 +307,7 @@ MUTATIONS = (
         "ranks_pad_to_what_they_run",
         "A rank pads to its own sequences in place of the graph that all agreed on (D05).",
         "cluster/rank/runner.py",
-        {"agreed.graph_bs or max(plan.num_seqs, 1)": "max(plan.num_seqs, 1)"},
+        {"agreed.batch.num_seqs or max(plan.num_seqs, 1)": "max(plan.num_seqs, 1)"},
         (FORWARD,),
     ),
     Mutation(
@@ -317,8 +315,8 @@ MUTATIONS = (
         "Graphs of equal tokens are one key, however many each sequence has (C07).",
         "compile/dispatch.py",
         {
-            "return BatchDescriptor(self.num_tokens, self.graph_bs, self.is_uniform_decode)": (
-                "return BatchDescriptor(self.num_tokens, self.num_tokens, self.is_uniform_decode)"
+            "return self\n": (
+                "return BatchDescriptor(self.num_tokens, self.num_tokens, self.uniform_decode)\n"
             )
         },
         (f"{FORWARD}::test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone",),
@@ -432,7 +430,7 @@ MUTATIONS = (
         "ranks_decode_at_their_own_size",
         "Ranks that decode together are not padded to one size (P03, P04).",
         "cluster/engine/lockstep.py",
-        {"if kind is StepKind.DECODE or forward.mode is not CUDAGraphMode.NONE:": "if False:"},
+        {"if kind is StepKind.DECODE or mode is not CUDAGraphMode.NONE:": "if False:"},
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(
@@ -443,14 +441,10 @@ MUTATIONS = (
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(
-        "one_rank_may_replay_alone",
-        "A rank that may not use a graph does not keep the others from it (P04).",
+        "graphs_hold_the_first_rank_alone",
+        "The votes of all ranks but the first for their number of tokens are dropped (P04).",
         "cluster/engine/lockstep.py",
-        {
-            "is_graph_allowed=all(vote.graph_allowed for vote in votes),": (
-                "is_graph_allowed=any(vote.graph_allowed for vote in votes),"
-            )
-        },
+        {"num_tokens=max(scheduled),": "num_tokens=scheduled[0],"},
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(

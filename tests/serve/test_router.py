@@ -11,7 +11,14 @@ import msgspec
 import pytest
 
 from cluster.actors.turns import Turns
-from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit, decode
+from cluster.messages import (
+    EngineOutput,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    Submit,
+    decode,
+)
 from serve import dock as dock_module
 from serve import router as router_module
 from serve.dock import SharedDock
@@ -28,7 +35,8 @@ REQUEST = GenerateRequest(
 def output(
     token_ids: list[int], finish_reason: str = "", error: str = "", position: int = 0
 ) -> EngineOutput:
-    return EngineOutput("", position, token_ids, [], finish_reason, -1, 0, None, error, [], 0)
+    ended = EngineOutput.ended("", FinishReason(finish_reason), error, position=position)
+    return msgspec.structs.replace(ended, token_ids=token_ids)
 
 
 def serve_pd(

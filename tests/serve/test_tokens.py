@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from hypothesis import given
@@ -38,10 +39,15 @@ CREDENTIALS = Credentials("same", b"s" * 32)
 HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
 
 
+def output_of(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
+    ended = EngineOutput.ended("r", FinishReason(finish_reason), position=position)
+    return msgspec.structs.replace(ended, token_ids=token_ids)
+
+
 def frame(
     epoch: int, inbox: str, token: int, engine_id: str = "mixed/a/0", finish_reason: str = ""
 ) -> bytes:
-    output = EngineOutput("r", 0, [token], [], finish_reason, -1, 0, None, "", [], 0)
+    output = output_of(0, [token], finish_reason)
     return encode(OutputFrame(epoch, engine_id, inbox, [encode(output)]))
 
 
@@ -299,7 +305,9 @@ def test_a_flood_leaves_the_loop_its_time(
 def test_a_long_prompts_logprobs_arrive_as_one_output_and_hold_nothing_up() -> None:
     """Tens of megabytes beside one token, were the prompt six times as long."""
     entries = [TokenLogprobs(-float(i), 1, [i] * 20, [-1.5] * 20) for i in range(20_000)]
-    whole = EngineOutput("r", 0, [5], [], "stop", -1, 3, None, "", entries, 0)
+    whole = msgspec.structs.replace(
+        output_of(0, [5], "stop"), num_cached_tokens=3, prompt_logprobs=entries
+    )
     [encoded] = frames_of([whole])
     assert max(map(len, encoded)) <= MAX_OUTPUT_BYTES + 100 and len(encoded) > 90
     body = encode(OutputFrame(0, "mixed/a/0", "tcp://127.0.0.1:9", encoded))
@@ -363,8 +371,7 @@ def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     async def main() -> tuple[int, int]:
         async with token_socket() as (tokens, _):
             for i in range(100):
-                output = EngineOutput("r", 0, [5], [], "stop", -1, 0, None, "", [], 0)
-                tokens._deliver(f"tcp://127.0.0.1:{i}", output)
+                tokens._deliver(f"tcp://127.0.0.1:{i}", output_of(0, [5], "stop"))
                 tokens._newest[f"mixed/{i}/0"] = (0, f"tcp://127.0.0.1:{i}")
                 await asyncio.sleep(0)
             return len(tokens._heard_at), len(tokens._newest)
@@ -376,10 +383,10 @@ def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch)
 # --- mailboxes ----------------------------------------------------------------------------------
 
 
-def output_of(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
-    reason = FinishReason(finish_reason)
+def scored_output(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
     logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in token_ids]
-    return EngineOutput("r", position, token_ids, logprobs, reason, -1, 0, None, "", [], 0)
+    output = output_of(position, token_ids, finish_reason)
+    return msgspec.structs.replace(output, logprobs=logprobs)
 
 
 @given(
@@ -407,11 +414,11 @@ def test_whatever_comes_between_two_ticks_is_taken_in_order_and_once(
             position = 0
             for index, (size, pause) in enumerate(zip(pieces, pauses, strict=False)):
                 position += index == gap_at
-                mailbox.put(output_of(position, list(range(position, position + size))))
+                mailbox.put(scored_output(position, list(range(position, position + size))))
                 position += size
                 for _ in range(pause):
                     await asyncio.sleep(0)
-            mailbox.put(output_of(position, [], "stop"))
+            mailbox.put(scored_output(position, [], "stop"))
             await taking
         return taken
 
@@ -446,18 +453,18 @@ def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the
             taken_at.append(time.monotonic() - began)
             sizes.append(len(output.token_ids))
 
-        mailbox.put(output_of(0, [0]))
+        mailbox.put(scored_output(0, [0]))
         await take()
         for position in range(1, 4):
-            mailbox.put(output_of(position, [position]))
+            mailbox.put(scored_output(position, [position]))
         await take()
-        mailbox.put(output_of(4, [4]))
-        mailbox.put(output_of(5, [], "handoff"))
+        mailbox.put(scored_output(4, [4]))
+        mailbox.put(scored_output(5, [], "handoff"))
         await take()
         await take()
         await asyncio.sleep(1.1)  # the tick that was asked for finds nothing
-        mailbox.put(output_of(5, [5]))
-        mailbox.put(output_of(6, [6], "stop"))
+        mailbox.put(scored_output(5, [5]))
+        mailbox.put(scored_output(6, [6], "stop"))
         await take()
         await take()
         return taken_at, sizes

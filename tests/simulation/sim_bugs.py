@@ -33,6 +33,7 @@ from cluster.messages import (
     KVSource,
     SampledTokens,
     StepAgreement,
+    StepKind,
     StepPlan,
     Submit,
     Vote,
@@ -90,12 +91,12 @@ class _DispatchesOnItsBatch(LockstepMachine):
     def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
         agreed, mine = super()._agree(votes), agree([votes[self._dp_rank]], self._captured)
         across = mine.num_tokens_across_dp * len(votes)
-        return msgspec.structs.replace(
-            agreed, graph_bs=mine.graph_bs, num_tokens=across[0], num_tokens_across_dp=across
-        )
+        return msgspec.structs.replace(agreed, batch=mine.batch, num_tokens_across_dp=across)
 
 
 class _DispatchesOnItsClock(SimLeader):
+    """Some of the time it takes every step for one that replays nothing."""
+
     def start(self) -> None:
         super().start()
         if (machine := self.machine) is not None:
@@ -103,8 +104,9 @@ class _DispatchesOnItsClock(SimLeader):
             machine._agree = lambda votes: agree(self._if_early(votes))  # type: ignore[method-assign]
 
     def _if_early(self, votes: Sequence[Vote]) -> Sequence[Vote]:
-        is_late = self.group.loop.now % 1.0 > 0.9
-        return [msgspec.structs.replace(vote, graph_allowed=not is_late) for vote in votes]
+        if self.group.loop.now % 1.0 <= 0.9:
+            return votes
+        return [msgspec.structs.replace(vote, kind=StepKind.MIXED) for vote in votes]
 
 
 class _GoesOverAlone(SimLeader):

@@ -241,7 +241,9 @@ def _alter_plan(group: SimGroup, fault: Fault, body: bytes) -> bytes:
             digest = replace(frame.digest, previous_step=frame.digest.previous_step + 1)
             return encode(replace(frame, digest=digest))
         case "agreed":
-            agreed = replace(frame.agreed, num_tokens=frame.agreed.num_tokens + 1)
+            batch = frame.agreed.batch
+            longer = batch._replace(num_tokens=batch.num_tokens + 1)
+            agreed = replace(frame.agreed, batch=longer)
             return encode(replace(frame, agreed=agreed))
         case "step":
             plan = replace(frame.plan, step=frame.plan.step + 1)

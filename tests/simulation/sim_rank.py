@@ -43,7 +43,7 @@ from cluster.messages import (
 )
 from cluster.rank.channel import NoFollowers
 from cluster.rank.follower_loop import FollowerLoop
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
 from cluster.rank.status import PhaseRecorder
 
 if TYPE_CHECKING:
@@ -292,12 +292,12 @@ class SimLeader(SimRank):
                 epoch=self.epoch,
                 captured=self.changeover.captured,
             )
-            lockstep = Lockstep.joined(self.machine, self.peers, self.phases)
+            lockstep = JoinedLockstep(self.machine, self.peers, self.phases)
         self.runner: SimRunner = plants.runner(self)
         loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
         self.engine = loop(
             self.scheduler,
-            lockstep or Lockstep.alone(self.changeover.captured),
+            lockstep or AloneLockstep(self.changeover.captured),
             self.sender or NoFollowers(),
             self.runner,
         )

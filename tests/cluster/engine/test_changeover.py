@@ -24,7 +24,6 @@ def vote(step: int, changeover: Changeover, **fields: Any) -> Vote:
     return Vote(
         epoch=0,
         step=step,
-        graph_allowed=True,
         stage=changeover.stage,
         can_advance=changeover.can_advance,
         **{**nothing, **fields},
@@ -107,7 +106,7 @@ def test_steps_dispatch_over_graphs_from_the_step_behind_the_last_stage_on() -> 
         decode: dict[str, Any] = {"kind": StepKind.DECODE, "num_tokens": 3, "num_seqs": 3}
         machine.vote(vote(step, changeover, **decode, max_query_len=1, has_work=True))
         agreed = machine.conclude().agreed
-        modes.append((agreed.stage, agreed.mode, agreed.graph_bs))
+        modes.append((agreed.stage, agreed.mode, agreed.batch.num_seqs))
         if not changeover.is_over:
             changeover.enter(agreed.stage, GRAPHS)
             machine.dispatch_over(changeover.captured)

@@ -10,13 +10,15 @@ import pytest
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
 from cluster.messages import Admission, NewBlocks, PromptTargets, StepAgreement, StepPlan
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 
 
 def make_plan(step: int, **fields: Any) -> StepPlan:
     given = {
         "epoch": 3,
         "step": step,
+        "num_seqs": 2,
+        "num_tokens": 3,
         "admitted": [],
         "new_blocks": [],
         "rows": [0, 2],
@@ -42,7 +44,7 @@ PLANS = [
 
 
 def agree(plan: StepPlan) -> StepAgreement:
-    return Lockstep.alone().agree(plan.vote())
+    return AloneLockstep().agree(plan.vote())
 
 
 def follow(sent: list[StepPlan], received: list[tuple[StepPlan, StepAgreement]]) -> None:
@@ -81,12 +83,12 @@ def test_who_drew_something_else_is_found_two_steps_later() -> None:
         ({"epoch": 2}, "epoch"),
         ({"step": 5}, "step"),
         ({"rows": [0, 1]}, "rows"),
-        ({"rows": [0]}, "num_seqs"),
+        ({"rows": [0], "num_seqs": 1}, "num_seqs"),
         ({"num_computed": [11, 7]}, "num_computed"),
         ({"num_new": [2, 1]}, "num_new"),
         ({"output_index": [3, 0]}, "output_index"),
         ({"token_ids": [7, 8, 8]}, "token_ids"),
-        ({"token_ids": [7, 8]}, "num_tokens"),
+        ({"token_ids": [7, 8], "num_tokens": 2}, "num_tokens"),
         ({"num_decodes": 0}, "num_decodes"),
         ({"prompt_targets": [PromptTargets(0, [7], 0)]}, "prompt_targets"),
         ({"new_blocks": [NewBlocks(2, 1, [2])]}, "row_state"),

@@ -38,7 +38,6 @@ def vote(step: int = 1, **fields: Any) -> Vote:
         "num_tokens": 2,
         "num_seqs": 2,
         "max_query_len": 1,
-        "graph_allowed": True,
         "has_work": True,
         "draining": False,
         "stage": 0,
@@ -58,7 +57,6 @@ def votes_of(draw: st.DrawFn, step: int) -> Vote:
         num_seqs=num_seqs,
         num_tokens=num_seqs - 1 + longest if num_seqs else 0,
         max_query_len=longest,
-        graph_allowed=draw(st.booleans()),
         has_work=kind > 0,
         draining=draw(st.booleans()),
     )
@@ -143,18 +141,20 @@ def check_sizes(votes: list[Vote], agreed: StepAgreement) -> None:
     assert (agreed.kind <= StepKind.DECODE) == is_decode
     assert all(ran >= asked for ran, asked in zip(across, agreed.num_scheduled_tokens, strict=True))
     assert not agreed.has_work or min(across) > 0
-    if not all(v.graph_allowed for v in votes) or not tokens:
+    if not tokens:
         assert agreed.mode == CUDAGraphMode.NONE.value
     elif is_decode:
         assert agreed.mode == CUDAGraphMode.FULL.value
-        assert agreed.graph_bs == min(size for size in GRAPHS.batch_sizes if size >= seqs)
+        assert agreed.batch.num_seqs == min(size for size in GRAPHS.batch_sizes if size >= seqs)
     elif tokens <= GRAPHS.token_counts[-1]:
         assert agreed.mode == CUDAGraphMode.PIECEWISE.value
-        assert agreed.num_tokens == min(size for size in GRAPHS.token_counts if size >= tokens)
+        assert agreed.batch.num_tokens == min(
+            size for size in GRAPHS.token_counts if size >= tokens
+        )
     if agreed.mode or agreed.kind is StepKind.DECODE:
-        assert set(across) == {agreed.num_tokens}
+        assert set(across) == {agreed.batch.num_tokens}
     else:
-        assert agreed.graph_bs == 0
+        assert agreed.batch.num_seqs is None
 
 
 def test_ranks_whose_sequences_decode_different_numbers_of_tokens_do_not_decode_together() -> None:

@@ -16,7 +16,7 @@ from cluster.engine.overlap import OverlappedEngine
 from cluster.kv.handoff import HandoffMetadata, KVHolder
 from cluster.messages import PENDING, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 from cluster.rank.channel import NoFollowers
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from compile.dispatch import CapturedGraphs
 
 
@@ -67,7 +67,7 @@ def engine_on(
     """Return an engine over a fake rank with its device."""
     fake = sim.FakeEngine(sim.Shape(num_blocks=40), **arguments)
     device = Device(fake.rank, host_s, device_s)
-    return loop(fake.scheduler, lockstep or Lockstep.alone(), NoFollowers(), device), device
+    return loop(fake.scheduler, lockstep or AloneLockstep(), NoFollowers(), device), device
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
@@ -140,7 +140,7 @@ class Draining:
     """Other leaders that agree to end in a step."""
 
     def __init__(self, last_step: int) -> None:
-        self._alone = Lockstep.alone()
+        self._alone = AloneLockstep()
         self._last_step = last_step
 
     def agree(self, vote: Vote) -> StepAgreement:

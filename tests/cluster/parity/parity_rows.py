@@ -296,7 +296,7 @@ def every_size_was_run(run: Run) -> None:
     assert {step["kind"] for step in run.leader.log} == {StepKind.DECODE, StepKind.MIXED}
     full = CUDAGraphMode.FULL
     decodes = [BatchDescriptor(bs, bs, True) for bs in load.graph_bs]
-    mixed = [BatchDescriptor(n, min(n, load.max_num_seqs)) for n in load.graph_tokens]
+    mixed = [BatchDescriptor(n, min(n, load.max_num_seqs), False) for n in load.graph_tokens]
     wanted = decodes * (mode.decode_mode() is full) + mixed * (mode.mixed_mode() is full)
     assert set(run.leader.replays) == set(wanted)
     if run.row.has_graphs:

@@ -34,13 +34,13 @@ from cluster.messages import (
 from cluster.rank import channel
 from cluster.rank.channel import StepReceiver, StepSender
 from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import end_context
 
 CREDENTIALS = Credentials("abc", b"s" * 32)
 OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")
-PLAN = StepPlan(1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
+PLAN = StepPlan(1, 1, 1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_every_follower_gets_everything_in_order(
     opening = [connect(address, hello(i + 1)) for i, address in enumerate(addresses)]
     assert [h.tp_rank for h in accept(sender)] == [1, 2]
     ends = [end.wait_until_open() for end in opening]
-    agreed = Lockstep.alone().agree(PLAN.vote())
+    agreed = AloneLockstep().agree(PLAN.vote())
     for ticket in range(100):
         sender.send(PLAN, agreed)
         sender.tell(DropKV(ticket))

@@ -20,7 +20,7 @@ CASES = [(3, 9), (5, 5), (1, 7, 4), (12, 2, 12, 1)]
 
 
 def vote(kind: StepKind, num_tokens: int, num_seqs: int, query_len: int) -> Vote:
-    return Vote(0, 1, kind, num_tokens, num_seqs, query_len, True, True, False, 0, False)
+    return Vote(0, 1, kind, num_tokens, num_seqs, query_len, True, False, 0, False)
 
 
 def all_reduced(rank: int, tokens: tuple[int, ...], store: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ from cluster.rank import forward
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.leader import assemble_engine
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import (
@@ -119,7 +119,7 @@ def test_each_captured_size_runs_in_a_context_of_its_own_which_is_gone_afterward
     group = GroupMembership(None, Shard(), dp_rank=1, dp_size=2)
     runner = make_runner(make_oracle("tied"), "FULL", group=group)
     decodes = [BatchDescriptor(bs, bs, True) for bs in GRAPH_BS]
-    mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS)) for n in GRAPH_TOKENS]
+    mixed = [BatchDescriptor(n, min(n, MAX_NUM_SEQS), False) for n in GRAPH_TOKENS]
     wanted = sorted([*decodes, *mixed], key=lambda key: (-key.num_tokens, -(key.num_seqs or 0)))
     at_capture = [i for i, each in enumerate(seen) if each.cudagraph_runtime_mode is FULL]
     keys = dict.fromkeys(seen[i].batch_descriptor for i in at_capture)
@@ -184,7 +184,7 @@ class Votes:
     """The lockstep of one rank; keeps what it was told."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._alone = Lockstep.alone(runner.forward.captured)
+        self._alone = AloneLockstep(runner.forward.captured)
         self.cast: list[Vote] = []
 
     def agree(self, vote: Vote) -> StepAgreement:
@@ -245,7 +245,7 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
     replays = {NONE: 0, PIECEWISE: num_pieces, FULL: 1}
     kinds = set()
     for vote, context, num in zip(worked, entered, num_replayed, strict=True):
-        wanted = decide(
+        wanted, batch = decide(
             is_uniform_decode=vote.kind is StepKind.DECODE,
             num_tokens=vote.num_tokens,
             num_seqs=vote.num_seqs,
@@ -253,15 +253,15 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
             captured=runner.forward.captured,
         )
         assert (context.cudagraph_runtime_mode, context.batch_descriptor) == (
-            wanted.mode,
-            wanted.descriptor,
+            wanted,
+            batch.graph_key(wanted),
         )
         step = context.context
         assert step is not None and step.positions is not None
-        assert len(step.positions) == wanted.num_tokens
-        assert (step.batch_size, step.graph_bs) == (vote.num_seqs, wanted.graph_bs or vote.num_seqs)
-        assert num == replays[wanted.mode]
-        kinds.add((vote.kind, wanted.mode))
+        assert len(step.positions) == batch.num_tokens
+        assert (step.batch_size, step.graph_bs) == (vote.num_seqs, batch.num_seqs or vote.num_seqs)
+        assert num == replays[wanted]
+        kinds.add((vote.kind, wanted))
     graphs = runner.forward.captured.mode
     assert {(StepKind.DECODE, graphs.decode_mode()), (StepKind.MIXED, graphs.mixed_mode())} <= kinds
 
@@ -274,14 +274,14 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
     runner = make_runner(make_oracle("tied"), "FULL_DECODE_ONLY")
     keys = {BatchDescriptor(bs, bs, True): bs for bs in GRAPH_BS}
     assert dict(runner.forward.num_replays) == dict.fromkeys(keys, 0)
-    lockstep = Lockstep.alone(runner.forward.captured)
-    vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, True, False, 0, False)
+    lockstep = AloneLockstep(runner.forward.captured)
+    vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, False, 0, False)
     with torch.inference_mode():
         for num_seqs, query_len, num_replays in ((4, 1, 1), (2, 2, 1), (4, 1, 2)):
             told = msgspec.structs.replace(vote, num_seqs=num_seqs, max_query_len=query_len)
             agreed = lockstep.agree(told)
-            assert (agreed.num_tokens, agreed.graph_bs) == (4, num_seqs)
-            batch = runner.inputs.dummy(agreed.num_tokens, agreed.graph_bs)
+            assert (agreed.batch.num_tokens, agreed.batch.num_seqs) == (4, num_seqs)
+            batch = runner.inputs.dummy(4, num_seqs)
             runner.forward.run(batch, agreed, num_seqs)
             assert runner.forward.num_replays[BatchDescriptor(4, 4, True)] == num_replays
     assert sum(runner.forward.num_replays.values()) == 2
@@ -293,6 +293,8 @@ def plan_of(step: int, computed: int, new: int, output_index: list[int]) -> Step
     return StepPlan(
         epoch=0,
         step=step,
+        num_seqs=2,
+        num_tokens=2 * new,
         admitted=[Admission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first],
         new_blocks=[NewBlocks(row, 0, [1 + row]) for row in (0, 1) if is_first],
         rows=[0, 1],
@@ -313,7 +315,7 @@ def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_
     drawn = []
     for mode, fields in (("NONE", {}), ("FULL_DECODE_ONLY", {"capture_logits": True})):
         runner = make_runner(make_oracle("tied"), mode, fields=fields)
-        lockstep, found = Lockstep.alone(runner.forward.captured), list[list[int]]()
+        lockstep, found = AloneLockstep(runner.forward.captured), list[list[int]]()
         for step, (computed, new, index) in enumerate([(0, 2, [-1, 0]), (2, 1, [-1, 1])]):
             plan = plan_of(step, computed, new, index)
             found.append(runner.execute(plan, lockstep.agree(plan.vote())).token_ids)

@@ -171,11 +171,11 @@ def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_k
 
         place: dict[str, Any] = {"dp_rank": group.dp_rank, "group": group}
         runner = ModelRunner(config, **place, storage=late, progress=tell)
-        plan = StepPlan(0, 1, [], [], [], [], [], [], [], 0, [])  # a dummy step
+        plan = StepPlan(0, 1, 0, 0, [], [], [], [], [], [], [], 0, [])  # a dummy step
         runner.execute(plan, agree(votes, runner.forward.captured))
         return runner.forward.captured.batch_sizes
 
-    votes = [Vote(0, 1, StepKind.MIXED, n, 1, n, True, True, False, 0, False) for n in (3, 9)]
+    votes = [Vote(0, 1, StepKind.MIXED, n, 1, n, True, False, 0, False) for n in (3, 9)]
     assert run_ranks(2, 1, work) == [(1, 2)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 4
     assert told[0].count("capturing graphs") == 2 and "capturing graphs" not in told[1]

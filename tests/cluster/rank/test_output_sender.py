@@ -8,11 +8,19 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import zmq
 
 from cluster.credentials import Credentials
-from cluster.messages import EndedFrame, EngineOutput, OutputFrame, TokenLogprobs, decode
+from cluster.messages import (
+    EndedFrame,
+    EngineOutput,
+    FinishReason,
+    OutputFrame,
+    TokenLogprobs,
+    decode,
+)
 from cluster.rank import output_sender as output_sender_module
 from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
 from cluster.wire.sockets import CurveHandshake, end_context, listening_socket
@@ -21,7 +29,8 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def output(request_id: str, finish_reason: str = "") -> EngineOutput:
-    return EngineOutput(request_id, 0, [1], [], finish_reason, -1, 0, None, "", [], 0)
+    ended = EngineOutput.ended(request_id, FinishReason(finish_reason))
+    return msgspec.structs.replace(ended, token_ids=[1])
 
 
 @pytest.fixture
@@ -171,7 +180,7 @@ def test_many_ends_are_frames_that_a_pool_takes(
 
 def test_what_is_long_leaves_in_pieces_and_what_is_short_together() -> None:
     entry = TokenLogprobs(-1.0, 1, [7] * 20, [-1.0] * 20)
-    long = EngineOutput("long", 0, [5], [], "handoff", -1, 0, None, "", [entry] * 5000, 0)
+    long = msgspec.structs.replace(output("long", "handoff"), prompt_logprobs=[entry] * 5000)
     frames = list(frames_of([output("1"), output("2"), long, output("3")]))
     assert [len(frame) for frame in frames] == [2, len(frames[1]), 1]
     pieces = [decode(data, EngineOutput) for data in frames[1]]
@@ -179,4 +188,4 @@ def test_what_is_long_leaves_in_pieces_and_what_is_short_together() -> None:
     assert all(len(data) <= MAX_OUTPUT_BYTES + 200 for data in frames[1])
     assert {(p.request_id, p.position) for p in pieces} == {("long", 0)}
     assert [(p.token_ids, p.finish_reason) for p in pieces[:-1]] == [([], "")] * (len(pieces) - 1)
-    assert (pieces[-1].token_ids, pieces[-1].finish_reason) == ([5], "handoff")
+    assert (pieces[-1].token_ids, pieces[-1].finish_reason) == ([1], "handoff")

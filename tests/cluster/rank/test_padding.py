@@ -30,6 +30,8 @@ def decode_plan(rows: list[int], computed: int, *, admit: bool = False) -> StepP
     return StepPlan(
         epoch=0,
         step=computed,
+        num_seqs=len(rows),
+        num_tokens=len(rows),
         admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if admit],
         new_blocks=[NewBlocks(r, 0, b) for r, b in zip(rows, blocks, strict=True) if admit],
         rows=rows,

@@ -13,9 +13,10 @@ from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import StepKind, Vote
 from cluster.rank import free_memory
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
-from cluster.rank.lockstep import Lockstep
+from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
+from compile.dispatch import BatchDescriptor
 from compile.graphs.errors import LateCapture
 
 GRAPH_BS = (1, 2, 4)
@@ -59,12 +60,12 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
     monkeypatch.setattr(free_memory, "free_memory_bytes", lambda device: MARGIN_BYTES + 2 * needed)
     runner = make_runner(oracle)
     assert runner.forward.captured.batch_sizes == (1, 2)
-    agreed = Lockstep.alone(runner.forward.captured).agree(vote(num_seqs=3))
-    assert (agreed.mode, agreed.graph_bs) == (0, 3)
+    agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=3))
+    assert (agreed.mode, agreed.batch.num_seqs) == (0, 3)
 
 
 def vote(num_seqs: int) -> Vote:
-    return Vote(0, 1, StepKind.DECODE, num_seqs, num_seqs, 1, True, True, False, 0, False)
+    return Vote(0, 1, StepKind.DECODE, num_seqs, num_seqs, 1, True, False, 0, False)
 
 
 @pytest.mark.feature("X01")
@@ -74,8 +75,8 @@ def test_a_rank_that_is_ready_captures_nothing_more(
 ) -> None:
     """Even if it is told to replay what no rank has captured."""
     runner = make_runner(make_oracle("tied"), sealed)
-    agreed = Lockstep.alone(runner.forward.captured).agree(vote(num_seqs=4))
-    agreed = msgspec.structs.replace(agreed, num_tokens=3, graph_bs=3)
+    agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=4))
+    agreed = msgspec.structs.replace(agreed, batch=BatchDescriptor(3, 3, True))
     batch = runner.inputs.dummy(3, 3)
     with torch.inference_mode():
         if sealed == "strict":

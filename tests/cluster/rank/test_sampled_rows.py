@@ -28,6 +28,8 @@ def plan(
     return StepPlan(
         epoch=0,
         step=1,
+        num_seqs=len(rows),
+        num_tokens=len(rows),
         admitted=list(admitted),
         new_blocks=[NewBlocks(a.row, 0, [1 + a.row]) for a in admitted],
         rows=rows,

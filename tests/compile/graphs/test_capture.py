@@ -46,18 +46,18 @@ CONFIG = CompilationConfig(
     capture_num_tokens=(1, 8, 16),
 )
 IN_ORDER = [
-    (PIECEWISE, BatchDescriptor(16)),
-    (PIECEWISE, BatchDescriptor(8)),
-    (PIECEWISE, BatchDescriptor(1)),
+    (PIECEWISE, BatchDescriptor(16, None, False)),
+    (PIECEWISE, BatchDescriptor(8, None, False)),
+    (PIECEWISE, BatchDescriptor(1, None, False)),
     (FULL, BatchDescriptor(4, 4, True)),
     (FULL, BatchDescriptor(2, 2, True)),
     (FULL, BatchDescriptor(1, 1, True)),
 ]
 WHOLE_IN_ORDER = [
-    (FULL, BatchDescriptor(16, 3)),
-    (FULL, BatchDescriptor(8, 3)),
+    (FULL, BatchDescriptor(16, 3, False)),
+    (FULL, BatchDescriptor(8, 3, False)),
     *IN_ORDER[3:],
-    (FULL, BatchDescriptor(1, 1)),
+    (FULL, BatchDescriptor(1, 1, False)),
 ]
 """Of steps with at most three sequences, where no pieces are captured."""
 

@@ -116,7 +116,8 @@ def test_a_smaller_graph_finds_its_memory_in_the_pool(device: torch.device) -> N
     with capture_window():
         for n in range(8, 0, -1):
             context = ForwardContext(
-                batch_descriptor=BatchDescriptor(n), cudagraph_runtime_mode=CUDAGraphMode.FULL
+                batch_descriptor=BatchDescriptor(n, None, False),
+                cudagraph_runtime_mode=CUDAGraphMode.FULL,
             )
             with forward_context(context):
                 wrapper(x[:n])

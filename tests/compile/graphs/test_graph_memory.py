@@ -52,7 +52,10 @@ class Model:
         return out
 
     def cases(self) -> list[CaptureCase]:
-        pieces = [CaptureCase(PIECEWISE, BatchDescriptor(n), ForwardContext) for n in (16, 8, 1)]
+        pieces = [
+            CaptureCase(PIECEWISE, BatchDescriptor(n, None, False), ForwardContext)
+            for n in (16, 8, 1)
+        ]
         whole = [CaptureCase(FULL, BatchDescriptor(n, n, True), ForwardContext) for n in (4, 2)]
         return [*pieces, *whole]
 

@@ -166,8 +166,8 @@ def test_a_mode_captures_and_replays_what_it_says(
     with counter.expect(num_cudagraph_captured=captured, num_cudagraph_replayed=0):
         engine.capture()
     is_uniform = mode.decode_mode() is FULL
-    decode = BatchDescriptor(4, 4, True) if is_uniform else BatchDescriptor(8)
-    mixed = BatchDescriptor(8, 8) if mode is FULL else BatchDescriptor(8)
+    decode = BatchDescriptor(4, 4, True) if is_uniform else BatchDescriptor(8, None, False)
+    mixed = BatchDescriptor(8, 8, False) if mode is FULL else BatchDescriptor(8, None, False)
     steps = [(mode.decode_mode(), decode, in_decode), (mode.mixed_mode(), mixed, in_mixed)]
     for seed, (runtime_mode, key, replayed) in itertools.product((1, 2), steps):
         engine.model.calls.clear()
@@ -214,7 +214,7 @@ def test_the_first_call_of_a_key_captures_and_the_next_ones_replay() -> None:
     runnable, calls = counting(lambda x: x * 2)
     wrapper = CUDAGraphWrapper(runnable, PIECEWISE, shared_pools())
     x = torch.ones(8)
-    keys = [BatchDescriptor(8), BatchDescriptor(4)]
+    keys = [BatchDescriptor(8, None, False), BatchDescriptor(4, None, False)]
     for key in keys:
         with (
             capture_window(),
@@ -245,7 +245,7 @@ def test_each_of_two_nested_wrappers_acts_in_its_own_mode() -> None:
     outer = CUDAGraphWrapper(model, FULL, pools)
     x = torch.ones(2)
     doubled = torch.empty(2)
-    key = BatchDescriptor(2)
+    key = BatchDescriptor(2, None, False)
     with capture_window():
         with step(FULL, key):
             outer(x)
@@ -268,7 +268,7 @@ def test_each_of_two_nested_wrappers_acts_in_its_own_mode() -> None:
 def test_an_input_that_moved_is_an_error_with_both_lists() -> None:
     wrapper = CUDAGraphWrapper(lambda x, y: x + y[0], PIECEWISE, shared_pools())
     x, y, moved = torch.ones(2), [torch.ones(2)], [torch.ones(2)]
-    with capture_window(), step(PIECEWISE, BatchDescriptor(2)):
+    with capture_window(), step(PIECEWISE, BatchDescriptor(2, None, False)):
         wrapper(x, y)
         wrapper(x, y)
         with pytest.raises(InputAddressError) as caught:
@@ -286,7 +286,7 @@ def test_pool_memory_is_flat_over_descending_sizes() -> None:
     sizes = []
     with capture_window():
         for n in range(8, 0, -1):
-            with step(FULL, BatchDescriptor(n)):
+            with step(FULL, BatchDescriptor(n, None, False)):
                 wrapper(x[:n])
             sizes.append(pool.num_bytes)
     assert sizes == [sizes[0]] * 8 and sizes[0] <= 3 * 8 * 4096
@@ -296,15 +296,15 @@ def test_the_capturing_call_returns_an_output_that_keeps_its_memory() -> None:
     wrapper = CUDAGraphWrapper(lambda x: x * 3, FULL, shared_pools())
     x = torch.ones(8)
     with capture_window():
-        with step(FULL, BatchDescriptor(8)):
+        with step(FULL, BatchDescriptor(8, None, False)):
             held = wrapper(x)
-        with step(FULL, BatchDescriptor(4)):
+        with step(FULL, BatchDescriptor(4, None, False)):
             first = wrapper(x[:4])
             assert first.data_ptr() != held.data_ptr()
         address = held.data_ptr()
         del held, first
         # What was let go of is used again: the entries hold nothing.
-        with step(FULL, BatchDescriptor(2)):
+        with step(FULL, BatchDescriptor(2, None, False)):
             assert wrapper(x[:2]).data_ptr() == address
 
 
@@ -315,7 +315,7 @@ def test_garbage_is_collected_before_the_first_piece_alone(monkeypatch: pytest.M
     pools = shared_pools()
     pieces = [CUDAGraphWrapper(torch.sin, PIECEWISE, pools, trims_pool=i == 0) for i in range(3)]
     counts = []
-    with capture_window(), step(PIECEWISE, BatchDescriptor(2)):
+    with capture_window(), step(PIECEWISE, BatchDescriptor(2, None, False)):
         for piece in pieces:
             piece(torch.ones(2))
             counts.append(len(collections))
@@ -368,7 +368,7 @@ def test_addresses_stay_the_same_over_steps_of_any_size() -> None:
         for seed in range(100):
             n = (1, 2, 8)[int(torch.randint(3, (), generator=numbers))]
             fill(engine.inputs, seed)
-            with step(PIECEWISE, BatchDescriptor(n)):
+            with step(PIECEWISE, BatchDescriptor(n, None, False)):
                 output = engine.forward(engine.inputs[:n])
             assert torch.equal(output, eager(engine.inputs[:n]))
             addresses.setdefault(n, set()).add(output.data_ptr())
@@ -388,7 +388,7 @@ def test_a_key_that_was_not_captured_runs_eagerly_and_is_counted(
     wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, shared_pools())
     x = torch.ones(2)
     with (
-        step(FULL, BatchDescriptor(2)),
+        step(FULL, BatchDescriptor(2, None, False)),
         counter.expect(num_late_captures=3, num_cudagraph_captured=0, num_cudagraph_replayed=0),
     ):
         outputs = [wrapper(x) for _ in range(3)]
@@ -401,15 +401,15 @@ def test_a_key_that_was_not_captured_runs_eagerly_and_is_counted(
 def test_a_strict_seal_refuses_a_key_that_was_not_captured() -> None:
     wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, shared_pools())
     x = torch.ones(2)
-    with capture_window(), step(FULL, BatchDescriptor(2)):
+    with capture_window(), step(FULL, BatchDescriptor(2, None, False)):
         wrapper(x)
     seal("strict")
-    with step(FULL, BatchDescriptor(2)):
+    with step(FULL, BatchDescriptor(2, None, False)):
         assert wrapper(x).tolist() == [2.0, 2.0]
     with (
         counter.expect(num_late_captures=1),
         pytest.raises(LateCapture, match=r"found FULL graph for BatchDescriptor\(num_tokens=1,"),
-        step(FULL, BatchDescriptor(1)),
+        step(FULL, BatchDescriptor(1, None, False)),
     ):
         wrapper(x[:1])
 
@@ -438,7 +438,7 @@ class Chain:
 def test_outputs_of_eager_ops_between_pieces_have_one_address_per_key() -> None:
     stable = Chain(StableOutputs(lambda x: x + 1))
     x = torch.ones(8)
-    keys = [BatchDescriptor(8), BatchDescriptor(3)]
+    keys = [BatchDescriptor(8, None, False), BatchDescriptor(3, None, False)]
     with capture_window():
         for key in keys:
             with step(PIECEWISE, key):
@@ -453,7 +453,7 @@ def test_outputs_of_eager_ops_between_pieces_have_one_address_per_key() -> None:
 def test_without_a_slot_the_next_piece_finds_its_input_elsewhere() -> None:
     bare = Chain(lambda x: x + 1)
     x = torch.ones(8)
-    with capture_window(), step(PIECEWISE, BatchDescriptor(8)):
+    with capture_window(), step(PIECEWISE, BatchDescriptor(8, None, False)):
         bare(x)
         with pytest.raises(InputAddressError):
             bare(x)
@@ -462,7 +462,7 @@ def test_without_a_slot_the_next_piece_finds_its_input_elsewhere() -> None:
 def test_a_slot_leaves_alone_what_already_lies_still() -> None:
     static = torch.zeros(3)
     op = StableOutputs(lambda x: {"same": x, "part": x[1:], "new": x + 1})
-    with capture_window(), step(PIECEWISE, BatchDescriptor(3)):
+    with capture_window(), step(PIECEWISE, BatchDescriptor(3, None, False)):
         found = [op(static) for _ in range(2)]
     assert found[0]["same"] is static
     assert found[0]["part"].data_ptr() == static.data_ptr() + 4
@@ -471,7 +471,7 @@ def test_a_slot_leaves_alone_what_already_lies_still() -> None:
 
 def test_a_slot_has_the_strides_that_the_next_piece_was_compiled_for() -> None:
     op = StableOutputs(lambda x: (x.repeat(2, 1) + 1)[:, ::2])
-    with capture_window(), step(PIECEWISE, BatchDescriptor(3)):
+    with capture_window(), step(PIECEWISE, BatchDescriptor(3, None, False)):
         first, second = op(torch.arange(6.0)), op(torch.arange(6.0))
     assert first is second and first.stride() == (6, 2)
     assert first.tolist() == [[1.0, 3.0, 5.0]] * 2
@@ -480,14 +480,14 @@ def test_a_slot_has_the_strides_that_the_next_piece_was_compiled_for() -> None:
 @pytest.mark.parametrize("mode", [NONE, FULL])
 def test_slots_are_used_in_piecewise_steps_alone(mode: CUDAGraphMode) -> None:
     op = StableOutputs(lambda x: x + 1)
-    with capture_window(), step(mode, BatchDescriptor(3)):
+    with capture_window(), step(mode, BatchDescriptor(3, None, False)):
         first, second = op(torch.zeros(3)), op(torch.zeros(3))
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_no_slot_is_made_outside_of_the_window() -> None:
     op = StableOutputs(lambda x: x + 1)
-    with step(PIECEWISE, BatchDescriptor(3)):
+    with step(PIECEWISE, BatchDescriptor(3, None, False)):
         first, second = op(torch.zeros(3)), op(torch.zeros(3))
     assert first.data_ptr() != second.data_ptr()
 
@@ -506,7 +506,7 @@ from compile.graphs.wrapper import CUDAGraphWrapper
 pools = GraphPools(lambda: new_graph_pool(torch.device("cpu")))
 wrapper = CUDAGraphWrapper(torch.sin, CUDAGraphMode.FULL, pools)
 step = ForwardContext(
-    batch_descriptor=BatchDescriptor(2), cudagraph_runtime_mode=CUDAGraphMode.FULL
+    batch_descriptor=BatchDescriptor(2, None, False), cudagraph_runtime_mode=CUDAGraphMode.FULL
 )
 x = torch.ones(2)
 with capture_window(), forward_context(step):
@@ -518,7 +518,7 @@ print(counter.num_cudagraph_captured, counter.num_cudagraph_replayed)
 @pytest.mark.feature("M09")
 def test_each_process_captures_its_own_graphs() -> None:
     wrapper = CUDAGraphWrapper(torch.sin, FULL, shared_pools())
-    with capture_window(), step(FULL, BatchDescriptor(2)):
+    with capture_window(), step(FULL, BatchDescriptor(2, None, False)):
         wrapper(torch.ones(2))
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-c", IN_A_PROCESS]
