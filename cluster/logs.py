@@ -38,7 +38,7 @@ def configure_logs(log_format: str) -> None:
     Other libraries' loggers stay as they are.
 
     Raises:
-        EnvironmentVariableError: the level in the environment is none.
+        FieldError: the level in the environment is none.
     """
     handler = logging.StreamHandler()
     if log_format == JSON:

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compile import validate
-from compile.config import CompilationConfigError, CompilationLevel, CUDAGraphMode, read_fields
+from compile.config import CompilationLevel, CUDAGraphMode, read_fields
 from compile.dispatch import ascending
+from compile.errors import FieldError
 from compile.validate import Kind, read_json
 
 MISSING: Any = object()
@@ -47,12 +48,6 @@ _CUDA_GRAPH: dict[str, Kind] = {
     "enable_padding": validate.flag(),
 }
 _DYNAMIC_SHAPES = {"type": "dynamic_shapes", "evaluate_guards": "evaluate_guards"}
-
-
-class AliasError(CompilationConfigError):
-    """An alias holds what cannot be used, or its field is given as well."""
-
-    prefix = ""
 
 
 @dataclass
@@ -81,7 +76,7 @@ def fields_of(
     """Return fields of `CompilationConfig` as they are kept, from their own names and aliases.
 
     Raises:
-        CompilationConfigError: a field is unknown, holds what cannot be used, or is given twice.
+        FieldError: a field is unknown, holds what cannot be used, or is given twice.
     """
     fields = read_fields(_without_vllm(given))
     compiles = _section("torch_compile_config", torch_compile_config, _TORCH_COMPILE)
@@ -92,7 +87,7 @@ def fields_of(
     _read_mode(meaning, compiles, graphs)
     for name, alias in meaning.aliases.items():
         if name in fields:
-            raise AliasError(alias, f"nothing where compilation.{name} is given", "both")
+            raise FieldError(alias, f"nothing where compilation.{name} is given", "both")
     return {**meaning.implied, **fields, **meaning.stated}
 
 
@@ -108,21 +103,18 @@ def generation_sizes(max_batch_size: int, *, enable_padding: bool) -> tuple[int,
 
 def _without_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(given)
-    section = "dynamic_shapes_config"
-    if section not in fields:
+    if "dynamic_shapes_config" not in fields:
         return fields
-    shapes = fields.pop(section)
+    section, shapes = "compilation.dynamic_shapes_config", fields.pop("dynamic_shapes_config")
     if not isinstance(shapes, Mapping):
-        raise CompilationConfigError(section, f"an object with {_names(_DYNAMIC_SHAPES)}", shapes)
+        raise FieldError(section, f"an object with {_names(_DYNAMIC_SHAPES)}", shapes)
     for key, value in shapes.items():
         name = _DYNAMIC_SHAPES.get(key)
         if name is None:
-            raise CompilationConfigError(
-                f"{section}.{key}", f"one of {_names(_DYNAMIC_SHAPES)}", value
-            )
+            raise FieldError(f"{section}.{key}", f"one of {_names(_DYNAMIC_SHAPES)}", value)
         if name in fields:
             wanted = f"nothing where compilation.{name} is given"
-            raise CompilationConfigError(f"{section}.{key}", wanted, value)
+            raise FieldError(f"{section}.{key}", wanted, value)
         fields[name] = value
     return fields
 
@@ -132,10 +124,8 @@ def _section(section: str, given: Any, kinds: Mapping[str, Kind]) -> Any:
     if given is MISSING or given is None:
         return given
     if not isinstance(given, Mapping):
-        raise AliasError(section, f"null or an object with {_names(kinds)}", given)
-    return validate.read(
-        given, kinds, lambda key, wanted, found: AliasError(f"{section}.{key}", wanted, found)
-    )
+        raise FieldError(section, f"null or an object with {_names(kinds)}", given)
+    return validate.read(given, kinds, section)
 
 
 def _read_torch_compile(meaning: _Meaning, section: Any) -> None:
@@ -151,7 +141,7 @@ def _read_torch_compile(meaning: _Meaning, section: Any) -> None:
         ("max_num_streams", 1, "1 (several streams are not built yet)"),
     ):
         if section.get(key, only) != only:
-            raise AliasError(f"{name}.{key}", why, section[key])
+            raise FieldError(f"{name}.{key}", why, section[key])
     meaning.put("level", int(CompilationLevel.PIECEWISE), name, is_stated=False)
     inductor = "enable_inductor"
     is_stated = inductor in section
@@ -173,7 +163,7 @@ def _read_cuda_graph(meaning: _Meaning, section: Any) -> None:
     sizes, largest = section.get("batch_sizes"), section.get("max_batch_size", 0)
     if sizes is not None and largest not in (0, max(sizes)):
         wanted = f"{max(sizes)}, the largest of {name}.batch_sizes"
-        raise AliasError(f"{name}.max_batch_size", wanted, largest)
+        raise FieldError(f"{name}.max_batch_size", wanted, largest)
     alias = f"{name}.{'batch_sizes' if sizes is not None else 'max_batch_size'}"
     is_stated = sizes is not None or largest > 0
     if sizes is None:
@@ -212,7 +202,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
     """Return compilation fields as they are kept, and all other arguments in their order.
 
     Raises:
-        CompilationConfigError: a field is unknown, holds what cannot be used or is given twice.
+        FieldError: a field is unknown, holds what cannot be used or is given twice.
     """
     given: dict[str, Any] = {}
     others: list[str] = []
@@ -239,7 +229,7 @@ def merge(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Put a value at its path; objects are merged key by key.
 
     Raises:
-        CompilationConfigError: the path, or a part of it, holds a value already.
+        FieldError: the path, or a part of it, holds a value already.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -249,20 +239,20 @@ def merge(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for key in parents:
         into = into.setdefault(key, {})
         if not isinstance(into, dict):
-            raise CompilationConfigError(".".join(path), f"{key} to have fields", into)
+            raise FieldError(".".join(("compilation", *path)), f"{key} to have fields", into)
     if last in into:
-        raise CompilationConfigError(".".join(path), "one value", "it twice")
+        raise FieldError(".".join(("compilation", *path)), "one value", "it twice")
     into[last] = value
 
 
 def _next(waiting: list[str], argument: str) -> str:
     if not waiting:
-        raise AliasError(argument, "a value", "the end of the line")
+        raise FieldError(argument, "a value", "the end of the line")
     return waiting.pop(0)
 
 
 def _object(text: str) -> Mapping[str, Any]:
     value = read_json(text)
     if not isinstance(value, Mapping):
-        raise AliasError("-cc", "a JSON object", text)
+        raise FieldError("-cc", "a JSON object", text)
     return value

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from compile import validate
 from compile.environment import SAVE_FORMATS
+from compile.errors import FieldError
 from compile.validate import Kind, Options
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"
@@ -106,21 +107,6 @@ class DynamicShapes(Enum):
     """A symbol without a hint: code that needs its value is an error with file and line."""
 
 
-class CompilationConfigError(ValueError):
-    """A compilation field holds what cannot be used. `prefix` and `field` name it."""
-
-    prefix = "compilation."
-
-    def __init__(self, field: str, wanted: str, found: object) -> None:
-        super().__init__(f"{self.prefix}{field}: wanted {wanted}, found {found!r}")
-        self.field = field
-        self.wanted = wanted
-        self.found = found
-
-    def __reduce__(self) -> tuple[type[CompilationConfigError], tuple[str, str, object]]:
-        return type(self), (self.field, self.wanted, self.found)
-
-
 @dataclass(frozen=True)
 class CompilationConfig:
     """How forwards are compiled and captured.
@@ -129,7 +115,7 @@ class CompilationConfig:
     None here and drops sizes that no step can have; `graph_bs` is set by it alone.
 
     Raises:
-        CompilationConfigError: with the field, what was found and what is wanted.
+        FieldError: with the field, what was found and what is wanted.
     """
 
     level: int = 0
@@ -207,7 +193,7 @@ class CompilationConfig:
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
-            value = validate.accepted(name, kind, getattr(self, name), CompilationConfigError)
+            value = validate.accepted(f"compilation.{name}", kind, getattr(self, name))
             object.__setattr__(self, name, value)
         _check_mode(self)
         _check_combinations(self)
@@ -290,10 +276,10 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     the configuration that is built from them checks them together.
 
     Raises:
-        CompilationConfigError: a field is unknown or holds what cannot be used.
+        FieldError: a field is unknown or holds what cannot be used.
     """
     kinds = {name: _KINDS[name] for name in FIELDS}
-    return validate.read(given, kinds, CompilationConfigError)
+    return validate.read(given, kinds, "compilation")
 
 
 def _check_mode(config: CompilationConfig) -> None:
@@ -303,30 +289,30 @@ def _check_mode(config: CompilationConfig) -> None:
         return
     if config.level == CompilationLevel.PIECEWISE:
         wanted = f"at least one op where cudagraph_mode is {mode.name}"
-        raise CompilationConfigError("splitting_ops", wanted, list(config.splitting_ops or ()))
+        raise FieldError("compilation.splitting_ops", wanted, list(config.splitting_ops or ()))
     wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (pieces need level 3)"
-    raise CompilationConfigError("cudagraph_mode", wanted, mode.name)
+    raise FieldError("compilation.cudagraph_mode", wanted, mode.name)
 
 
 def _check_combinations(config: CompilationConfig) -> None:
     if config.cudagraph_copy_inputs and not _may_copy_inputs(config):
         wanted = "false where cudagraph_mode is not PIECEWISE at level 3"
-        raise CompilationConfigError("cudagraph_copy_inputs", wanted, True)
+        raise FieldError("compilation.cudagraph_copy_inputs", wanted, True)
     if config.compile_lazily and config.sealed == "strict":
         wanted = "false where sealed is strict (nothing compiles after ready)"
-        raise CompilationConfigError("compile_lazily", wanted, True)
+        raise FieldError("compilation.compile_lazily", wanted, True)
     if config.serve_while_compiling == "on" and config.compile_lazily:
         wanted = "auto or off where compile_lazily is true (it compiles in the rank)"
-        raise CompilationConfigError("serve_while_compiling", wanted, "on")
+        raise FieldError("compilation.serve_while_compiling", wanted, "on")
     if config.serve_while_compiling == "on" and config.reserve_graph_memory:
         wanted = "auto or off where reserve_graph_memory is true (trials need what is compiled)"
-        raise CompilationConfigError("serve_while_compiling", wanted, "on")
+        raise FieldError("compilation.serve_while_compiling", wanted, "on")
     if config.evaluate_guards and config.dynamic_shapes is DynamicShapes.UNBACKED:
         wanted = "false where dynamic_shapes is UNBACKED (it has no guards)"
-        raise CompilationConfigError("evaluate_guards", wanted, True)
+        raise FieldError("compilation.evaluate_guards", wanted, True)
     if not config.use_inductor and config.compiler.startswith("inductor"):
         wanted = "auto or eager where use_inductor is false"
-        raise CompilationConfigError("compiler", wanted, config.compiler)
+        raise FieldError("compilation.compiler", wanted, config.compiler)
 
 
 def _may_copy_inputs(config: CompilationConfig) -> bool:

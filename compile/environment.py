@@ -11,6 +11,8 @@ import logging
 import os
 from pathlib import Path
 
+from compile.errors import FieldError
+
 CC = "CC"
 CXX = "CXX"
 CACHE_ROOT = "LOCKSTEP_CACHE_ROOT"
@@ -21,16 +23,6 @@ LOG_LEVEL = "LOCKSTEP_LOG_LEVEL"
 SAVE_FORMATS = ("binary", "unpacked")
 CODEGEN = ("ATEN_CPU_CAPABILITY", "TRITON_INTERPRET")
 """Variables of torch and Triton that decide generated code and stand in no configuration."""
-
-
-class EnvironmentVariableError(ValueError):
-    """A variable holds what cannot be used.
-
-    The message is one line: `FIELD: wanted ..., found ...`.
-    """
-
-    def __init__(self, field: str, wanted: str, found: object) -> None:
-        super().__init__(f"{field}: wanted {wanted}, found {found!r}")
 
 
 def cache_root() -> Path:
@@ -56,11 +48,11 @@ def is_compile_cache_disabled() -> bool:
     """Return whether compiled code is neither read nor written; it is by default.
 
     Raises:
-        EnvironmentVariableError: it is neither 0 nor 1.
+        FieldError: it is neither 0 nor 1.
     """
     value = os.environ.get(DISABLE_COMPILE_CACHE) or "0"
     if value not in ("0", "1"):
-        raise EnvironmentVariableError(DISABLE_COMPILE_CACHE, "0 or 1", value)
+        raise FieldError(DISABLE_COMPILE_CACHE, "0 or 1", value)
     return value == "1"
 
 
@@ -68,12 +60,12 @@ def compile_cache_save_format() -> str:
     """Return how compiled code is kept if no field says so: `binary` by default.
 
     Raises:
-        EnvironmentVariableError: it is no format.
+        FieldError: it is no format.
     """
     value = os.environ.get(COMPILE_CACHE_SAVE_FORMAT) or SAVE_FORMATS[0]
     if value not in SAVE_FORMATS:
         wanted = f"one of {', '.join(SAVE_FORMATS)}"
-        raise EnvironmentVariableError(COMPILE_CACHE_SAVE_FORMAT, wanted, value)
+        raise FieldError(COMPILE_CACHE_SAVE_FORMAT, wanted, value)
     return value
 
 
@@ -90,7 +82,7 @@ def apply_log_level() -> None:
     """Set Lockstep's loggers to `log_level`.
 
     Raises:
-        EnvironmentVariableError: as `log_level`.
+        FieldError: as `log_level`.
     """
     level = log_level()
     for name in LOGGERS:
@@ -101,11 +93,11 @@ def log_level() -> int:
     """Return the level of Lockstep's loggers: INFO by default.
 
     Raises:
-        EnvironmentVariableError: the name is not one of logging's.
+        FieldError: the name is not one of logging's.
     """
     name = os.environ.get(LOG_LEVEL) or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         wanted = f"one of {', '.join(logging.getLevelNamesMapping())}"
-        raise EnvironmentVariableError(LOG_LEVEL, wanted, name)
+        raise FieldError(LOG_LEVEL, wanted, name)
     return level

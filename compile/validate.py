@@ -17,6 +17,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+from compile.errors import FieldError
+
 Plain = bool | int | float | str | None
 """What survives JSON, hashing and a trip to another process."""
 
@@ -75,31 +77,29 @@ class Kind:
         return self.read(value)
 
 
-Refusal = Callable[[str, str, Any], Exception]
-"""Makes the error of a field from its name, what was wanted and what was found."""
+def read(given: Mapping[str, Any], kinds: Mapping[str, Kind], section: str) -> dict[str, Any]:
+    """Return fields of `section` as they are kept, from text, JSON, YAML or Python.
 
+    Text is read as JSON if the field does not hold text.
 
-def read(given: Mapping[str, Any], kinds: Mapping[str, Kind], refusal: Refusal) -> dict[str, Any]:
-    """Return fields as they are kept, from text, JSON, YAML or Python.
-
-    Text is read as JSON if the field does not hold text. Raises a `refusal` of a field that is
-    unknown or holds what cannot be used.
+    Raises:
+        FieldError: a field is unknown or holds what cannot be used.
     """
     for name, value in given.items():
         if name not in kinds:
-            raise refusal(name, f"one of {', '.join(kinds)}", value)
+            raise FieldError(f"{section}.{name}", f"one of {', '.join(kinds)}", value)
     return {
-        name: accepted(name, kinds[name], kinds[name].from_text(value), refusal)
+        name: accepted(f"{section}.{name}", kinds[name], kinds[name].from_text(value))
         for name, value in given.items()
     }
 
 
-def accepted(name: str, kind: Kind, value: Any, refusal: Refusal) -> Any:
-    """Return a field's value as it is kept, or raise a `refusal` of it."""
+def accepted(field: str, kind: Kind, value: Any) -> Any:
+    """Return a field's value as it is kept; raises FieldError."""
     try:
         return kind.accept(value)
     except ValueError:
-        raise refusal(name, kind.wanted, value) from None
+        raise FieldError(field, kind.wanted, value) from None
 
 
 def read_json(text: str) -> Any:

@@ -13,7 +13,8 @@ from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
 from cluster.actors.placement import rank_bundles
-from cluster.config import DEFAULT_NUM_CPUS, ConfigError
+from cluster.config import DEFAULT_NUM_CPUS
+from compile.errors import FieldError
 from serve.config import DeployConfig, PoolConfig, deploy_config
 from serve.draining import INGRESS, drain_at_exit
 from serve.failed_start import StartWatch
@@ -46,7 +47,7 @@ def deploy(args: dict[str, Any]) -> Application:
     try:
         config = deploy_config(args)
         listen(config.host, config.port)
-    except ConfigError as error:
+    except FieldError as error:
         if ray.is_initialized():
             raise
         print(error, file=sys.stderr)

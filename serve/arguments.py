@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.config import DEFAULT_NUM_CPUS, ConfigError
+from cluster.config import DEFAULT_NUM_CPUS
 from cluster.logs import FORMATS
+from compile.errors import FieldError
 from serve.compilation import as_object, given_fields, refuse_speculation
 from serve.config_file import read_file
 from serve.routing import Routing
@@ -227,15 +228,15 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
     args = msgspec.structs.replace(args, compilation=fields)
     refuse_speculation(args.speculative_config or {})
     if args.lockstep not in ("on", "off"):
-        raise ConfigError("lockstep", "on or off", args.lockstep)
+        raise FieldError("lockstep", "on or off", args.lockstep)
     if args.overlap not in ("auto", "on", "off"):
-        raise ConfigError("overlap", "auto, on or off", args.overlap)
+        raise FieldError("overlap", "auto, on or off", args.overlap)
     if args.prefix_cache_sharing not in ("key", "all"):
-        raise ConfigError("prefix_cache_sharing", "key or all", args.prefix_cache_sharing)
+        raise FieldError("prefix_cache_sharing", "key or all", args.prefix_cache_sharing)
     if args.log_format not in FORMATS:
-        raise ConfigError("log_format", " or ".join(FORMATS), args.log_format)
+        raise FieldError("log_format", " or ".join(FORMATS), args.log_format)
     if args.log_requests not in ("on", "off"):
-        raise ConfigError("log_requests", "on or off", args.log_requests)
+        raise FieldError("log_requests", "on or off", args.log_requests)
     return args
 
 
@@ -245,12 +246,12 @@ def parse_bytes(field: str, value: int | str) -> int:
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B|)", value.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
+        raise FieldError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
     unit = match[2].upper().rstrip("B")
     base = 1024 if unit.endswith("I") else 1000
     found = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
     if found >= _MAX_BYTES:
-        raise ConfigError(field, f"less than {_MAX_BYTES >> 60} EiB", value)
+        raise FieldError(field, f"less than {_MAX_BYTES >> 60} EiB", value)
     return int(found)
 
 
@@ -277,12 +278,12 @@ def _insert(
         if value or is_mentioned:
             return
     if path in given:
-        raise ConfigError(".".join(path), "one value", "it twice")
+        raise FieldError(".".join(path), "one value", "it twice")
     given.add(path)
     for key in path[:-1]:
         nested = nested.setdefault(key, {})
         if not isinstance(nested, dict):
-            raise ConfigError(".".join(path), f"{key} to have fields", nested)
+            raise FieldError(".".join(path), f"{key} to have fields", nested)
     nested[path[-1]] = value
 
 
@@ -305,7 +306,7 @@ def _lookup(nested: Any, path: list[str]) -> Any:
     return nested
 
 
-def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
+def _config_error(message: str, nested: dict[str, Any]) -> FieldError:
     """Turn msgspec's message into the project's form."""
     at = re.search(r" - at `\$\.?([^`]*)`", message)
     field = at[1] if at else ""
@@ -314,10 +315,10 @@ def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
         name = f"{field}.{unknown[1]}" if field else unknown[1]
         known = _fields_at(field)
         found = _lookup(nested, name.split("."))
-        return ConfigError(name, f"one of {', '.join(known)}", found)
+        return FieldError(name, f"one of {', '.join(known)}", found)
     wanted = re.search(r"Expected `([^`]+)`", message)
     found = _lookup(nested, field.split("."))
-    return ConfigError(field, wanted[1] if wanted else message, found)
+    return FieldError(field, wanted[1] if wanted else message, found)
 
 
 def _fields_at(field: str) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 
 from cluster.messages import SALT_BYTES
+from compile.errors import FieldError
 from serve.clients import Client
-from serve.parameters import ParameterError
 
 MAX_SALT_CHARS = 1024
 """Of a request's `cache_salt`."""
@@ -48,8 +48,8 @@ def check_cache_salt(cache_salt: str | None) -> None:
     """Refuse what is no salt.
 
     Raises:
-        ParameterError: it is empty or too long.
+        FieldError: it is empty or too long.
     """
     if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
         wanted = f"1 to {MAX_SALT_CHARS} characters"
-        raise ParameterError("cache_salt", wanted, f"{len(cache_salt)}")
+        raise FieldError("cache_salt", wanted, len(cache_salt))

@@ -16,7 +16,6 @@ from typing import Any
 
 from cluster.config import (
     CacheConfig,
-    ConfigError,
     EngineConfig,
     ParallelConfig,
     Role,
@@ -25,8 +24,8 @@ from cluster.config import (
 )
 from cluster.engine.blocks import check_num_blocks
 from cluster.messages import PROTOCOL_VERSION
+from compile.errors import FieldError
 from model.config import ModelConfig, fingerprint
-from model.fields import ModelError
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
 from serve.compilation import check_names, resolved, shared_facts
 from serve.keys import check_keys, read_keys
@@ -177,18 +176,18 @@ def bundled_model() -> Path:
     for path in (here / "bundled" / "tiny", here.parent / "examples" / "tiny"):
         if (path / "config.json").is_file():
             return path
-    raise ConfigError("model", "the bundled checkpoint in examples/tiny", None)
+    raise FieldError("model", "the bundled checkpoint in examples/tiny", None)
 
 
 def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     """Resolve the arguments of `deploy`.
 
     Raises:
-        ConfigError: one line that names the argument, what is wanted and what was found.
+        FieldError: one line that names the argument, what is wanted and what was found.
     """
     args = parse_args(raw)
     if args.pools not in ("pd", "mixed"):
-        raise ConfigError("pools", "pd or mixed", args.pools)
+        raise FieldError("pools", "pd or mixed", args.pools)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
     num_ranks = sum(_num_ranks(name, getattr(args, name)) for name in names)
@@ -230,19 +229,19 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     """Resolve the same arguments for one engine in this process (`LLM`).
 
     Raises:
-        ConfigError: as `deploy_config`.
+        FieldError: as `deploy_config`.
     """
     args = parse_args(raw, pools="mixed")
     if args.pools != "mixed":
-        raise ConfigError("pools", "mixed for an engine in process", args.pools)
+        raise FieldError("pools", "mixed for an engine in process", args.pools)
     _check_other_pools(args, ("mixed",))
     for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
-            raise ConfigError(f"mixed.{name}", "1 for an engine in process", size)
+            raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
     engine = _pool_config("mixed", args, Role.MIXED, num_ranks=1, is_served=False).engine
     if engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
-        raise ConfigError(field, "auto or off for an engine in process", "on")
+        raise FieldError(field, "auto or off for an engine in process", "on")
     return engine
 
 
@@ -262,8 +261,8 @@ def _pool_config(
         parallel = ParallelConfig(
             pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep
         )
-    except ConfigError as error:
-        raise ConfigError(f"{name}.{error.field}", error.wanted, error.found) from None
+    except FieldError as error:
+        raise error.at(name) from None
     _check_heads(name, parallel, model)
     device = _device(args.device)
     scheduler = SchedulerConfig(args.max_num_seqs, _max_num_batched_tokens(args, device))
@@ -309,7 +308,7 @@ def _pool_config(
 def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
     for other in ("prefill", "decode", "mixed"):
         if other not in names and getattr(args, other) != PoolArgs():
-            raise ConfigError(other, f"nothing where pools={args.pools}", "arguments")
+            raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
 
 
 def _lockstep(lockstep: str, model: ModelConfig) -> bool:
@@ -317,7 +316,7 @@ def _lockstep(lockstep: str, model: ModelConfig) -> bool:
     if lockstep == "on":
         return True
     if model.experts is not None:
-        raise ConfigError("lockstep", "on for a model with experts", lockstep)
+        raise FieldError("lockstep", "on for a model with experts", lockstep)
     return False
 
 
@@ -326,7 +325,7 @@ def _routing(name: str, routing: str) -> Routing:
         return Routing(routing)
     except ValueError:
         known = ", ".join(known.value for known in Routing)
-        raise ConfigError(f"{name}.routing", f"one of {known}", routing) from None
+        raise FieldError(f"{name}.routing", f"one of {known}", routing) from None
 
 
 def _num_ranks(name: str, pool: PoolArgs) -> int:
@@ -339,7 +338,7 @@ def _num_ingresses(found: int, max_running: int) -> int:
     most = min(MAX_INGRESSES, max_running)
     if not 1 <= found <= most:
         wanted = f"1 to {most} where {max_running} sequences decode at once"
-        raise ConfigError("ingress.replicas", wanted, found)
+        raise FieldError("ingress.replicas", wanted, found)
     return found
 
 
@@ -347,7 +346,7 @@ def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
     """Each decode rank reads the slice of one prefill rank."""
     wanted, found = prefill.tensor_parallel_size, decode.tensor_parallel_size
     if wanted != found:
-        raise ConfigError(
+        raise FieldError(
             "decode.tensor_parallel_size",
             f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)",
             found,
@@ -363,17 +362,17 @@ def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> Non
             if data_parallel_size > 1:
                 heads += f" on {data_parallel_size} data-parallel ranks"
         wanted = f"one of {', '.join(map(str, sizes)) or 'no size'} for a model with {heads}"
-        raise ConfigError(f"{name}.tensor_parallel_size", wanted, size)
+        raise FieldError(f"{name}.tensor_parallel_size", wanted, size)
 
 
 def _model(args: DeployArgs) -> tuple[Path, ModelConfig]:
     path = Path(args.model).expanduser() if args.model is not None else bundled_model()
     if not (path / "config.json").is_file():
-        raise ConfigError("model", "a directory with config.json and safetensors", str(path))
+        raise FieldError("model", "a directory with config.json and safetensors", str(path))
     try:
         return path.absolute(), ModelConfig.from_dir(path)
-    except ModelError as error:
-        raise ConfigError("model", "a checkpoint that Lockstep can serve", str(error)) from None
+    except FieldError as error:
+        raise FieldError("model", "a checkpoint that Lockstep can serve", str(error)) from None
 
 
 def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
@@ -381,7 +380,7 @@ def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
     if args.max_model_len is None:
         return model.max_position_embeddings
     if not 1 <= args.max_model_len <= limit:
-        raise ConfigError("max_model_len", f"1 to {limit} (the model's)", args.max_model_len)
+        raise FieldError("max_model_len", f"1 to {limit} (the model's)", args.max_model_len)
     return args.max_model_len
 
 
@@ -390,13 +389,13 @@ def _dtype(dtype: str, model: ModelConfig) -> str:
     if dtype == "auto":
         return model.dtype if model.dtype in names else "float32"
     if dtype not in names:
-        raise ConfigError("dtype", f"auto, {', '.join(names)}", dtype)
+        raise FieldError("dtype", f"auto, {', '.join(names)}", dtype)
     return dtype
 
 
 def _device(device: str) -> str:
     if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError("device", "auto, cpu or cuda", device)
+        raise FieldError("device", "auto, cpu or cuda", device)
     if device != "auto":
         return device
     # Asking torch would cost two seconds of import on every machine without a GPU.
@@ -409,25 +408,25 @@ def _device(device: str) -> str:
 
 def _one_of(field: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
-        raise ConfigError(field, f"one of {', '.join(known)}", value)
+        raise FieldError(field, f"one of {', '.join(known)}", value)
     return value
 
 
 def _at_least(field: str, value: Any, least: float) -> Any:
     if not (math.isfinite(value) and value >= least):
-        raise ConfigError(field, f"a finite number of at least {least:g}", value)
+        raise FieldError(field, f"a finite number of at least {least:g}", value)
     return value
 
 
 def _host(found: str | None) -> str | None:
     if found is not None and not re.fullmatch(r"[\w.:%-]+", found):
-        raise ConfigError("host", "an address or a name of this machine", found)
+        raise FieldError("host", "an address or a name of this machine", found)
     return found
 
 
 def _port(found: int | None) -> int | None:
     if found is not None and not 1 <= found <= 65535:
-        raise ConfigError("port", "1 to 65535", found)
+        raise FieldError("port", "1 to 65535", found)
     return found
 
 
@@ -459,7 +458,7 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
     if args.served_model_name:
         names = _texts(args.served_model_name)
         if not names or len(set(names)) < len(names):
-            raise ConfigError("served_model_name", "different names", args.served_model_name)
+            raise FieldError("served_model_name", "different names", args.served_model_name)
         return names
     if args.model is None:
         return (BUNDLED_NAME,)

@@ -39,12 +39,12 @@ from cluster.actors.status_board import (
     create_board,
     has_board,
 )
-from cluster.config import ConfigError
 from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.logs import configure_logs
 from cluster.messages import EngineOutput, GenerateRequest
 from cluster.metrics import Described, MetricsSnapshot
+from compile.errors import FieldError
 from serve.admission import Admission
 from serve.cache_salt import CacheSalts
 from serve.config import DeployConfig
@@ -537,12 +537,12 @@ def _check_device(config: DeployConfig) -> None:
     """Refuse to serve on CPUs because the machine that deploys is the one without a GPU.
 
     Raises:
-        ConfigError: `device` was not given, and the cluster has GPUs.
+        FieldError: `device` was not given, and the cluster has GPUs.
     """
     num_gpus = ray.cluster_resources().get("GPU", 0)
     if config.is_device_guessed and num_gpus and config.pools[0].engine.device == "cpu":
         wanted = f"cpu or cuda (torch found no GPU where deploy ran, the cluster has {num_gpus:g})"
-        raise ConfigError("device", wanted, "auto")
+        raise FieldError("device", wanted, "auto")
 
 
 async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:

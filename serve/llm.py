@@ -111,7 +111,7 @@ class LLM:
             options: arguments of `deploy` that concern one engine.
 
         Raises:
-            ConfigError: names the argument, what is wanted and what was found.
+            FieldError: names the argument, what is wanted and what was found.
         """
         if model is not None:
             options["model"] = str(model)

@@ -23,15 +23,14 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import ConfigError
 from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
-from compile.config import FIELDS, CompilationConfig, CompilationConfigError
+from compile.config import FIELDS, CompilationConfig
+from compile.errors import FieldError
 from compile.resolve import PRESETS
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
 from serve.compilation import given_fields, requested
 from serve.openai import request_parser, responses_request, schema, tokenizing
 from serve.openai.fields import FieldTable
-from serve.parameters import ParameterError
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
@@ -220,7 +219,7 @@ def _bounds(build: Callable[..., object], name: str) -> str:
     """Return what the error of a value wants that no field takes; empty where none is raised."""
     try:
         build(**{name: object()})
-    except (ConfigError, CompilationConfigError, ParameterError) as error:
+    except FieldError as error:
         return error.wanted
     except (AttributeError, TypeError):
         pass  # Keys and fields are read before the content is checked.

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from cluster.messages import Grammar, LogitRules, Sampling
-from serve.parameters import ParameterError
+from compile.errors import FieldError, Words
 from serve.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
@@ -50,7 +50,7 @@ _SEED_MASK = 2**64 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to generate from one prompt.
 
-    Raises ParameterError when built with a value out of range or of another type.
+    Raises FieldError when built with a value out of range or of another type.
     """
 
     n: int = 1
@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_stop_token_ids(self.stop_token_ids)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), name, "true or false", repr(value))
+            _require(isinstance(value, bool), name, "true or false", value)
         if self.structured_outputs is not None:
             _check_structured(self)
 
@@ -129,7 +129,7 @@ class Resolver:
 
     What does not depend on the prompt is checked and computed once, when it is built.
 
-    Raises ParameterError where a token id lies outside of the vocabulary.
+    Raises FieldError where a token id lies outside of the vocabulary.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Resolver:
         """Check and compute what does not depend on the prompt.
 
         Args:
-            grammar_text: returns a grammar as engines take it; raises ParameterError.
+            grammar_text: returns a grammar as engines take it; raises FieldError.
         """
         _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -160,8 +160,8 @@ class Resolver:
         self._grammar: Grammar | None = None
         if params.structured_outputs is not None:
             if not eos:
-                found = "a model without an end token"
-                raise ParameterError("structured_outputs", "a model whose texts end", found)
+                found = Words("a model without an end token")
+                raise FieldError("structured_outputs", "a model whose texts end", found)
             self._grammar = Grammar(grammar_text(params.structured_outputs), eos)
 
     def choices(self, prompt_len: int, max_tokens_left: int | None = None) -> list[Sampling]:
@@ -173,7 +173,7 @@ class Resolver:
             max_tokens_left: bounds a `max_tokens` that was not given, as the model's length does.
 
         Raises:
-            ParameterError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
+            FieldError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
                 behind it.
         """
         params = self._params
@@ -194,7 +194,7 @@ class Resolver:
 
     def _max_tokens(self, prompt_len: int, max_tokens_left: int | None) -> int:
         params, length = self._params, self._max_model_len
-        _require(prompt_len > 0, "prompt", "at least one token", "none")
+        _require(prompt_len > 0, "prompt", "at least one token", Words("none"))
         room = length - prompt_len
         if room < 1:
             raise too_long_a_prompt(length, f"{prompt_len} tokens")
@@ -212,13 +212,13 @@ class Resolver:
         return params.max_tokens
 
 
-def too_long_a_prompt(max_model_len: int, found: str) -> ParameterError:
+def too_long_a_prompt(max_model_len: int, found: str) -> FieldError:
     """Return the error of a prompt that leaves no room for a token."""
     wanted = (
         f"at most {max_model_len - 1} tokens (the model's length is {max_model_len} and one is "
         "for output)"
     )
-    return ParameterError("prompt", wanted, found)
+    return FieldError("prompt", wanted, Words(found))
 
 
 def _another_choice(first: Sampling, index: int) -> Sampling:
@@ -254,24 +254,24 @@ _NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 
 def _require(is_met: bool, param: str, wanted: str, found: object) -> None:
     if not is_met:
-        raise ParameterError(param, wanted, found)
+        raise FieldError(param, wanted, found)
 
 
 def _check_number(param: str, value: object, wanted: str, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_met = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
-    _require(is_met, param, wanted, repr(value))
+    _require(is_met, param, wanted, value)
 
 
 def _check_int(param: str, value: object, wanted: str, low: int, high: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and low <= value <= high, param, wanted, repr(value))  # type: ignore[operator]
+    _require(is_int and low <= value <= high, param, wanted, value)  # type: ignore[operator]
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
     _check_int("min_tokens", min_tokens, "an integer from 0 up", 0, 2**31 - 1)
     if max_tokens is not None and min_tokens > max_tokens:
-        raise ParameterError("min_tokens", f"at most max_tokens={max_tokens}", min_tokens)
+        raise FieldError("min_tokens", f"at most max_tokens={max_tokens}", min_tokens)
 
 
 def _check_penalties(params: SamplingParams) -> None:
@@ -287,16 +287,16 @@ def _check_structured(params: SamplingParams) -> None:
     """Refuse what would leave no token to draw, or no end, where a grammar decides both."""
     wanted, found = StructuredOutputsParams.__name__, params.structured_outputs
     is_one = isinstance(found, StructuredOutputsParams)
-    _require(is_one, "structured_outputs", f"a {wanted}", repr(found)[:100])
+    _require(is_one, "structured_outputs", f"a {wanted}", Words(repr(found)[:100]))
     for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
         value = getattr(params, name)
-        text = str(value)[:100]
+        text = Words(str(value)[:100])
         _require(value == none, name, "none with structured output, which decides it", text)
 
 
 def _check_logit_bias(logit_bias: object) -> None:
     if not isinstance(logit_bias, dict):
-        raise ParameterError("logit_bias", "token ids with a bias each", repr(logit_bias))
+        raise FieldError("logit_bias", "token ids with a bias each", logit_bias)
     wanted = f"biases from -{MAX_BIAS} to {MAX_BIAS}"
     _require(len(logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES}", len(logit_bias))
     for token_id, bias in logit_bias.items():
@@ -306,7 +306,7 @@ def _check_logit_bias(logit_bias: object) -> None:
 
 def _check_allowed_token_ids(token_ids: object) -> None:
     if not isinstance(token_ids, list) or not token_ids:
-        raise ParameterError("allowed_token_ids", "a list of token ids", repr(token_ids))
+        raise FieldError("allowed_token_ids", "a list of token ids", token_ids)
     # A client's list may be as long as the vocabulary: no call for each entry.
     if set(map(type, token_ids)) == {int}:
         token_ids = [min(token_ids), max(token_ids)]
@@ -324,18 +324,20 @@ def _check_stop(stop: object) -> None:
     wanted = "a text or a list of texts"
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list):
-        raise ParameterError("stop", wanted, repr(stop))
+        raise FieldError("stop", wanted, stop)
     _require(len(strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS}", len(strings))
     for string in strings:
-        _require(isinstance(string, str), "stop", wanted, repr(string))
-        _require(string != "", "stop", "texts of at least one character", "an empty one")
+        _require(isinstance(string, str), "stop", wanted, string)
+        _require(string != "", "stop", "texts of at least one character", Words("an empty one"))
         wanted_chars = f"texts of at most {MAX_STOP_CHARS} characters"
-        _require(len(string) <= MAX_STOP_CHARS, "stop", wanted_chars, f"{len(string)} characters")
+        _require(
+            len(string) <= MAX_STOP_CHARS, "stop", wanted_chars, Words(f"{len(string)} characters")
+        )
 
 
 def _check_stop_token_ids(token_ids: object) -> None:
     if not isinstance(token_ids, list):
-        raise ParameterError("stop_token_ids", "a list of token ids", repr(token_ids))
+        raise FieldError("stop_token_ids", "a list of token ids", token_ids)
     wanted = f"at most {MAX_STOP_TOKEN_IDS}"
     _require(len(token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", wanted, len(token_ids))
     for token_id in token_ids:

@@ -73,7 +73,7 @@ def build_app(
         sends_id: put `X-Request-Id` into answers, which no server in front does.
 
     Raises:
-        ConfigError: the file of keys cannot be used.
+        FieldError: the file of keys cannot be used.
     """
     handlers = Handlers(serving)
     debugging = [

@@ -233,7 +233,7 @@ class ChatShape:
 
 
 def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:
-    """Return the request in a JSON body; raises BadRequest and ParameterError."""
+    """Return the request in a JSON body; raises BadRequest and FieldError."""
     request = parse_chat(body)
     params = request.sampling_params()
     answers = check_chat(request, serving.settings, tokenizer)
@@ -244,7 +244,7 @@ def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
     """Refuse a chat beyond the limits, and return how the model writes its answers.
 
     Raises:
-        BadRequest, ParameterError: name the field.
+        BadRequest, FieldError: name the field.
     """
     check_limits(request, settings, tokenizer, num_prompts=1)
     check_tools(request)

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
+from compile.errors import FieldError
 from serve import page
 from serve.openai import request_parser, responses, tokenizing
 from serve.openai.backend import ApiSettings
 from serve.openai.fields import FieldTable
 from serve.openai.responses_request import RESPONSES_FIELDS
-from serve.parameters import ParameterError
 
 _REF = "#/components/schemas/{name}"
 _TABLES = (
@@ -155,7 +155,7 @@ def _bounded(struct: type[msgspec.Struct], name: str, found: dict[str, Any]) -> 
     beside: dict[str, Any] = {"logprobs": True} if name == "top_logprobs" else {}
     try:
         struct(**{**required[struct.__name__], **beside, name: object()}).sampling_params()  # type: ignore[attr-defined]
-    except ParameterError as error:
+    except FieldError as error:
         if match := _RANGE.fullmatch(error.wanted):
             bounds = {"minimum": float(match[1]), "maximum": float(match[2])}
             for each in numbers:

@@ -272,7 +272,7 @@ class ResponsesShape:
 
 
 def parse_responses_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ResponsesShape:
-    """Return the request in a JSON body; raises BadRequest and ParameterError."""
+    """Return the request in a JSON body; raises BadRequest and FieldError."""
     request, chat = parse_responses(body)
     try:
         answers = check_chat(chat, serving.settings, tokenizer)

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from compile.errors import FieldError, Words
 from serve.cache_salt import check_cache_salt
 from serve.openai.errors import BadRequest
-from serve.parameters import ParameterError
 from serve.sampling import SamplingParams
 from serve.structured import StructuredOutputsParams
 
@@ -144,7 +144,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
         check_cache_salt(self.cache_salt)
         if self.stream and self.prompt_logprobs is not None:
             wanted = "none with stream true: they are given once, with the whole answer"
-            raise ParameterError("prompt_logprobs", wanted, self.prompt_logprobs)
+            raise FieldError("prompt_logprobs", wanted, self.prompt_logprobs)
         return SamplingParams(
             n=self.n,
             temperature=self.temperature,
@@ -173,18 +173,18 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
         """Return what the text must be.
 
         Raises:
-            ParameterError: named as the client spelt the field.
+            FieldError: named as the client spelt the field.
         """
         found = self._structured_fields()
         if len(found) > 1:
-            raise ParameterError(found[1][0], f"none beside {found[0][0]}", "both")
+            raise FieldError(found[1][0], f"none beside {found[0][0]}", Words("both"))
         if not found:
             return None
         [(_, fields)] = found
         try:
             return StructuredOutputsParams(**fields)
-        except ParameterError as error:
-            raise error.renamed(self._structured_spelling(error.param)) from error
+        except FieldError as error:
+            raise error.renamed(self._structured_spelling(error.field)) from error
 
     def _structured_fields(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the fields that ask for structured output, each as `structured_outputs` has it."""
@@ -387,18 +387,18 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
         """Return the checked parameters; without a limit, output ends with the model's length.
 
         Raises:
-            ParameterError: named as the client spelt the field.
+            FieldError: named as the client spelt the field.
         """
         if self.top_logprobs and not self.logprobs:
-            raise ParameterError("top_logprobs", "logprobs to be true with it", "logprobs false")
+            raise FieldError("top_logprobs", "logprobs to be true with it", Words("logprobs false"))
         max_tokens = self.max_completion_tokens
         if max_tokens is None:
             max_tokens = self.max_tokens
         logprobs = self.top_logprobs if self.logprobs else None
         try:
             return self._sampling_params(max_tokens, logprobs)
-        except ParameterError as error:
-            raise error.renamed(self.spelling(error.param)) from error
+        except FieldError as error:
+            raise error.renamed(self.spelling(error.field)) from error
 
     def spelling(self, param: str) -> str:
         """Return the JSON field behind a parameter of sampling."""
@@ -440,7 +440,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         """Return the checked parameters; without a limit, output has the default one.
 
         Raises:
-            ParameterError: names the field.
+            FieldError: names the field.
         """
         max_tokens = UNSET if self.max_tokens is None else self.max_tokens
         params = self._sampling_params(max_tokens, self.logprobs)
@@ -448,7 +448,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
             return params
         if self.stream:
             wanted = "false with logprobs and stream: those of a prompt come with a whole answer"
-            raise ParameterError("echo", wanted, "true")
+            raise FieldError("echo", wanted, Words("true"))
         num_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
         return msgspec.structs.replace(params, prompt_logprobs=num_logprobs)
 
@@ -477,5 +477,5 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
 def _token_ids_of(logit_bias: dict[str, float]) -> dict[int, float]:
     for key in logit_bias:
         if not key.isdecimal() or len(key) > 10:
-            raise ParameterError("logit_bias", "token ids as keys", repr(key))
+            raise FieldError("logit_bias", "token ids as keys", key)
     return {int(key): bias for key, bias in logit_bias.items()}

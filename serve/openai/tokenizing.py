@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from compile.errors import FieldError
 from serve.admission import Overloaded
 from serve.event_loop import Check
 from serve.openai.body import check_num_chars, check_values
@@ -19,7 +20,6 @@ from serve.openai.fields import FieldTable, convert, parse_fields
 from serve.openai.request_parser import chat_request
 from serve.openai.responses import Detokenized, Tokenized
 from serve.openai.schema import ChatRequest
-from serve.parameters import ParameterError
 from serve.sampling import too_long_a_prompt
 from serve.tokenizer import Tokenizer, TooManyTokens
 
@@ -115,7 +115,7 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
     """Return the tokens of a text or of a conversation.
 
     Raises:
-        BadRequest, ParameterError: names the field.
+        BadRequest, FieldError: names the field.
     """
     request = parse_tokenize(body)
     serving.require_model(request.model)
@@ -161,7 +161,7 @@ def _token_ids(
     return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
 
 
-def _renamed(error: ParameterError, request: TokenizeRequest) -> ParameterError:
+def _renamed(error: FieldError, request: TokenizeRequest) -> FieldError:
     return error if request.messages is None else error.renamed("messages")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from compile.errors import FieldError
 from serve.openai.body import check_values
 from serve.openai.errors import BadRequest
 from serve.openai.fields import join_path
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, ToolFormat
-from serve.parameters import ParameterError
 from serve.sampling import SamplingParams
 from serve.structured import StructuredOutputsParams
 from serve.tokenizer import Tokenizer
@@ -171,7 +171,7 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
     none.
 
     Raises:
-        BadRequest, ParameterError: the text is held to something else already, or what the tools
+        BadRequest, FieldError: the text is held to something else already, or what the tools
             define contradicts itself or is too much.
     """
     if not request.forces_calls:
@@ -183,7 +183,7 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
     schema = calls_schema(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
     try:
         calls = StructuredOutputsParams(json=schema)
-    except ParameterError as error:
+    except FieldError as error:
         raise error.renamed("tools") from error
     return msgspec.structs.replace(params, structured_outputs=calls)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.messages import LogitRules, Sampling
-from serve.parameters import ParameterError
+from compile.errors import FieldError
 from serve.sampling import Resolver, SamplingParams
 
 
@@ -94,9 +94,9 @@ def resolve_all(
     ],
 )
 def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ParameterError, match=f"^{name}: wanted .*, found") as raised:
+    with pytest.raises(FieldError, match=f"^{name}: wanted .*, found") as raised:
         SamplingParams(**{name: value})
-    assert raised.value.param == name
+    assert raised.value.field == name
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -144,7 +144,7 @@ def test_rules_are_sent_only_where_they_change_something() -> None:
     ("name", "value"), [("logit_bias", {50: 1}), ("allowed_token_ids", [3, 50])]
 )
 def test_token_outside_of_the_vocabulary_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ParameterError, match=f"^{name}: wanted token ids from 0 to 49, found 50"):
+    with pytest.raises(FieldError, match=f"^{name}: wanted token ids from 0 to 49, found 50"):
         resolved(SamplingParams(**{name: value}))
 
 
@@ -152,7 +152,7 @@ def test_tokens_that_may_come_are_not_all_stop_tokens_before_min_tokens() -> Non
     message = "^allowed_token_ids: wanted a token that may come before min_tokens"
     for given in ({"stop_token_ids": [7]}, {}):  # 7, or the end of text
         allowed = given.get("stop_token_ids", [2, 3])
-        with pytest.raises(ParameterError, match=message):
+        with pytest.raises(FieldError, match=message):
             resolved(SamplingParams(min_tokens=3, allowed_token_ids=allowed, **given))
         assert resolved(SamplingParams(allowed_token_ids=allowed, **given)).rules is not None
         two = [*allowed, 8]
@@ -179,7 +179,7 @@ def test_one_stop_string_needs_no_list() -> None:
 
 def test_output_may_fill_the_models_length_and_no_more() -> None:
     assert resolved(SamplingParams(max_tokens=90)).max_tokens == 90
-    with pytest.raises(ParameterError, match=r"at most 90 .*100.*10 tokens.*found 91"):
+    with pytest.raises(FieldError, match=r"at most 90 .*100.*10 tokens.*found 91"):
         resolved(SamplingParams(max_tokens=91))
 
 
@@ -188,7 +188,7 @@ def test_the_default_gives_way_to_a_long_prompt() -> None:
     assert [resolved(SamplingParams(), prompt_len=n).max_tokens for n, _ in lengths] == [
         room for _, room in lengths
     ]
-    with pytest.raises(ParameterError, match=r"^max_tokens: wanted at most 15 .*found 16"):
+    with pytest.raises(FieldError, match=r"^max_tokens: wanted at most 15 .*found 16"):
         resolved(SamplingParams(max_tokens=16), prompt_len=85)
 
 
@@ -196,7 +196,7 @@ def test_the_default_gives_way_to_a_long_prompt() -> None:
 def test_min_tokens_never_gives_way(given: dict[str, Any]) -> None:
     params = SamplingParams(min_tokens=10, **given)
     assert resolved(params, prompt_len=90).rules.min_tokens == 10
-    with pytest.raises(ParameterError, match=r"^min_tokens: wanted at most 9 .*found 10"):
+    with pytest.raises(FieldError, match=r"^min_tokens: wanted at most 9 .*found 10"):
         resolved(params, prompt_len=91)
 
 
@@ -204,7 +204,7 @@ def test_min_tokens_never_gives_way(given: dict[str, Any]) -> None:
 def test_prompt_has_to_leave_room_for_a_token(given: dict[str, Any]) -> None:
     params = SamplingParams(**given)
     assert resolved(params, prompt_len=99).max_tokens == 1
-    with pytest.raises(ParameterError, match=r"^prompt: wanted at most 99 .*100.*found 100"):
+    with pytest.raises(FieldError, match=r"^prompt: wanted at most 99 .*100.*found 100"):
         resolved(params, prompt_len=100)
-    with pytest.raises(ParameterError, match=r"^prompt: wanted at least one"):
+    with pytest.raises(FieldError, match=r"^prompt: wanted at least one"):
         resolved(params, prompt_len=0)
