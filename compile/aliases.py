@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compile import validate
-from compile.config import CompilationLevel, CUDAGraphMode, read_fields
+from compile.config import CompilationLevel, CUDAGraphMode, Sizes, read_fields
 from compile.dispatch import ascending
 from compile.errors import FieldError
 from compile.validate import Kind, read_json
@@ -35,19 +35,26 @@ MISSING: Any = object()
 DEFAULT_MAX_BATCH_SIZE = 128
 
 _TORCH_COMPILE: dict[str, Kind] = {
-    "enable_fullgraph": validate.flag(),
-    "enable_inductor": validate.flag(),
-    "enable_piecewise_cuda_graph": validate.flag(),
-    "capture_num_tokens": validate.optional(validate.sizes()),
-    "enable_userbuffers": validate.flag(),
+    "enable_fullgraph": validate.kind_of(bool),
+    "enable_inductor": validate.kind_of(bool),
+    "enable_piecewise_cuda_graph": validate.kind_of(bool),
+    "capture_num_tokens": validate.kind_of(Sizes | None),
+    "enable_userbuffers": validate.kind_of(bool),
     "max_num_streams": validate.whole_number(1),
 }
 _CUDA_GRAPH: dict[str, Kind] = {
-    "batch_sizes": validate.optional(validate.sizes()),
+    "batch_sizes": validate.kind_of(Sizes | None),
     "max_batch_size": validate.whole_number(0),
-    "enable_padding": validate.flag(),
+    "enable_padding": validate.kind_of(bool),
 }
 _DYNAMIC_SHAPES = {"type": "dynamic_shapes", "evaluate_guards": "evaluate_guards"}
+
+SECTIONS = {
+    "torch_compile_config": f"null or an object with {', '.join(_TORCH_COMPILE)}",
+    "cuda_graph_config": f"null or an object with {', '.join(_CUDA_GRAPH)}",
+    "compilation.dynamic_shapes_config": f"an object with {', '.join(_DYNAMIC_SHAPES)}",
+}
+"""What a section of other spellings may be."""
 
 
 @dataclass
@@ -107,11 +114,11 @@ def _without_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
         return fields
     section, shapes = "compilation.dynamic_shapes_config", fields.pop("dynamic_shapes_config")
     if not isinstance(shapes, Mapping):
-        raise FieldError(section, f"an object with {_names(_DYNAMIC_SHAPES)}", shapes)
+        raise FieldError(section, SECTIONS[section], shapes)
     for key, value in shapes.items():
         name = _DYNAMIC_SHAPES.get(key)
         if name is None:
-            raise FieldError(f"{section}.{key}", f"one of {_names(_DYNAMIC_SHAPES)}", value)
+            raise FieldError(f"{section}.{key}", f"one of {', '.join(_DYNAMIC_SHAPES)}", value)
         if name in fields:
             wanted = f"nothing where compilation.{name} is given"
             raise FieldError(f"{section}.{key}", wanted, value)
@@ -124,7 +131,7 @@ def _section(section: str, given: Any, kinds: Mapping[str, Kind]) -> Any:
     if given is MISSING or given is None:
         return given
     if not isinstance(given, Mapping):
-        raise FieldError(section, f"null or an object with {_names(kinds)}", given)
+        raise FieldError(section, SECTIONS[section], given)
     return validate.read(given, kinds, section)
 
 
@@ -186,10 +193,6 @@ def _read_mode(meaning: _Meaning, compiles: Any, graphs: Any) -> None:
     }[has_full, has_pieces]
     is_stated = isinstance(compiles, dict) and key in compiles
     meaning.put("cudagraph_mode", mode, f"torch_compile_config.{key}", is_stated=is_stated)
-
-
-def _names(known: Mapping[str, Any]) -> str:
-    return ", ".join(known)
 
 
 _FIELD = re.compile(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 from compile.errors import FieldError
 
@@ -20,7 +21,8 @@ DISABLE_COMPILE_CACHE = "LOCKSTEP_DISABLE_COMPILE_CACHE"
 COMPILE_CACHE_SAVE_FORMAT = "LOCKSTEP_COMPILE_CACHE_SAVE_FORMAT"
 LOG_LEVEL = "LOCKSTEP_LOG_LEVEL"
 
-SAVE_FORMATS = ("binary", "unpacked")
+SaveFormat = Literal["binary", "unpacked"]
+SAVE_FORMATS = get_args(SaveFormat)
 CODEGEN = ("ATEN_CPU_CAPABILITY", "TRITON_INTERPRET")
 """Variables of torch and Triton that decide generated code and stand in no configuration."""
 

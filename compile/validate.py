@@ -1,8 +1,9 @@
-"""What a configuration field may hold: one `Kind` per shape of value, in words and as a check.
+"""What a configuration field may hold, from its annotation: a `Kind`, in words and as a check.
 
-A kind makes a value canonical while it checks it. Lists become tuples and names become members, so
-two configurations that mean the same are equal and hash the same, whether they came from Python,
-YAML or JSON.
+`bool`, `Literal`, an enumeration and `| None` say all themselves; other annotations name a kind, as
+in `Annotated[int, whole_number(0)]`. A kind makes a value canonical while it checks it. Lists
+become tuples and names become members, so two configurations that mean the same are equal and hash
+the same, whether they came from Python, YAML or JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from compile.errors import FieldError
 
@@ -124,9 +126,20 @@ def whole_number(least: int, most: int | None = None, *, wanted: str = "") -> Ki
     return Kind(wanted or f"a whole number {limit}", accept)
 
 
-def flag() -> Kind:
-    """True or false."""
+def kind_of(annotation: Any) -> Kind:
+    """Return what a field with this annotation may hold."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind: Kind = arguments[1]
+        return kind
+    if origin is Literal:
+        return _one_of(arguments)
+    if NoneType in arguments:
+        return _optional(kind_of(next(each for each in arguments if each is not NoneType)))
+    return _flag() if annotation is bool else _member(annotation)
 
+
+def _flag() -> Kind:
     def accept(value: Any) -> bool:
         if not isinstance(value, bool):
             raise ValueError(value)
@@ -135,31 +148,18 @@ def flag() -> Kind:
     return Kind("true or false", accept)
 
 
-def one_of(*names: str) -> Kind:
-    """One of some words."""
-
+def _one_of(words: tuple[str, ...]) -> Kind:
     def accept(value: Any) -> str:
-        if not isinstance(value, str) or value not in names:
+        if isinstance(value, bool) and "on" in words:
+            return "on" if value else "off"  # as YAML reads these words
+        if not isinstance(value, str) or value not in words:
             raise ValueError(value)
         return value
 
-    return Kind(f"one of {', '.join(names)}", accept, is_text=True)
+    return Kind(f"one of {', '.join(words)}", accept, is_text=True)
 
 
-def switch(*others: str) -> Kind:
-    """on, off or one of some other words. YAML reads the first two as booleans."""
-
-    def accept(value: Any) -> str:
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        if value not in (*others, "on", "off"):
-            raise ValueError(value)
-        return str(value)
-
-    return Kind(f"one of {', '.join((*others, 'on', 'off'))}", accept, is_text=True)
-
-
-def member(kind: type[Enum]) -> Kind:
+def _member(kind: type[Enum]) -> Kind:
     """A member of an enumeration, or its name in any case."""
 
     def accept(value: Any) -> Enum:
@@ -170,6 +170,13 @@ def member(kind: type[Enum]) -> Kind:
         return kind[value.upper()]
 
     return Kind(f"one of {', '.join(kind.__members__)}", accept, is_text=True)
+
+
+def _optional(kind: Kind) -> Kind:
+    def accept(value: Any) -> Any:
+        return None if value is None else kind.accept(value)
+
+    return Kind(f"{kind.wanted}, or null", accept, kind.is_text, kind.read)
 
 
 def path() -> Kind:
@@ -183,28 +190,13 @@ def path() -> Kind:
     return Kind("a path", accept, is_text=True)
 
 
-def optional(kind: Kind) -> Kind:
-    """The same, or None."""
-
-    def accept(value: Any) -> Any:
-        return None if value is None else kind.accept(value)
-
-    return Kind(f"{kind.wanted}, or null", accept, kind.is_text, kind.read)
-
-
-def list_of(
-    item: Callable[[Any], bool],
-    wanted: str,
-    *,
-    is_empty_allowed: bool = False,
-    is_set: bool = False,
-) -> Kind:
+def list_of(item: Callable[[Any], bool], wanted: str, *, is_empty_allowed: bool = True) -> Kind:
     """A list whose items are all accepted; kept as a tuple in the given order."""
 
     def accept(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or not all(map(item, value)):
             raise ValueError(value)
-        if not (value or is_empty_allowed) or (is_set and len(set(value)) < len(value)):
+        if not (value or is_empty_allowed):
             raise ValueError(value)
         return tuple(value)
 
@@ -213,10 +205,23 @@ def list_of(
 
 def op_names() -> Kind:
     """Ops as torch spells them, with a dot too; kept as `namespace::name`. May be empty."""
-    kind = list_of(is_op_name, "a list of ops such as lockstep::name", is_empty_allowed=True)
+    kind = list_of(_is_op_name, "a list of ops such as lockstep::name")
 
     def accept(value: Any) -> tuple[str, ...]:
         return tuple(n if "::" in n else n.replace(".", "::", 1) for n in kind.accept(value))
+
+    return Kind(kind.wanted, accept)
+
+
+def different_names(of: str) -> Kind:
+    """Names as Python has them, none of them twice. May be empty."""
+    kind = list_of(_is_identifier, f"a list of different names of {of}")
+
+    def accept(value: Any) -> tuple[str, ...]:
+        found: tuple[str, ...] = kind.accept(value)
+        if len(set(found)) < len(found):
+            raise ValueError(value)
+        return found
 
     return Kind(kind.wanted, accept)
 
@@ -230,7 +235,7 @@ def sizes(default: tuple[int, ...] = ()) -> Kind:
 
 def ascending() -> Kind:
     """Sizes in the order that a search relies on; may be empty."""
-    kind = list_of(is_size, "ascending whole numbers of at least 1", is_empty_allowed=True)
+    kind = list_of(is_size, "ascending whole numbers of at least 1")
 
     def accept(value: Any) -> tuple[int, ...]:
         found: tuple[int, ...] = kind.accept(value)
@@ -285,13 +290,11 @@ def is_size(value: Any) -> bool:
     return _is_int(value) and value >= 1
 
 
-def is_op_name(value: Any) -> bool:
-    """Return whether a value is spelled like an op, `lockstep::name`."""
+def _is_op_name(value: Any) -> bool:
     return isinstance(value, str) and OP_NAME.fullmatch(value) is not None
 
 
-def is_identifier(value: Any) -> bool:
-    """Return whether a value is spelled like a name in Python."""
+def _is_identifier(value: Any) -> bool:
     return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
 
 

@@ -315,7 +315,7 @@ def test_any_registered_op_can_split(split: Any) -> None:
 def test_an_unknown_op_is_refused_by_name(split: Any, name: str) -> None:
     with pytest.raises(FieldError) as error:
         split(lambda x: x + 1, X, ops=(name,))
-    assert error.value.field == "splitting_ops" and name in str(error.value)
+    assert error.value.field == "compilation.splitting_ops" and name in str(error.value)
 
 
 @pytest.mark.feature("E01")
