@@ -11,7 +11,6 @@ import msgspec
 from compile.environment import LOGGERS, apply_log_level
 
 TEXT, JSON = "text", "json"
-FORMATS = (TEXT, JSON)
 
 
 class JsonFormatter(logging.Formatter):

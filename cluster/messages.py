@@ -24,26 +24,32 @@ from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 
 PROTOCOL_VERSION = 10
 
+# Bounds of sampling, for requests of clients as well as on the wire.
 MAX_TEMPERATURE = 1e6
-"""Far beyond what is uniform already, and far from what float32 cannot tell from infinity."""
+"""Far above what draws uniformly, and far below what float32 takes for infinity."""
 MAX_PENALTY = 2.0
+"""OpenAI's bound on presence and frequency penalty, either way."""
 MAX_REPETITION = 1e3
-"""Logits multiplied or divided by this much are still finite."""
+"""Bound on `repetition_penalty`, and the inverse of its lower one: logits times or divided by it
+are still finite."""
 MAX_BIAS = 100.0
+"""OpenAI's bound on one bias; it decides for or against a token."""
 MAX_BIASES = 1024
-MAX_STOP_IDS = 512
-"""256 of a request's own, and the model's end tokens."""
+"""Tokens in `logit_bias`, about three times what OpenAI takes; each is sent to every rank."""
 MAX_LOGPROBS = 20
-"""More candidates per token are more bytes than text."""
+"""Candidates for each token: OpenAI's and vLLM's default. More are more bytes than the text."""
+
+_MAX_STOP_IDS = 512
+"""256 of a request's own, and the model's end tokens."""
 MAX_GRAMMAR_CHARS = 1 << 18
 """Of a grammar as engines take it: four times what a request may bring, since JSON in JSON has
 escapes."""
 MAX_ABORTS = 1024
 """In one frame: each of them is looked for in the queue."""
 SALT_BYTES = 16
-MAX_PID = 1 << 22
+_MAX_PID = 1 << 22
 """Linux has no higher process ids."""
-MAX_FD = 1 << 20
+_MAX_FD = 1 << 20
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -55,9 +61,13 @@ Address = Annotated[str, Meta(pattern=rf"^(tcp://{_OCTET}(\.{_OCTET}){{3}}:[0-9]
 """A ZeroMQ endpoint by number, or nowhere. A host's name would be looked up on the thread that
 carries all sockets of the process."""
 NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Repetition = Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -82,7 +92,7 @@ class LogitRules(Wire, frozen=True):
     """Subtracted from tokens that the output has; 0 is off."""
     frequency_penalty: Penalty
     """Subtracted for each time that the output has a token; 0 is off."""
-    repetition_penalty: Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
+    repetition_penalty: Repetition
     """Divides positive logits of tokens in prompt or output, multiplies others; 1 is off."""
     bias_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_BIASES)]
     biases: Annotated[tuple[Bias, ...], Meta(max_length=MAX_BIASES)]
@@ -107,26 +117,26 @@ class Grammar(Wire, frozen=True):
 
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
     """As the grammar library takes it."""
-    end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
+    end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=_MAX_STOP_IDS)]
     """Tokens that may be drawn where the text may end, and nowhere else."""
 
 
 class Sampling(Wire, frozen=True):
     """How one sequence's tokens are drawn and when it ends; fully resolved by the front end."""
 
-    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+    temperature: Temperature
     """0 is greedy."""
     top_k: Index
     """0 keeps all."""
-    top_p: Annotated[float, Meta(gt=0, le=1)]
+    top_p: TopP
     """1 keeps all."""
     min_p: Probability
     """Least probability relative to the likeliest token's; 0 keeps all."""
     seed: Annotated[int, Meta(ge=0)]
     """64 unsigned bits; with the output position it decides each draw."""
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_tokens: MaxTokens
     """Output tokens in all, those of `output_token_ids` included."""
-    stop_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
+    stop_token_ids: Annotated[tuple[Index, ...], Meta(max_length=_MAX_STOP_IDS)]
     """Tokens that end the sequence, the model's end tokens included unless ignored."""
     num_logprobs: NumLogprobs
     """-1: none; 0: of the drawn token; n: of the n likeliest as well."""
@@ -170,8 +180,8 @@ class KVSource(Wire, frozen=True):
     tp_rank: Index
     boot_id: Name
     """Identifies the node and its boot: shared memory is usable if both sides agree."""
-    pid: Annotated[int, Meta(ge=0, le=MAX_PID)]
-    shm_fd: Annotated[int, Meta(ge=-1, le=MAX_FD)]
+    pid: Annotated[int, Meta(ge=0, le=_MAX_PID)]
+    shm_fd: Annotated[int, Meta(ge=-1, le=_MAX_FD)]
     """File descriptor of the pool in process `pid`; -1 if the pool is private."""
     address: Address
     """Serves reads, renewals and releases."""

@@ -251,7 +251,7 @@ class ResponsesShape:
             "previous_response_id": None,
             "store": False,
             "temperature": given.temperature,
-            "text": self._given.text or {"format": {"type": "text"}},
+            "text": {"format": given.text.format or {"type": "text"}},
             "tool_choice": given.tool_choice or ("auto" if given.tools else "none"),
             "tools": given.tools,
             "top_p": given.top_p,

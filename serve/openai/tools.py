@@ -49,8 +49,6 @@ def check_tools(request: ChatRequest) -> None:
     names: set[str] = set()
     for i, tool in enumerate(tools):
         at = f"tools[{i}]"
-        if tool.type != "function":
-            raise _refused(f"{at}.type", "function", tool.type)
         name = tool.function.name
         if not _NAME.fullmatch(name):
             wanted = f"1 to {MAX_NAME_CHARS} letters, digits, _ or -"
@@ -67,8 +65,6 @@ def _check_choice(request: ChatRequest, names: set[str]) -> None:
     if choice is None or choice == "none":
         return
     if isinstance(choice, NamedToolChoice):
-        if choice.type != "function":
-            raise _refused("tool_choice.type", "function", choice.type)
         if choice.function.name not in names:
             wanted = "the name of one of tools"
             raise _refused("tool_choice.function.name", wanted, choice.function.name)

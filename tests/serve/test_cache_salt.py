@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from cluster.messages import SALT_BYTES
 from compile.errors import FieldError
 from serve.arguments import parse_args
-from serve.cache_salt import MAX_SALT_CHARS, CacheSalts, check_cache_salt
+from serve.cache_salt import MAX_SALT_CHARS, CacheSalt, CacheSalts
 from serve.clients import HANDLE, Client, of_key
 from serve.config import deploy_config
+from serve.fields import convert
 
 CLIENTS = st.text(max_size=8).map(Client)
 SALTS = st.none() | st.text(min_size=1, max_size=8)
@@ -37,8 +38,8 @@ def test_a_salt_tells_nothing_to_those_without_the_secret() -> None:
 @pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1)])
 def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
     with pytest.raises(FieldError, match=r"^cache_salt: wanted 1 to 1024 characters, found"):
-        check_cache_salt(salt)
-    check_cache_salt("x" * MAX_SALT_CHARS)
+        convert(salt, CacheSalt, "cache_salt")
+    convert("x" * MAX_SALT_CHARS, CacheSalt, "cache_salt")
 
 
 def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
