@@ -46,7 +46,7 @@ def deploy(args: dict[str, Any]) -> Application:
     """
     try:
         config = deploy_config(args)
-        listen(config.host, config.port)
+        listen(config.args.host, config.args.port)
     except FieldError as error:
         if ray.is_initialized():
             raise
@@ -56,7 +56,7 @@ def deploy(args: dict[str, Any]) -> Application:
     if not ray.is_initialized():  # this is `serve run`, and no cluster that builds a YAML
         watch.start()
         atexit.register(watch.end)  # after what runs was answered
-        drain_at_exit(config.drain_timeout_s)
+        drain_at_exit(config.args.drain_timeout_s)
         draw_on_terminal()
     else:
         watch.forget()

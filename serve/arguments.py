@@ -252,7 +252,7 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
     names = ("torch_compile_config", "cuda_graph_config")
     sections = {name: getattr(args, name) for name in names if getattr(args, name) is not UNSET}
     fields = given_fields(args.compilation, **sections)
-    args = msgspec.structs.replace(args, compilation=fields)
+    args = msgspec.structs.replace(args, compilation=fields, config=None)  # which is read
     refuse_speculation(args.speculative_config or {})
     return args
 

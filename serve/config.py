@@ -108,26 +108,8 @@ class DeployConfig:
     pools: tuple[PoolConfig, ...]
     config_hash: str
     access: AccessConfig
-    max_queued_requests: int
-    max_queue_wait_s: float
-    request_timeout_s: float
-    max_body_bytes: int
-    max_answer_bytes: int
-    drain_timeout_s: float = 30.0
-    num_ingresses: int = 1
-    stream_interval: int = 1
-    log_format: str = "text"
-    log_requests: bool = True
-    otlp_traces_endpoint: str = ""
-    """Empty: nothing is traced."""
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "none"
-    debug: bool = False
-    host: str | None = None
-    """Where `serve run` listens; None: where Serve does."""
-    port: int | None = None
-    is_device_guessed: bool = False
-    """`device` was auto, and was resolved on the machine that `deploy` ran on."""
+    args: DeployArgs = field(repr=False)
+    """What they were resolved from. Its keys are not to be seen in a log."""
 
     @property
     def served_model_name(self) -> str:
@@ -156,9 +138,14 @@ class DeployConfig:
         return self.pools[-1].max_running
 
     @property
+    def num_ingresses(self) -> int:
+        """Processes that take requests."""
+        return self.args.ingress.replicas
+
+    @property
     def max_live(self) -> int:
         """Sequences that run or wait at once."""
-        return self.max_running + self.max_queued_requests
+        return self.max_running + self.args.max_queued_requests
 
     @property
     def ingress_share(self) -> tuple[int, int]:
@@ -184,6 +171,10 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         FieldError: one line that names the argument, what is wanted and what was found.
     """
     args = parse_args(raw)
+    _one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS)
+    _one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS)
+    if args.otlp_traces_endpoint:
+        check_endpoint(args.otlp_traces_endpoint)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
     num_ranks = sum(getattr(args, name).num_ranks for name in names)
@@ -191,6 +182,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     if args.pools == "pd":
         _check_equal_ranks(args.prefill, args.decode)
     pools = tuple(_pool_config(name, args, roles[name], num_ranks=num_ranks) for name in names)
+    _check_ingresses(args.ingress.replicas, pools[-1].max_running)
     model_path = Path(pools[0].engine.model_path)
     model = ModelConfig.from_dir(model_path)
     return DeployConfig(
@@ -201,23 +193,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         pools=pools,
         config_hash=_config_hash(pools[0].engine, args),
         access=_access(args),
-        max_queued_requests=args.max_queued_requests,
-        max_queue_wait_s=args.max_queue_wait_s,
-        request_timeout_s=args.request_timeout_s,
-        drain_timeout_s=args.drain_timeout_s,
-        max_body_bytes=args.max_body_bytes,
-        max_answer_bytes=args.max_answer_bytes,
-        num_ingresses=_num_ingresses(args.ingress.replicas, pools[-1].max_running),
-        stream_interval=args.stream_interval,
-        log_format=args.log_format,
-        log_requests=args.log_requests == "on",
-        otlp_traces_endpoint=check_endpoint(args.otlp_traces_endpoint or ""),
-        tool_call_parser=_one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS),
-        reasoning_parser=_one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS),
-        debug=args.debug,
-        host=args.host,
-        port=args.port,
-        is_device_guessed=args.device == "auto",
+        args=args,
     )
 
 
@@ -310,12 +286,11 @@ def _lockstep(lockstep: str, model: ModelConfig) -> bool:
     return False
 
 
-def _num_ingresses(found: int, max_running: int) -> int:
+def _check_ingresses(found: int, max_running: int) -> None:
     most = min(MAX_INGRESSES, max_running)
     if not 1 <= found <= most:
         wanted = f"1 to {most} where {max_running} sequences decode at once"
         raise FieldError("ingress.replicas", wanted, found)
-    return found
 
 
 def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
@@ -375,10 +350,9 @@ def _device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _one_of(field: str, value: str, known: Sequence[str]) -> str:
+def _one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise FieldError(field, f"one of {', '.join(known)}", value)
-    return value
 
 
 def _access(args: DeployArgs) -> AccessConfig:

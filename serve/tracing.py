@@ -115,14 +115,8 @@ class Tracing:
         self._provider.shutdown()
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Return the argument if spans can be sent there; empty means that none are.
-
-    Raises:
-        FieldError: it is no URL, or a package is missing.
-    """
-    if not endpoint:
-        return ""
+def check_endpoint(endpoint: str) -> None:
+    """Raise FieldError if spans cannot be sent there: it is no URL, or a package is missing."""
     try:
         url = urlsplit(endpoint)
         is_url = url.scheme in SCHEMES and bool(url.hostname) and url.port != 0
@@ -137,7 +131,6 @@ def check_endpoint(endpoint: str) -> str:
         except ImportError as error:
             wanted = f"the module {module} (pip install 'lockstep-serve[tracing]')"
             raise FieldError(FIELD, wanted, str(error)) from None
-    return endpoint
 
 
 def otlp_exporter(endpoint: str) -> Any:

@@ -493,7 +493,7 @@ MUTATIONS = (
         "The largest body is that of the default (R12, R22).",
         "serve/ingress.py",
         {
-            "max_body_bytes=config.max_body_bytes,\n            request_timeout_s": (
+            "max_body_bytes=config.args.max_body_bytes,\n            request_timeout_s": (
                 "request_timeout_s"
             ),
         },
@@ -504,7 +504,7 @@ MUTATIONS = (
         "Bytes are held up to a multiple of the default's largest body (R12, R22).",
         "serve/ingress.py",
         {
-            "max_body_bytes=config.max_body_bytes,\n            retry_after_s": (
+            "max_body_bytes=config.args.max_body_bytes,\n            retry_after_s": (
                 "max_body_bytes=8 << 20,\n            retry_after_s"
             ),
         },
@@ -514,14 +514,14 @@ MUTATIONS = (
         "requests_have_the_default_time",
         "A request may take as long as by default (R12, R22).",
         "serve/ingress.py",
-        {"            request_timeout_s=config.request_timeout_s,\n": ""},
+        {"            request_timeout_s=config.args.request_timeout_s,\n": ""},
         (WIRED,),
     ),
     Mutation(
         "answers_have_the_default_size",
         "The largest answer is that of the default (R12, R22).",
         "serve/ingress.py",
-        {"            max_answer_bytes=config.max_answer_bytes,\n": ""},
+        {"            max_answer_bytes=config.args.max_answer_bytes,\n": ""},
         (WIRED,),
     ),
     Mutation(

@@ -31,9 +31,9 @@ def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
         assert engine.cache.gpu_memory_utilization == 0.9
         assert engine.transfer.transport == "auto"
         assert engine.transfer.lease_s == 30
-    assert config.max_queued_requests == 256
-    assert config.request_timeout_s == 600
-    assert config.max_body_bytes == 8388608
+    assert config.args.max_queued_requests == 256
+    assert config.args.request_timeout_s == 600
+    assert config.args.max_body_bytes == 8388608
 
 
 def test_a_step_has_more_tokens_on_a_gpu_and_never_fewer_than_sequences() -> None:

@@ -165,7 +165,7 @@ def test_reasoning_goes_back_into_templates_that_write_it(thinker: Thinker, name
 
 def test_parsers_are_arguments_of_deploy() -> None:
     config = deploy_config({"reasoning_parser": "qwen3", "tool_call_parser": "hermes"})
-    assert (config.reasoning_parser, config.tool_call_parser) == ("qwen3", "hermes")
+    assert (config.args.reasoning_parser, config.args.tool_call_parser) == ("qwen3", "hermes")
     for name in ("reasoning_parser", "tool_call_parser"):
         with pytest.raises(ValueError, match=f"{name}: wanted one of"):
             deploy_config({name: "gpt"})
