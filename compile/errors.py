@@ -26,8 +26,8 @@ class FieldError(ValueError):
         return FieldError, (self.field, self.wanted, self.found)
 
     def at(self, prefix: str) -> FieldError:
-        """Return the same error of a field that belongs to `prefix`, or of that itself."""
-        return self.renamed(f"{prefix}.{self.field}" if self.field else prefix)
+        """Return the same error of a field that belongs to `prefix`; either may be empty."""
+        return self.renamed(".".join(filter(None, (prefix, self.field))))
 
     def renamed(self, field: str) -> FieldError:
         """Return the same error under the name by which the user knows the field."""

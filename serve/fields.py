@@ -65,8 +65,8 @@ def convert(
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, FieldError):  # of a struct's own check
             raise error.__cause__ from None
-        refused = _refused(str(error), found, kind, is_quoted)
-        raise (refused.at(at) if at else refused) from error
+        # In no variable: with its traceback it would keep the value until garbage is collected.
+        raise _refused(str(error), found, kind, is_quoted).at(at) from error
 
 
 def words_for(kind: Any) -> str:

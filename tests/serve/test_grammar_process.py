@@ -204,7 +204,7 @@ def test_each_is_found_once_and_errors_are_remembered() -> None:
     def find(wanted: StructuredOutputsParams) -> str:
         asked.append(str(wanted.regex))
         if wanted.regex == "bad":
-            raise FieldError("structured_outputs.regex", "one", "another")
+            raise FieldError("structured_outputs.regex", "one", Words("another"))
         return "text"
 
     checks = GrammarChecks(find)

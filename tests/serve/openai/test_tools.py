@@ -506,7 +506,8 @@ FUNCTION = {"type": "function", "function": {"name": "weather"}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": "weather"}, "tools", "wanted array"),
     ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "found none"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].function", "found none"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "found web_search"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "found none"),
     ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "found custom"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "found none"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
