@@ -20,7 +20,7 @@ from cluster.config import DEFAULT_NUM_CPUS, MAX_LEASE_S, MIN_LEASE_S
 from compile.errors import FieldError
 from serve.compilation import as_object, given_fields, refuse_speculation
 from serve.config_file import read_file
-from serve.fields import at_least, convert, hints_of, says, words_for
+from serve.fields import Source, at_least, convert, hints_of, says, words_for
 from serve.routing import Routing
 
 _MAX_BYTES = 1 << 63
@@ -244,7 +244,7 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
         if isinstance(value := nested[name], bool):
             nested[name] = "on" if value else "off"  # as YAML reads these words
     try:
-        args = convert(nested, DeployArgs, is_strict=False)
+        args = convert(nested, DeployArgs, Source.ARGUMENT)
     except FieldError as error:
         if error.field.startswith(_SECRET):
             raise FieldError(error.field, error.wanted, "what is not repeated here") from None

@@ -26,7 +26,7 @@ LARGEST_INDEX = 2**31 - 1
 """A bound of integers that is none to a user."""
 _AT = re.compile(r" - at `(key` in `)?\$(.*)`")
 _KEY = re.compile(r"\.([^.\[]+)|\[([^\]]+)\]")
-_INDICES = re.compile(r"(\[\d+\])+$")
+_INDICES = re.compile(r"(\[[^\]]+\])+$")
 _MISSING = re.compile(r"Object missing required field `(.+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+)`")
 _OTHER_TYPE = re.compile(r"Expected (.+), got (.+)")
@@ -48,40 +48,51 @@ def at_least(least: int | float) -> Meta:
     return Meta(ge=least, le=most, extra={"wanted": f"a finite number of at least {least:g}"})
 
 
-def convert(
-    found: Any, kind: type[T], at: str = "", *, is_quoted: bool = True, is_strict: bool = True
-) -> T:
-    """Return `found`, which is at `at` in what a user gave, as a `kind`.
+class Source(Enum):
+    """Where a value comes from, and so what an error says if it has another type."""
 
-    Args:
-        is_quoted: whether an error quotes a value of another type, or says its type alone.
-        is_strict: whether text stands for text alone, and not for numbers, true and false too.
+    ARGUMENT = "argument"
+    """Of the command line or YAML, where text stands for numbers, true and false too: the type is
+    wanted, and the value is quoted."""
+    JSON = "json"
+    """Of a request's body: the type is wanted, and a type was found."""
+    PYTHON = "python"
+    """Of a call: what is wanted in words, and the value is quoted."""
+
+
+def convert(found: Any, kind: type[T], source: Source, at: str = "") -> T:
+    """Return `found`, which is at `at` in what a user gave, as a `kind`.
 
     Raises:
         FieldError: names the field by its path, as in `messages[0].content`.
     """
     try:
-        return msgspec.convert(found, kind, strict=is_strict)
+        return msgspec.convert(found, kind, strict=source is not Source.ARGUMENT)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, FieldError):  # of a struct's own check
             raise error.__cause__ from None
         # In no variable: with its traceback it would keep the value until garbage is collected.
-        raise _refused(str(error), found, kind, is_quoted).at(at) from error
+        raise _refused(str(error), found, kind, source).at(at) from error
 
 
 def words_for(kind: Any) -> str:
     """Return what is wanted of a field of this type; empty where its type says all."""
-    for bare, metas in members(kind):
-        for meta in metas:
-            if meta.extra is not None:
-                return str(meta.extra["wanted"])
-        if bare in (int, float) and metas:
-            return _range(bare, metas)
-        if get_origin(bare) is Literal:
-            *others, last = map(str, get_args(bare))
-            return f"{', '.join(others)} or {last}" if others else last
-        if isinstance(bare, type) and issubclass(bare, Enum):
-            return f"one of {', '.join(str(member.value) for member in bare)}"
+    return next(filter(None, (_words(bare, metas) for bare, metas in members(kind))), "")
+
+
+def _words(bare: Any, metas: list[Meta]) -> str:
+    for meta in metas:
+        if meta.extra is not None:
+            return str(meta.extra["wanted"])
+    if bare is bool:
+        return "true or false"
+    if bare in (int, float) and metas:
+        return _range(bare, metas)
+    if get_origin(bare) is Literal:
+        *others, last = map(str, get_args(bare))
+        return f"{', '.join(others)} or {last}" if others else last
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        return f"one of {', '.join(str(member.value) for member in bare)}"
     return ""
 
 
@@ -117,15 +128,18 @@ def members(kind: Any) -> Iterator[tuple[Any, list[Meta]]]:
         yield kind, []
 
 
-def _refused(message: str, found: Any, kind: Any, is_quoted: bool) -> FieldError:
+def _refused(message: str, found: Any, kind: Any, source: Source) -> FieldError:
     """Return the error for one of msgspec's, as «Expected `str`, got `int` - at `$.a[0].b`»."""
     at = _AT.search(message)
     text, is_key, path = (message[: at.start()], at[1], at[2]) if at else (message, None, "")
+    words = ""
     for name, index in _KEY.findall(path):
         kind, found = _inner(kind, found, name or index)
+        words = words_for(kind) or words
     if is_key:
         kind, found = _unfit(found, kind, 0)
-    field = path.partition("[...]")[0].removeprefix(".")
+        words = words_for(kind) or words
+    field = path.removeprefix(".")
     if missing := _MISSING.fullmatch(text):
         field = f"{field}.{missing[1]}" if field else missing[1]
         return FieldError(field, "a value", Words("none"))
@@ -134,15 +148,18 @@ def _refused(message: str, found: Any, kind: Any, is_quoted: bool) -> FieldError
         field = f"{field}.{unknown[1]}" if field else unknown[1]
         return FieldError(field, f"one of {', '.join(names)}", found[unknown[1]])
     if other := _OTHER_TYPE.fullmatch(text.replace("`", "")):
-        return FieldError(field, other[1], found if is_quoted else Words(other[2]))
-    words, field = words_for(kind), _INDICES.sub("", field)
+        if source is Source.PYTHON:
+            return FieldError(_INDICES.sub("", field), words or other[1], found)
+        return FieldError(field, other[1], Words(other[2]) if source is Source.JSON else found)
+    field = _INDICES.sub("", field)
     if length := _LENGTH.fullmatch(text):
-        return FieldError(field, *_of_length(length, words, found))
-    if isinstance(found, str):  # which stands for a number, or is another word
-        kinds = [bare for bare, _ in members(kind) if bare in (int, float)]
-        found = msgspec.convert(found, kinds[0], strict=False) if kinds else found
+        return FieldError(field, *_of_length(length, kind, found))
+    numbers = [bare for bare, _ in members(kind) if bare in (int, float)]
+    if numbers and source is not Source.PYTHON:
+        found = msgspec.convert(found, numbers[0], strict=False)
     hint = _hint(kind, found) if isinstance(found, str) else ""
-    return FieldError(field, words or text, found if is_quoted else Words(f"{found}{hint}"))
+    shown = Words(f"{found}{hint}") if source is Source.JSON else found
+    return FieldError(field, words_for(kind) or text, shown)
 
 
 def _hint(kind: Any, found: str) -> str:
@@ -154,16 +171,21 @@ def _hint(kind: Any, found: str) -> str:
     return ""
 
 
-def _of_length(bound: re.Match[str], words: str, found: Any) -> tuple[str, object]:
+def _of_length(bound: re.Match[str], kind: Any, found: Any) -> tuple[str, object]:
     """Return what is wanted of a length, and what was found."""
-    kind, sign, limit = bound.groups()
-    if words:
-        return words, len(found) if isinstance(found, str) else found
-    if kind == "str" and sign == "<=":
+    noun, sign, limit = bound.groups()
+    of_noun = {"str": str, "array": list, "object": dict}[noun]
+    pairs = [pair for pair in members(kind) if (get_origin(pair[0]) or pair[0]) is of_noun]
+    words = _words(*pairs[0])
+    if noun == "str" and words:
+        return words, len(found)
+    if noun == "str" and sign == "<=":
         return f"texts of at most {limit} characters", Words(f"{len(found)} characters")
-    if kind == "str":
+    if noun == "str":
         return "texts of at least one character", Words("an empty one")
-    return (f"at most {limit}", len(found)) if sign == "<=" else ("at least one", Words("none"))
+    if sign == "<=":
+        return f"at most {limit}", len(found)
+    return (words, found) if words else ("at least one", Words("none"))
 
 
 def _inner(kind: Any, found: Any, key: str) -> tuple[Any, Any]:

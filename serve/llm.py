@@ -30,7 +30,7 @@ from compile.config import CompilationConfig
 from serve.cache_salt import CacheSalt, CacheSalts
 from serve.clients import UNKNOWN
 from serve.config import engine_config
-from serve.fields import convert
+from serve.fields import Source, convert
 from serve.sampling import Resolver, SamplingParams
 from serve.structured import GrammarChecks, StructuredOutputsParams, check
 from serve.text import StopStrings, TextStream
@@ -285,7 +285,7 @@ def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     fields: dict[str, Any] = {**prompt}
     salt = fields.pop("cache_salt", None)
     if salt is not None:
-        convert(salt, CacheSalt, "cache_salt")
+        convert(salt, CacheSalt, Source.PYTHON, "cache_salt")
     if fields.keys() not in ({"prompt"}, {"prompt_token_ids"}):
         wanted = "prompt or prompt_token_ids, and cache_salt"
         raise ValueError(f"prompts: wanted {wanted}, found {', '.join(prompt)}")

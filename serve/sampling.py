@@ -33,7 +33,7 @@ from cluster.messages import (
     TopP,
 )
 from compile.errors import FieldError, Words
-from serve.fields import LARGEST_INDEX, convert, says, words_for
+from serve.fields import LARGEST_INDEX, Source, convert, hints_of, says, words_for
 from serve.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
@@ -56,7 +56,9 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, says("an integer of 64 bits")]
 TopK = Annotated[int, Meta(ge=-1, le=LARGEST_INDEX), says("-1, 0 (both keep all) or a count")]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[
+    list[StopString], Meta(max_length=MAX_STOP_STRINGS), says("a text or a list of texts")
+]
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens before a stop token or a stop string may end the text."""
     stop: StopString | StopStrings = []
     """What ends the output: up to `MAX_STOP_STRINGS` texts of up to `MAX_STOP_CHARS` characters."""
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop_token_ids: Annotated[
+        list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS), says("a list of token ids")
+    ] = []
     """Up to `MAX_STOP_TOKEN_IDS` tokens that end the output, beside the checkpoint's own."""
     ignore_eos: bool = False
     """Go on behind the checkpoint's end-of-sequence tokens."""
@@ -111,7 +115,9 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
 class _Bounded(PromptFields, frozen=True, kw_only=True):
     """The fields whose values their types bound."""
 
-    logit_bias: Annotated[dict[TokenId, TokenBias], Meta(max_length=MAX_BIASES)] = {}
+    logit_bias: Annotated[
+        dict[TokenId, TokenBias], Meta(max_length=MAX_BIASES), says("token ids with a bias each")
+    ] = {}
     """A bias of at most `MAX_BIAS` either way for each of these tokens."""
     max_tokens: MaxTokens | UnsetType | None = UNSET
     """None: as many as fit in the model's length. Unset: 16, or as many as fit if fewer do."""
@@ -132,11 +138,10 @@ class SamplingParams(_Bounded, frozen=True, kw_only=True):
         given = {name: getattr(self, name) for name in _Bounded.__struct_fields__}
         for name in ("stop", "stop_token_ids", "allowed_token_ids"):
             # msgspec takes any sequence for a list.
-            _require(not isinstance(given[name], tuple), name, "a list", given[name])
-        try:
-            convert({name: each for name, each in given.items() if each is not UNSET}, _Bounded)
-        except FieldError as error:
-            raise error.renamed(error.field.partition("[")[0]) from None
+            words = words_for(hints_of(_Bounded)[name])
+            _require(not isinstance(given[name], tuple), name, words, given[name])
+        given = {name: each for name, each in given.items() if each is not UNSET}
+        convert(given, _Bounded, Source.PYTHON)
         if self.seed is not None:
             in_64_bits = -(2**63) <= self.seed <= _SEED_MASK
             _require(in_64_bits, "seed", words_for(Seed), self.seed)

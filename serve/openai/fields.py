@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from compile.errors import FieldError, Words
-from serve.fields import convert, hints_of, is_struct, members
+from serve.fields import Source, convert, hints_of, is_struct, members
 from serve.openai.errors import BadRequest
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -28,7 +28,7 @@ def parse(body: bytes, kind: type[S]) -> S:
         BadRequest: no JSON object, or an unknown field.
         FieldError: a field is missing, not built or holds what it cannot.
     """
-    return convert(parse_fields(body, kind), kind, is_quoted=False)
+    return convert(parse_fields(body, kind), kind, Source.JSON)
 
 
 def parse_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def parse_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def convert_object(found: dict[str, Any], kind: type[S], at: str) -> S:
     """Return the struct that an object holds, which is at `at` in a body; raises as `parse`."""
-    return convert(_given_fields(found, kind, at), kind, at, is_quoted=False)
+    return convert(_given_fields(found, kind, at), kind, Source.JSON, at)
 
 
 @cache
@@ -107,7 +107,7 @@ def _given(found: Any, kind: Any, at: str) -> Any:
 def _given_fields(found: dict[str, Any], kind: type[msgspec.Struct], at: str) -> dict[str, Any]:
     if isinstance(found.get("type"), str) and "type" in kind.__struct_fields__:
         # An object of another type has other fields: the type is what is wrong with it.
-        convert(found["type"], hints_of(kind)["type"], join_path(at, "type"), is_quoted=False)
+        convert(found["type"], hints_of(kind)["type"], Source.JSON, join_path(at, "type"))
     given = {name: value for name, value in found.items() if value is not None}
     for name in found:
         if name not in known_fields(kind):

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from compile.errors import FieldError, Words
 from serve.admission import Overloaded
 from serve.event_loop import Check
-from serve.fields import convert
+from serve.fields import Source, convert
 from serve.openai.body import check_num_chars, check_values
 from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response
@@ -169,7 +169,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
         if has_prompt and fields.get(name):
             raise FieldError(name, "none beside a prompt", Words("one"))
-    return convert(fields, TokenizeRequest, is_quoted=False)
+    return convert(fields, TokenizeRequest, Source.JSON)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:

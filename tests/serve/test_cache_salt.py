@@ -12,7 +12,7 @@ from serve.arguments import parse_args
 from serve.cache_salt import MAX_SALT_CHARS, CacheSalt, CacheSalts
 from serve.clients import HANDLE, Client, of_key
 from serve.config import deploy_config
-from serve.fields import convert
+from serve.fields import Source, convert
 
 CLIENTS = st.text(max_size=8).map(Client)
 SALTS = st.none() | st.text(min_size=1, max_size=8)
@@ -38,8 +38,8 @@ def test_a_salt_tells_nothing_to_those_without_the_secret() -> None:
 @pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1)])
 def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
     with pytest.raises(FieldError, match=r"^cache_salt: wanted 1 to 1024 characters, found"):
-        convert(salt, CacheSalt, "cache_salt")
-    convert("x" * MAX_SALT_CHARS, CacheSalt, "cache_salt")
+        convert(salt, CacheSalt, Source.PYTHON, "cache_salt")
+    convert("x" * MAX_SALT_CHARS, CacheSalt, Source.PYTHON, "cache_salt")
 
 
 def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
