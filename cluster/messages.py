@@ -27,29 +27,29 @@ PROTOCOL_VERSION = 10
 # Bounds of sampling, for requests of clients as well as on the wire.
 MAX_TEMPERATURE = 1e6
 """Far above what draws uniformly, and far below what float32 takes for infinity."""
-MAX_PENALTY = 2.0
+MAX_PENALTY = 2
 """OpenAI's bound on presence and frequency penalty, either way."""
 MAX_REPETITION = 1e3
 """Bound on `repetition_penalty`, and the inverse of its lower one: logits times or divided by it
 are still finite."""
-MAX_BIAS = 100.0
+MAX_BIAS = 100
 """OpenAI's bound on one bias; it decides for or against a token."""
 MAX_BIASES = 1024
 """Tokens in `logit_bias`, about three times what OpenAI takes; each is sent to every rank."""
+MAX_STOP_IDS = 512
+"""256 of a request's own, and the model's end tokens."""
 MAX_LOGPROBS = 20
 """Candidates for each token: OpenAI's and vLLM's default. More are more bytes than the text."""
-
-_MAX_STOP_IDS = 512
-"""256 of a request's own, and the model's end tokens."""
 MAX_GRAMMAR_CHARS = 1 << 18
 """Of a grammar as engines take it: four times what a request may bring, since JSON in JSON has
 escapes."""
 MAX_ABORTS = 1024
 """In one frame: each of them is looked for in the queue."""
 SALT_BYTES = 16
-_MAX_PID = 1 << 22
+MAX_PID = 1 << 22
 """Linux has no higher process ids."""
-_MAX_FD = 1 << 20
+MAX_FD = 1 << 20
+"""Linux gives a process no higher file descriptor unless `fs.nr_open` is raised."""
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -117,7 +117,7 @@ class Grammar(Wire, frozen=True):
 
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
     """As the grammar library takes it."""
-    end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=_MAX_STOP_IDS)]
+    end_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
     """Tokens that may be drawn where the text may end, and nowhere else."""
 
 
@@ -136,7 +136,7 @@ class Sampling(Wire, frozen=True):
     """64 unsigned bits; with the output position it decides each draw."""
     max_tokens: MaxTokens
     """Output tokens in all, those of `output_token_ids` included."""
-    stop_token_ids: Annotated[tuple[Index, ...], Meta(max_length=_MAX_STOP_IDS)]
+    stop_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
     """Tokens that end the sequence, the model's end tokens included unless ignored."""
     num_logprobs: NumLogprobs
     """-1: none; 0: of the drawn token; n: of the n likeliest as well."""
@@ -180,8 +180,8 @@ class KVSource(Wire, frozen=True):
     tp_rank: Index
     boot_id: Name
     """Identifies the node and its boot: shared memory is usable if both sides agree."""
-    pid: Annotated[int, Meta(ge=0, le=_MAX_PID)]
-    shm_fd: Annotated[int, Meta(ge=-1, le=_MAX_FD)]
+    pid: Annotated[int, Meta(ge=0, le=MAX_PID)]
+    shm_fd: Annotated[int, Meta(ge=-1, le=MAX_FD)]
     """File descriptor of the pool in process `pid`; -1 if the pool is private."""
     address: Address
     """Serves reads, renewals and releases."""

@@ -81,13 +81,9 @@ def check_free(host: str, port: int) -> None:
     HAProxy itself would not notice: it shares a port with another HAProxy of the same user.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # Connections of a server that has ended do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Connections of a server that has ended do not count: SO_REUSEADDR is set.
+        socket.create_server(address[:2], family=family).close()
     except PermissionError:
         raise FieldError("port", "one that this user may listen on", port) from None
     except OSError as error:

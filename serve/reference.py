@@ -38,11 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
 CLUSTER_FILES = (
     "config",
+    "messages",
     "engine/watchdog",
     "actors/rank_group",
     "actors/placement",
     "grammars",
-    "messages",
     "rank/grammar_masks",
 )
 """Those outside of serve/ whose limits a user meets."""

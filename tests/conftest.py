@@ -44,6 +44,9 @@ import pytest
 pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).resolve().parent
+NUM_WORKERS = 2
+"""Processes that share the files of a whole run. Each starts a Ray cluster when it comes to tests
+that need one, and much of what tests do is to wait for processes."""
 
 # A plain run draws the same examples every time, from seeds that hypothesis derives from each
 # test's source. `--hypothesis-profile=explore` draws new ones and prints how to repeat a failure.
@@ -66,9 +69,19 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.register(module, name)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Share a whole run among workers; what is named on the command line runs in this process."""
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return 0 if is_named else min(NUM_WORKERS, os.cpu_count() or 1)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start Ray, before `-m` selects, and skip those that need a missing GPU."""
+    """Mark tests that start Ray, before `-m` selects, and skip those that need a missing GPU.
+
+    The simulator's file, one of the longest, comes first, so that no worker is left with it alone.
+    """
+    items.sort(key=lambda item: item.path.parent != TESTS / "simulation")
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")

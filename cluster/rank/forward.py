@@ -62,7 +62,8 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
 
 NUM_TRACED_TOKENS = 8
-"""Tokens of the padding that a forward is traced on. Tracing takes 0 and 1 for special."""
+"""Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.
+A step of as many is timed."""
 NUM_LOADED_TOKENS = 1
 """Tokens of the padding that is shown to what is loaded, which looks at its kind alone."""
 MAX_SCORED_ROWS = 256
@@ -169,7 +170,7 @@ class StepForward:
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
         if progress is not None and is_compiled:
             progress("compiling", 0, 1)
-        batch = self._inputs.dummy(min(NUM_TRACED_TOKENS, max_num_tokens), 1)
+        batch = self._inputs.dummy(self._num_traced_tokens(max_num_tokens), 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             if self._is_deferred():
                 self._defer()
@@ -187,9 +188,21 @@ class StepForward:
     @torch.inference_mode()
     def prepare(self, max_num_tokens: int) -> None:
         """Trace and compile for a later process, and run nothing."""
-        batch = self._inputs.dummy(min(NUM_TRACED_TOKENS, max_num_tokens), 1)
+        batch = self._inputs.dummy(self._num_traced_tokens(max_num_tokens), 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             self._backbone.prepare(batch.input_ids, batch.positions)
+
+    def _num_traced_tokens(self, max_num_tokens: int) -> int:
+        """Return how many tokens the padding has that the forward is traced on.
+
+        Inductor tunes a GPU's kernels while it compiles them, on as many: there it is a size that
+        is common, the middle one of those that are captured.
+        """
+        num_tokens = NUM_TRACED_TOKENS
+        sizes = self.config.cudagraph_capture_sizes
+        if self._inputs.device.type == "cuda" and sizes:
+            num_tokens = max(num_tokens, sizes[len(sizes) // 2])
+        return min(num_tokens, max_num_tokens)
 
     @property
     def _backbone(self) -> Any:

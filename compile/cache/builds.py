@@ -21,6 +21,8 @@ from compile.graphs.capture import note_late_compile
 
 CPP_BUILDER = ("torch._inductor.cpp_builder", "run_compile_cmd")
 """Through which Inductor runs the C++ compiler, in torch 2.11 to 2.13."""
+TRITON_ORDER = ("torch._inductor.async_compile", "AsyncCompile", "triton")
+"""Through which Inductor asks for each Triton kernel, in torch 2.11 to 2.13."""
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -36,6 +38,7 @@ _in_inductor = _InInductor()
 def install() -> None:
     """Count from now on. Idempotent; needs Inductor, and counts Triton once that is imported."""
     _count_cpp_builds()
+    _count_ordered_kernels()
     if "triton" in sys.modules:
         _count_triton_builds()
 
@@ -91,21 +94,45 @@ def _count_triton_builds() -> None:
     compilation.listener = listener
 
 
+@functools.cache
+def _count_ordered_kernels() -> None:
+    module_name, owner_name, name = TRITON_ORDER
+    owner: Any = getattr(importlib.import_module(module_name), owner_name, None)
+    order: Callable[..., Any] | None = getattr(owner, name, None)
+    if order is None:
+        wanted = ".".join(TRITON_ORDER)
+        logger.warning("Inductor's Triton builds are not counted: wanted %s, found none", wanted)
+        return
+
+    @functools.wraps(order)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        before = _missing_kernels()
+        try:
+            return order(*args, **kwargs)
+        finally:
+            if _in_inductor.depth:
+                _add("num_triton_builds", _missing_kernels() - before)
+
+    setattr(owner, name, counted)
+
+
 @contextmanager
 def inductor_builds() -> Iterator[None]:
     """Count the Triton kernels that Inductor orders inside: other processes may build them."""
     install()
-    before = _ordered_kernels()
     _in_inductor.depth += 1
     try:
         yield
     finally:
         _in_inductor.depth -= 1
-        _add("num_triton_builds", _ordered_kernels() - before)
 
 
-def _ordered_kernels() -> int:
-    """Return how many kernels Inductor asked for and did not find in its artifact."""
+def _missing_kernels() -> int:
+    """Return how many kernels Inductor asked for and did not find in its artifact.
+
+    Only a difference across one order counts builds: loading an artifact adds to these numbers what
+    they grew by when it was compiled.
+    """
     from torch._dynamo.utils import counters
 
     found = counters["inductor"]

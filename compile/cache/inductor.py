@@ -50,6 +50,8 @@ BUNDLED = f"{DIRECTORY}/"
 """Members under this name go back into Inductor's directory."""
 UNHASHED_OPTIONS = ("cpp.vec_isa_ok",)
 """Says how vector instructions are probed for, not which are found."""
+EXAMPLE_OPTION = "max_autotune"
+"""Named where no option looks like the one that was given."""
 
 logger = logging.getLogger(__name__)
 
@@ -281,11 +283,12 @@ def check_options(config: CompilationConfig) -> None:
     Raises:
         FieldError: with the names that are closest.
     """
-    known = torch._inductor.list_options()
+    # torch lists what its module of options imports from typing, too.
+    known = [name for name in torch._inductor.list_options() if not name.isupper()]
     for name in config.inductor_compile_config:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 3)
-            wanted = f"an option of torch._inductor, such as {', '.join(close or known[:1])}"
+            close = difflib.get_close_matches(name, known, 3) or [EXAMPLE_OPTION]
+            wanted = f"an option of torch._inductor, such as {', '.join(close)}"
             raise FieldError("compilation.inductor_compile_config", wanted, name)
 
 

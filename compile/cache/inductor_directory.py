@@ -6,6 +6,8 @@
 3. Whether the processor's vector instructions can be used is asked once and the answer is kept,
    because asking costs a start a second and a C++ build.
 4. Loading builds no header, because a header only helps to build code, and all of it is there.
+5. What a GPU's kernels are tuned to is kept here: what is found while a piece compiles travels
+   inside its artifact, what is found when it runs is written here, and loading looks for both.
 
 All private names of Inductor that Lockstep replaces are replaced here, for as long as
 `InductorDirectory.entered` lasts. With a torch that lacks one of them, only what it was for is
@@ -32,9 +34,14 @@ from compile.cache.disk import CorruptFileError, read_checked, write_atomic, wri
 DIRECTORY = "inductor"
 """Next to the directory of artifacts."""
 CODECACHE = "torch._inductor.codecache"
+HEURISTICS = "torch._inductor.runtime.triton_heuristics"
+TUNED_AGAIN = "each start tunes the GPU's kernels again"
+BUILT_AGAIN = "loading may build C++ code again"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": ".", "TRITON_CACHE_DIR": "triton"}
 """Where Inductor and Triton look, and the place below the directory for each."""
 PROBES = "vector_isa.txt"
+TUNED = "*/*.best_config"
+"""Where Inductor writes what a kernel was tuned to."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +72,16 @@ class InductorDirectory:
             stack.enter_context(_remembered_probes(self.probes))
             if is_loading:
                 stack.enter_context(_replaced(CODECACHE, None, "_precompile_header", _no_header))
+                stack.enter_context(_kept_tuning(self.directory))
             yield loaded
 
     def collect(self, loaded: list[Path]) -> dict[str, bytes]:
-        """Return the content of loaded files by their place below the directory."""
+        """Return the content of loaded files, and of all tuned configurations in the directory.
+
+        Each is named by its place below the directory.
+        """
         files = {}
-        for path in loaded:
+        for path in [*loaded, *sorted(self.directory.glob(TUNED))]:
             if path.is_relative_to(self.directory):
                 files[path.relative_to(self.directory).as_posix()] = path.read_bytes()
         return files
@@ -138,6 +149,42 @@ def _noted_files(loaded: list[Path]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _kept_tuning(directory: Path) -> Iterator[None]:
+    """Let loaded kernels look for their tuned configurations below `directory` and save them there.
+
+    A loaded kernel still names the directory in which it was compiled, which is gone, and Inductor
+    looks there before it does anything else with the kernel.
+    """
+
+    def recheck(original: Callable[..., None]) -> Callable[..., None]:
+        def recheck_autotune_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+            _rebind(self, directory)
+            original(self, *args, **kwargs)
+
+        return recheck_autotune_cache
+
+    with _replaced(HEURISTICS, "CachingAutotuner", "recheck_autotune_cache", recheck, TUNED_AGAIN):
+        yield
+
+
+def _rebind(kernel: Any, directory: Path) -> None:
+    """Make a loaded kernel keep its tuned configuration below `directory`."""
+    if kernel.filename is None:
+        return
+    path = Path(kernel.filename)
+    kernel.filename = str(directory / path.parent.name / path.name)
+    check: Any = importlib.import_module(HEURISTICS).check_autotune_cache
+    configs = [result.config for result in kernel.compile_results]
+    _, tuned, _ = check(configs, kernel.filename, kernel.inductor_meta)
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        with suppress(OSError):  # a directory that can only be read: the next start tunes again
+            tuned.save(*args, **kwargs)
+
+    kernel.save_cache_hook = tuned and save
+
+
 def _no_header(original: Any) -> Any:
     return lambda *args, **kwargs: None
 
@@ -187,7 +234,11 @@ def _read_probes(path: Path) -> dict[str, bool]:
 
 @contextmanager
 def _replaced(
-    module_name: str, owner_name: str | None, name: str, make: Callable[[Any], Any]
+    module_name: str,
+    owner_name: str | None,
+    name: str,
+    make: Callable[[Any], Any],
+    consequence: str = BUILT_AGAIN,
 ) -> Iterator[None]:
     """Bind a name of a module, or of a class in it, to what `make` returns for the old value."""
     owner: Any = importlib.import_module(module_name)
@@ -196,7 +247,7 @@ def _replaced(
     original = vars(owner).get(name) if owner is not None else None
     if original is None:
         full = ".".join(part for part in (module_name, owner_name, name) if part)
-        _warn_once(full, "loading may build C++ code again")
+        _warn_once(full, consequence)
         yield
         return
     setattr(owner, name, make(original))

@@ -29,6 +29,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         cached.cache_clear()
 
 
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build takes a third of its time; for tests of how one is kept, not of what is in it."""
+    flags = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]
+    assert flags != native.FLAGS
+    monkeypatch.setattr(native, "FLAGS", flags)
+
+
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     commands: list[list[str]] = []
     run = native._run
@@ -41,6 +49,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
+@pytest.mark.usefixtures("_quick")
 def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = compilations(monkeypatch)
     first = native.build_library(tmp_path)
@@ -51,6 +60,7 @@ def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
+@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_library_is_built_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -66,6 +76,7 @@ def test_a_damaged_library_is_built_again(
     ctypes.CDLL(str(path))
 
 
+@pytest.mark.usefixtures("_quick")
 def test_concurrent_builds_both_succeed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         paths = list(threads.map(native.build_library, [tmp_path, tmp_path]))
@@ -133,6 +144,7 @@ def test_a_directory_of_another_user_is_refused(
         native.build_library(tmp_path)
 
 
+@pytest.mark.usefixtures("_quick")
 def test_the_library_brings_no_second_openmp(tmp_path: Path) -> None:
     library = native.build_library(tmp_path).read_bytes()
     assert b"GOMP_parallel" in library

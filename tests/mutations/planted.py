@@ -500,6 +500,13 @@ MUTATIONS = (
         (WIRED,),
     ),
     Mutation(
+        "haproxy_is_taken_for_the_client",
+        "All who come through HAProxy are one client.",
+        "serve/ingress.py",
+        {"is_peer_known=not self._is_behind_haproxy": "is_peer_known=True"},
+        ("tests/serve/openai/test_access.py",),
+    ),
+    Mutation(
         "admission_knows_no_body_size",
         "Bytes are held up to a multiple of the default's largest body (R12, R22).",
         "serve/ingress.py",
@@ -577,6 +584,25 @@ MUTATIONS = (
                 "                compiled: Any = compile_fx.compile_fx(graph, inputs)"
             )
         },
+        ("tests/compile/cache/test_manager.py",),
+    ),
+    Mutation(
+        "unsaved_inductor_gets_no_options",
+        "What is not saved is compiled under Inductor's defaults (F06, F07, F09).",
+        "compile/cache/inductor.py",
+        {
+            "                return compile_fx.compile_fx("
+            "graph, inputs, config_patches=dict(options))": (
+                "                return compile_fx.compile_fx(graph, inputs)"
+            )
+        },
+        ("tests/compile/cache/test_manager.py",),
+    ),
+    Mutation(
+        "standalone_inductor_gets_no_options",
+        "The standalone compiler compiles under Inductor's defaults (F06, F07, F09).",
+        "compile/cache/inductor.py",
+        {'options={"config_patches": dict(options)},': 'options={"config_patches": {}},'},
         ("tests/compile/cache/test_manager.py",),
     ),
     Mutation(

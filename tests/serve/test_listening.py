@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import ray
 from ray.serve.config import HTTPOptions
 
 from compile.errors import FieldError
@@ -17,8 +18,9 @@ from serve.listening import check_free, check_same, listen
 
 @pytest.mark.parametrize("given", ["port=9000", "host=0.0.0.0"])
 def test_an_address_is_refused_outside_of_serve_run(
-    given: str, capsys: pytest.CaptureFixture[str]
+    given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests start a cluster
     name, value = given.split("=")
     with pytest.raises(SystemExit):
         deploy({name: value})

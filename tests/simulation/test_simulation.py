@@ -1,7 +1,7 @@
 """The deterministic simulator: no schedule hangs or loses a token, and planted bugs are found.
 
 How many schedules a run of these tests goes through, and from which seed on, is told by
-`LOCKSTEP_SIMULATION_SCHEDULES` (10,000) and `LOCKSTEP_SIMULATION_SEED` (0). `run.py` beside this
+`LOCKSTEP_SIMULATION_SCHEDULES` (2,000) and `LOCKSTEP_SIMULATION_SEED` (0). `run.py` beside this
 file runs as many as one likes.
 """
 
@@ -31,7 +31,7 @@ from sim_schedule import (
 from sim_world import run_schedule
 
 FIRST_SEED = int(os.environ.get("LOCKSTEP_SIMULATION_SEED", "0"))
-NUM_SCHEDULES = int(os.environ.get("LOCKSTEP_SIMULATION_SCHEDULES", "10000"))
+NUM_SCHEDULES = int(os.environ.get("LOCKSTEP_SIMULATION_SCHEDULES", "2000"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES)
 SHAPES = [*([shape] for shape in MIXED), *PREFILL_AND_DECODE]
 NUM_PROCESSES = len(os.sched_getaffinity(0))

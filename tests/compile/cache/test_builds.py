@@ -67,12 +67,22 @@ def test_installing_twice_counts_once(tmp_path: Path) -> None:
         builder.run_compile_cmd("g++ --version", str(tmp_path))
 
 
-def test_kernels_that_inductor_orders_and_does_not_find_count() -> None:
+def test_a_kernel_that_inductor_orders_counts_and_what_an_artifact_once_counted_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from torch._dynamo.utils import counters
+    from torch._inductor.async_compile import AsyncCompile
 
-    with counter.expect(num_triton_builds=2), builds.inductor_builds():
-        counters["inductor"]["async_compile_cache_miss"] += 5
-        counters["inductor"]["async_compile_cache_hit"] += 3
+    # Interpreted, a kernel is missed like any other, and needs no device.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with builds.inductor_builds():
+        with counter.expect(num_triton_builds=1):
+            AsyncCompile().triton("kernel", "kernel = print\n")
+        # Loading adds what Inductor counted when the artifact was compiled.
+        with counter.expect(num_triton_builds=0):
+            counters["inductor"]["async_compile_cache_miss"] += 5
+            counters["inductor"]["async_compile_cache_hit"] += 3
 
 
 @pytest.mark.skipif(

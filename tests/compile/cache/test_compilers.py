@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -340,6 +341,18 @@ def test_an_unknown_option_of_inductor_is_refused_with_the_nearest_ones() -> Non
     with pytest.raises(FieldError, match=r"such as max_autotune.* found 'max_autotun'"):
         make_compiler(config)
     make_compiler(CompilationConfig(level=3, inductor_compile_config={"max_autotune": True}))
+
+
+@pytest.mark.feature("F07")
+@pytest.mark.parametrize("name", ["nonsense", "TYPE_CHECKING", "TYPE_CHECKIN"])
+def test_a_refusal_names_options_that_inductor_takes(name: str) -> None:
+    config = CompilationConfig(level=3, inductor_compile_config={name: 1})
+    with pytest.raises(FieldError) as caught:
+        make_compiler(config)
+    named = re.search(r"such as (.+), found ", str(caught.value))
+    assert named is not None and "TYPE_CHECKING" not in named[1]
+    for option in named[1].split(", "):
+        make_compiler(CompilationConfig(level=3, inductor_compile_config={option: 1}))
 
 
 # --- the eager compiler's artifact ------------------------------------------------------------

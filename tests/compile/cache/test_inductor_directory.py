@@ -6,18 +6,20 @@ import importlib
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from compile.cache import inductor_directory
-from compile.cache.inductor_directory import PROBES, InductorDirectory
+from compile.cache.inductor_directory import HEURISTICS, PROBES, InductorDirectory
 
 REPLACED = [
     ("torch._inductor.codecache", None, "_precompile_header"),
     ("torch._inductor.codecache", "CppCodeCache", "_load_library"),
     ("torch._inductor.codecache", "PyCodeCache", "load_by_key_path"),
     ("torch._inductor.cpu_vec_isa", "VecISA", "check_build"),
+    (HEURISTICS, "CachingAutotuner", "recheck_autotune_cache"),
 ]
 
 
@@ -145,6 +147,19 @@ def test_a_torch_without_a_name_loses_only_what_it_was_for(
         "torch._inductor.codecache._precompile_header: wanted in this torch, found none; "
         "loading may build C++ code again"
     ]
+
+
+def test_a_kernel_is_tuned_where_its_configuration_cannot_be_saved() -> None:
+    config = pytest.importorskip("triton").Config
+    results = [SimpleNamespace(config=config({"XBLOCK": size})) for size in (128, 256)]
+    kernel = SimpleNamespace(
+        filename="/gone/ab/abc.py", compile_results=results, inductor_meta={}, save_cache_hook=None
+    )
+    directory = Path("/proc")  # root can write anywhere else
+    inductor_directory._rebind(kernel, directory)
+    assert kernel.filename == "/proc/ab/abc.py"
+    kernel.save_cache_hook(results[1].config, 0)
+    assert not (directory / "ab").exists()
 
 
 def test_files_are_collected_by_their_place_and_put_back_where_they_are_missing_or_changed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from starlette.applications import Starlette
 from compile.errors import FieldError
 from serve.clients import UNKNOWN, Client, of_key
 from serve.config import AccessConfig, deploy_config
+from serve.ingress import Ingress
 from serve.keys import ApiKeys
 from serve.openai.app import build_app, is_local_name
 from serve.openai.endpoint import Serving
@@ -81,6 +83,22 @@ def test_a_place_is_its_clients(
     serving: Serving, access: Any, is_peer_known: bool, headers: dict[str, str], client: str
 ) -> None:
     app = build_app(serving, AccessConfig(**access), is_peer_known=is_peer_known)
+    assert entered_as(serving, app, headers) == [client]
+
+
+@pytest.mark.parametrize(("is_behind", "client"), [(False, "192.0.2.7"), (True, UNKNOWN)])
+def test_an_ingress_behind_haproxy_does_not_take_it_for_the_client(
+    serving: Serving, is_behind: bool, client: str
+) -> None:
+    # An ingress is made in a Serve replica alone; this is what the method reads of one.
+    ingress: Any = SimpleNamespace(
+        _serving=serving, _config=deploy_config({}), _is_behind_haproxy=is_behind
+    )
+    assert entered_as(serving, Ingress.__serve_build_asgi_app__(ingress), {}) == [client]
+
+
+def entered_as(serving: Serving, app: Starlette, headers: dict[str, str]) -> list[Client]:
+    """Post a completion from 192.0.2.7; return the clients that got a place for it."""
     entered: list[Client] = []
     enter = serving.admission.enter
     serving.admission.enter = lambda client: (entered.append(client), enter(client))[1]  # type: ignore[method-assign]
@@ -92,7 +110,7 @@ def test_a_place_is_its_clients(
             return answer.status_code
 
     assert asyncio.run(post()) == 200
-    assert entered == [client]
+    return entered
 
 
 @pytest.mark.feature("R18")
