@@ -16,7 +16,15 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from cluster.config import DEFAULT_NUM_CPUS, MAX_LEASE_S, MIN_LEASE_S
+from cluster.config import (
+    DEFAULT_NUM_CPUS,
+    MAX_LEASE_S,
+    MIN_LEASE_S,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
 from compile.errors import FieldError
 from serve.compilation import as_object, given_fields, refuse_speculation
 from serve.config_file import read_file
@@ -34,6 +42,7 @@ ALIASES = {
 
 
 Positive = Annotated[int, Meta(ge=1), says("a whole number of at least 1")]
+Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max), says("seconds above 0")]
 Share = Annotated[float, Meta(gt=0, le=1), says("a share in (0, 1]")]
 Switch = Literal["on", "off"]
 Dtype = Annotated[
@@ -86,10 +95,10 @@ class IngressArgs(_Strict, frozen=True):
 class KVArgs(_Strict, frozen=True):
     """`kv.*`."""
 
-    transport: str = "auto"
+    transport: str = TransferConfig.transport
     """`shm` (shared memory, not on GPUs) or `tcp`; `auto`: shared memory within a node where it can
     be opened, else TCP."""
-    lease_s: LeaseS = 30.0
+    lease_s: LeaseS = TransferConfig.lease_s
     """How long a prefill rank holds KV without hearing from its reader; 0.01 to 86400."""
 
 
@@ -111,22 +120,22 @@ class DeployArgs(_Strict, frozen=True):
     max_model_len: int | None = None
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""
-    max_num_seqs: Positive = 64
+    max_num_seqs: Positive = SchedulerConfig.max_num_seqs
     """Sequences that run at once in one engine."""
     max_num_batched_tokens: Positive | None = None
     """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
     2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
-    block_size: Positive = 16
+    block_size: Positive = CacheConfig.block_size
     """Tokens in one KV block."""
     num_kv_blocks: Positive | None = None
     """KV blocks of one rank; null: as many as its memory for KV holds."""
-    gpu_memory_utilization: Share = 0.9
+    gpu_memory_utilization: Share = CacheConfig.gpu_memory_utilization
     """Share of a GPU's memory for weights, activations and KV; above 0, at most 1."""
     kv_memory: int | str = "1GiB"
     """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`."""
     threads_per_rank: Positive | None = None
     """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
     """Whether prompts that begin alike share KV."""
     prefix_cache_sharing: Literal["key", "all"] = "key"
     """With API keys, whose prompts share KV: `key`, those of one key, since what is found tells how
@@ -169,7 +178,7 @@ class DeployArgs(_Strict, frozen=True):
     drain_timeout_s: Annotated[float, at_least(0.0)] = 30.0
     """How long what runs may take once `serve run` got SIGTERM or SIGHUP; new requests get 503
     meanwhile."""
-    watchdog_s: Annotated[float, Meta(gt=0, le=sys.float_info.max), says("seconds above 0")] = 10.0
+    watchdog_s: Seconds = EngineConfig.watchdog_s
     """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
     what the step should take, if that is longer."""
     max_body_bytes: Annotated[int, at_least(1)] = 8 << 20

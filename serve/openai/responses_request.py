@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from cluster.messages import MaxTokens
 from compile.errors import FieldError, Words
@@ -18,6 +18,7 @@ from serve.fields import says
 from serve.openai.fields import convert_object, join_path, parse
 from serve.openai.schema import (
     LABELS,
+    MAX_TOOLS,
     CalledFunction,
     ChatRequest,
     Function,
@@ -129,7 +130,9 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """As in chat completions."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables for the chat template."""
-    tools: list[FlatFunction] = msgspec.field(default_factory=list)
+    tools: Annotated[list[FlatFunction], Meta(max_length=MAX_TOOLS)] = msgspec.field(
+        default_factory=list
+    )
     """Functions that the model may call, each with its name beside its `type`."""
     tool_choice: str | FlatChoice | None = None
     """As in chat completions; a function is named beside `type`."""

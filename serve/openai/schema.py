@@ -19,6 +19,8 @@ from serve.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.structured import StructuredOutputsParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128
+"""OpenAI's bound on `tools`; more get 400."""
 LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 """By these OpenAI tells a client's own users apart, in its records and in its cache."""
 # Clients send an assistant's message back as they received it, with some of its fields empty, or as
@@ -414,7 +416,7 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
     """The name of one of the checkpoint's own; a text is refused, since it is a program."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables for the chat template."""
-    tools: list[Tool] = msgspec.field(default_factory=list)
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
     """Functions that the model may call: up to `MAX_TOOLS`, with `MAX_TOOL_CHARS` characters. They
     count among those of `messages`."""
     tool_choice: str | NamedToolChoice | None = None

@@ -21,7 +21,7 @@ from serve.openai.errors import ApiError, BadRequest
 from serve.openai.fields import parse, parse_fields
 from serve.openai.request_parser import check_turns
 from serve.openai.responses import Detokenized, Tokenized
-from serve.openai.schema import ChatRequest, Inert, Message, Tool
+from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
 from serve.sampling import too_long_a_prompt
 from serve.tokenizer import Tokenizer, TooManyTokens
 
@@ -51,7 +51,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The name of one of the checkpoint's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     """Functions that the template tells the model of."""
 
     def chat(self) -> ChatRequest | None:

@@ -20,8 +20,6 @@ from serve.sampling import SamplingParams
 from serve.structured import StructuredOutputsParams
 from serve.tokenizer import Tokenizer
 
-MAX_TOOLS = 128
-"""OpenAI's bound on `tools`; more get 400."""
 MAX_TOOL_CHARS = 1 << 18
 """Characters of all `tools` as JSON, which chat templates write out in full; more get 400."""
 MAX_DEPTH = 32
@@ -41,8 +39,6 @@ def check_tools(request: ChatRequest) -> None:
         BadRequest: names the field.
     """
     tools = request.tools
-    if len(tools) > MAX_TOOLS:
-        raise _refused("tools", f"at most {MAX_TOOLS}", str(len(tools)))
     num_chars = num_tool_chars(tools)
     if num_chars > MAX_TOOL_CHARS:
         raise _refused("tools", f"at most {MAX_TOOL_CHARS} characters of JSON", str(num_chars))
