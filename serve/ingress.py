@@ -152,18 +152,12 @@ class Ingress:
             served_model_name=config.served_model_name,
             other_model_names=config.served_model_names[1:],
             max_model_len=config.max_model_len,
-            max_body_bytes=config.args.max_body_bytes,
-            request_timeout_s=config.args.request_timeout_s,
-            max_answer_bytes=config.args.max_answer_bytes,
-            stream_interval=config.args.stream_interval,
-            tool_call_parser=config.args.tool_call_parser,
-            reasoning_parser=config.args.reasoning_parser,
+            args=config.args,
             max_sequences=min(MAX_SEQUENCES, self._admission.max_live),
             vocab_size=config.vocab_size,
             max_prompt_len=config.max_prompt_len,
             retry_after_s=RETRY_AFTER_S,
             cache_info=config.cache_info,
-            debug=config.args.debug,
         )
         self._told: Counts = {}
         """What the board was told last; empty if it was made anew."""

@@ -96,7 +96,7 @@ def build_app(
         Route("/ready", guarded(handlers.ready)),
         Route("/version", guarded(handlers.version)),
         Route("/metrics", guarded(handlers.metrics)),
-        *(debugging if serving.settings.debug else ()),
+        *(debugging if serving.settings.args.debug else ()),
     ]
     observed = Middleware(
         Observed,

@@ -13,8 +13,6 @@ from cluster.metrics import MetricsSnapshot
 from serve.arguments import DeployArgs
 from serve.records import SequenceRecord
 
-DEFAULTS = DeployArgs()
-
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed for the life of the app."""
@@ -25,13 +23,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What requests may call it besides."""
     max_model_len: int
     """Tokens of prompt and output together."""
-    max_body_bytes: int = DEFAULTS.max_body_bytes
-    request_timeout_s: float = DEFAULTS.request_timeout_s
-    """For receiving the request, and again for answering it to the last byte."""
-    max_answer_bytes: int = DEFAULTS.max_answer_bytes
-    """Of a streamed answer; a whole one, which is in memory several times, may be a part of it."""
-    stream_interval: int = DEFAULTS.stream_interval
-    """Tokens that a chunk of a stream has at least, the first and the last ones apart."""
+    args: DeployArgs = DeployArgs()
+    """What `deploy` was asked for: limits, formats, debugging."""
     retry_after_s: float = 5.0
     """How long a client that comes before the pools are ready is told to wait."""
     max_sequences: int = 1024
@@ -42,12 +35,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prompt whose KV the model can compute; None: any."""
     cache_info: tuple[tuple[str, str], ...] = ()
     """Labels of the metric `cache_config_info`."""
-    tool_call_parser: str = DEFAULTS.tool_call_parser
-    """How the model writes tool calls: a `ToolFormat`, or auto to ask its chat template."""
-    reasoning_parser: str = DEFAULTS.reasoning_parser
-    """How it writes reasoning: a `ReasoningFormat`."""
-    debug: bool = DEFAULTS.debug
-    """Whether /debug/ranks and /debug/ingress exist."""
 
     @property
     def model_names(self) -> tuple[str, ...]:

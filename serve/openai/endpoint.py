@@ -246,7 +246,7 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
         if isinstance(error, ApiError | Overloaded):
             await serving.bodies.discard(request)
         raise
-    timeout_s = serving.settings.request_timeout_s
+    timeout_s = serving.settings.args.request_timeout_s
     if shape.request.stream:
         return EventStream(
             lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog),
@@ -333,7 +333,7 @@ async def stream_chunks(
         with serving.tick.streaming(len(generation.choices)):
             while True:
                 for choice in changed:
-                    if choice.is_due(serving.settings.stream_interval):
+                    if choice.is_due(serving.settings.args.stream_interval):
                         for chunk in shape.chunks(choice, _chunk_usage(options, generation)):
                             yield chunk
                 if generation.is_finished:
@@ -391,7 +391,7 @@ def _prepare(
     for prompt in prompts:
         _check_prompt(settings, vocab_size, prompt)
     answer_size = AnswerSize.of(request, params, prompts, num_prompt_copies=shape.num_prompt_copies)
-    max_bytes = settings.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
+    max_bytes = settings.args.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
     max_tokens = answer_size.max_tokens(params, max_bytes)
     pairs = [
         (prompt, sampling)

@@ -174,7 +174,7 @@ def _paths(settings: ApiSettings) -> dict[str, Any]:
         "/metrics": gets(text, 400, 401, 403, 503),
         "/openapi.json": gets(json_object, 400, 401, 403),
     }
-    if settings.debug:
+    if settings.args.debug:
         for path in ("/debug/ranks", "/debug/ingress"):
             paths[path] = gets(json_object, 400, 401, 403, 500)
     return paths

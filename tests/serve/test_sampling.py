@@ -7,9 +7,22 @@ from typing import Any
 
 import pytest
 
-from cluster.messages import LogitRules, Sampling
+from cluster.messages import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_REPETITION,
+    MAX_TEMPERATURE,
+    GenerateRequest,
+    Inbound,
+    LogitRules,
+    Sampling,
+    Submit,
+    decode,
+    encode,
+)
 from compile.errors import FieldError
-from serve.sampling import Resolver, SamplingParams
+from serve.sampling import MAX_STOP_TOKEN_IDS, Resolver, SamplingParams
 
 
 def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100) -> Any:
@@ -97,6 +110,35 @@ def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(FieldError, match=f"^{name}: wanted .*, found") as raised:
         SamplingParams(**{name: value})
     assert raised.value.field == name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"temperature": value} for value in (0, MAX_TEMPERATURE)),
+        *({name: value} for name in ("top_p", "min_p") for value in (1e-9, 1)),
+        *({"top_k": value} for value in (-1, 0, 2**31 - 1)),
+        *({"seed": value} for value in (-(2**63), 2**64 - 1)),
+        *({"repetition_penalty": value} for value in (1 / MAX_REPETITION, MAX_REPETITION)),
+        *({"presence_penalty": value, "frequency_penalty": -value} for value in (-2, 2)),
+        {"logprobs": MAX_LOGPROBS, "prompt_logprobs": MAX_LOGPROBS},
+        {"logit_bias": {i: (-1) ** i * MAX_BIAS for i in range(MAX_BIASES)}},
+        {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))},
+        {"allowed_token_ids": list(range(2000)), "min_tokens": 90, "max_tokens": 90},
+    ],
+    ids=str,
+)
+def test_what_a_request_may_ask_for_goes_over_the_wire(given: dict[str, Any]) -> None:
+    resolver = Resolver(
+        SamplingParams(**given),
+        max_model_len=100,
+        vocab_size=2000,
+        eos_token_ids=range(256, 512),
+        grammar_text=lambda wanted: "",
+    )
+    [sampling] = resolver.choices(10)
+    request = GenerateRequest("a", [1], [], sampling, "", b"")
+    assert decode(encode(Submit(request, None)), Inbound) == Submit(request, None)
 
 
 def test_defaults_are_those_of_vllm() -> None:

@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from serve.admission import Admission
+from serve.arguments import DeployArgs
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
@@ -96,7 +97,9 @@ class Model:
         self.oracle = AutoTokenizer.from_pretrained(path)
         self.tokenizer = Tokenizer.from_dir(path)
         self.backend = backend
-        self.settings = ApiSettings(served_model_name="m", max_model_len=100_000, **options)
+        self.settings = ApiSettings(
+            served_model_name="m", max_model_len=100_000, args=DeployArgs(**options)
+        )
         serving = Serving(self.settings, backend, lambda: self.tokenizer, admission)
         self.app: Starlette = build_app(serving)
         self._runner = asyncio.Runner()
