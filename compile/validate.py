@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from types import NoneType
@@ -28,7 +28,6 @@ OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 """`namespace::name` or `namespace.name`, with or without an overload."""
 MAX_SIZE = 1 << 20
 """Of a batch. A larger one is a typing error, and a rule that fills sizes in would not end."""
-IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 class Options(Mapping[str, Any]):
@@ -114,151 +113,153 @@ def read_json(text: str) -> Any:
         return text
 
 
-def whole_number(least: int, most: int | None = None, *, wanted: str = "") -> Kind:
-    """An int, and not a bool, within bounds."""
-    limit = f"of at least {least}" if most is None else f"from {least} to {most}"
-
-    def accept(value: Any) -> int:
-        if not _is_int(value) or value < least or (most is not None and value > most):
-            raise ValueError(value)
-        return int(value)
-
-    return Kind(wanted or f"a whole number {limit}", accept)
-
-
 def kind_of(annotation: Any) -> Kind:
     """Return what a field with this annotation may hold."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        kind: Kind = arguments[1]
-        return kind
-    if origin is Literal:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        named: Kind = arguments[1]
+        return named
+    if get_origin(annotation) is Literal:
         return _one_of(arguments)
     if NoneType in arguments:
-        return _optional(kind_of(next(each for each in arguments if each is not NoneType)))
-    return _flag() if annotation is bool else _member(annotation)
+        kind = kind_of(next(each for each in arguments if each is not NoneType))
+        accept = kind.accept
+        return replace(
+            kind,
+            wanted=f"{kind.wanted}, or null",
+            accept=lambda value: None if value is None else accept(value),
+        )
+    if annotation is bool:
+        return _where("true or false", lambda value: isinstance(value, bool))
+    return _member(annotation)
 
 
-def _flag() -> Kind:
-    def accept(value: Any) -> bool:
-        if not isinstance(value, bool):
+def _where(
+    wanted: str,
+    is_met: Callable[[Any], bool],
+    keep: Callable[[Any], Any] = _same,
+    *,
+    is_text: bool = False,
+) -> Kind:
+    """Return the kind of values that meet a condition, kept as `keep` returns them."""
+
+    def accept(value: Any) -> Any:
+        if not is_met(value):
             raise ValueError(value)
-        return value
+        return keep(value)
 
-    return Kind("true or false", accept)
+    return Kind(wanted, accept, is_text)
 
 
 def _one_of(words: tuple[str, ...]) -> Kind:
-    def accept(value: Any) -> str:
-        if isinstance(value, bool) and "on" in words:
-            return "on" if value else "off"  # as YAML reads these words
-        if not isinstance(value, str) or value not in words:
-            raise ValueError(value)
-        return value
+    def spelt(value: Any) -> Any:
+        # YAML reads two words as booleans.
+        return ("on" if value else "off") if isinstance(value, bool) else value
 
-    return Kind(f"one of {', '.join(words)}", accept, is_text=True)
+    return _where(
+        f"one of {', '.join(words)}",
+        lambda value: isinstance(value, str | bool) and spelt(value) in words,
+        spelt,
+        is_text=True,
+    )
 
 
 def _member(kind: type[Enum]) -> Kind:
     """A member of an enumeration, or its name in any case."""
 
-    def accept(value: Any) -> Enum:
-        if isinstance(value, kind):
-            return value
-        if not isinstance(value, str) or value.upper() not in kind.__members__:
-            raise ValueError(value)
-        return kind[value.upper()]
+    def name(value: Any) -> Any:
+        return value.name if isinstance(value, kind) else value
 
-    return Kind(f"one of {', '.join(kind.__members__)}", accept, is_text=True)
+    return _where(
+        f"one of {', '.join(kind.__members__)}",
+        lambda value: isinstance(name(value), str) and name(value).upper() in kind.__members__,
+        lambda value: kind[name(value).upper()],
+        is_text=True,
+    )
 
 
-def _optional(kind: Kind) -> Kind:
-    def accept(value: Any) -> Any:
-        return None if value is None else kind.accept(value)
-
-    return Kind(f"{kind.wanted}, or null", accept, kind.is_text, kind.read)
+def whole_number(least: int, most: int | None = None, *, wanted: str = "") -> Kind:
+    """An int, and not a bool, within bounds."""
+    limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return _where(
+        wanted or f"a whole number {limit}",
+        lambda value: _is_int(value) and least <= value and (most is None or value <= most),
+        int,
+    )
 
 
 def path() -> Kind:
     """A path as text; empty means none."""
-
-    def accept(value: Any) -> str:
-        if not isinstance(value, str | os.PathLike):
-            raise ValueError(value)
-        return os.fspath(value)
-
-    return Kind("a path", accept, is_text=True)
+    return _where(
+        "a path", lambda value: isinstance(value, str | os.PathLike), os.fspath, is_text=True
+    )
 
 
-def list_of(item: Callable[[Any], bool], wanted: str, *, is_empty_allowed: bool = True) -> Kind:
-    """A list whose items are all accepted; kept as a tuple in the given order."""
-
-    def accept(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or not all(map(item, value)):
-            raise ValueError(value)
-        if not (value or is_empty_allowed):
-            raise ValueError(value)
-        return tuple(value)
-
-    return Kind(wanted, accept)
+def list_of(
+    item: Callable[[Any], bool],
+    wanted: str,
+    is_met: Callable[[tuple[Any, ...]], bool] = lambda items: True,
+    keep: Callable[[tuple[Any, ...]], Any] = _same,
+) -> Kind:
+    """A list whose items are all accepted, and which is as a whole; kept as a tuple."""
+    return _where(
+        wanted,
+        lambda value: (
+            isinstance(value, list | tuple) and all(map(item, value)) and is_met(tuple(value))
+        ),
+        lambda value: keep(tuple(value)),
+    )
 
 
 def op_names() -> Kind:
     """Ops as torch spells them, with a dot too; kept as `namespace::name`. May be empty."""
-    kind = list_of(_is_op_name, "a list of ops such as lockstep::name")
-
-    def accept(value: Any) -> tuple[str, ...]:
-        return tuple(n if "::" in n else n.replace(".", "::", 1) for n in kind.accept(value))
-
-    return Kind(kind.wanted, accept)
+    return list_of(
+        lambda name: isinstance(name, str) and OP_NAME.fullmatch(name) is not None,
+        "a list of ops such as lockstep::name",
+        keep=lambda names: tuple(n if "::" in n else n.replace(".", "::", 1) for n in names),
+    )
 
 
 def different_names(of: str) -> Kind:
     """Names as Python has them, none of them twice. May be empty."""
-    kind = list_of(_is_identifier, f"a list of different names of {of}")
-
-    def accept(value: Any) -> tuple[str, ...]:
-        found: tuple[str, ...] = kind.accept(value)
-        if len(set(found)) < len(found):
-            raise ValueError(value)
-        return found
-
-    return Kind(kind.wanted, accept)
+    return list_of(
+        lambda name: isinstance(name, str) and name.isidentifier(),
+        f"a list of different names of {of}",
+        lambda names: len(set(names)) == len(names),
+    )
 
 
 def sizes(default: tuple[int, ...] = ()) -> Kind:
     """Sizes of batches: at least one; an empty list stands for the default if there is one."""
-    wanted = f"a list of whole numbers from 1 to {MAX_SIZE}"
-    kind = list_of(lambda n: is_size(n) and n <= MAX_SIZE, wanted, is_empty_allowed=bool(default))
-    return Kind(kind.wanted, lambda value: kind.accept(value) or default)
+    return list_of(
+        lambda size: is_size(size) and size <= MAX_SIZE,
+        f"a list of whole numbers from 1 to {MAX_SIZE}",
+        lambda found: bool(found or default),
+        lambda found: found or default,
+    )
 
 
 def ascending() -> Kind:
     """Sizes in the order that a search relies on; may be empty."""
-    kind = list_of(is_size, "ascending whole numbers of at least 1")
-
-    def accept(value: Any) -> tuple[int, ...]:
-        found: tuple[int, ...] = kind.accept(value)
-        if list(found) != sorted(set(found)):
-            raise ValueError(value)
-        return found
-
-    return Kind(kind.wanted, accept)
+    return list_of(
+        is_size,
+        "ascending whole numbers of at least 1",
+        lambda found: list(found) == sorted(set(found)),
+    )
 
 
 def ranges() -> Kind:
     """Pairs (first, last) of sizes, none of which share one; kept in ascending order."""
 
-    def accept(value: Any) -> tuple[tuple[int, int], ...]:
-        if not isinstance(value, list | tuple):
-            raise ValueError(value)
-        found = sorted(_range(pair) for pair in value)
-        for (_, last), (first, _) in pairwise(found):
-            if first <= last:
-                raise ValueError(value)
-        return tuple(found)
+    def kept(pairs: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted((first, last) for first, last in pairs))
 
-    return Kind("a list of pairs [first, last] that do not overlap", accept)
+    return list_of(
+        _is_range,
+        "a list of pairs [first, last] that do not overlap",
+        lambda pairs: all(one[1] < other[0] for one, other in pairwise(kept(pairs))),
+        kept,
+    )
 
 
 def options() -> Kind:
@@ -290,25 +291,13 @@ def is_size(value: Any) -> bool:
     return _is_int(value) and value >= 1
 
 
-def _is_op_name(value: Any) -> bool:
-    return isinstance(value, str) and OP_NAME.fullmatch(value) is not None
-
-
-def _is_identifier(value: Any) -> bool:
-    return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _range(pair: Any) -> tuple[int, int]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(is_size, pair)):
-        raise ValueError(pair)
-    first, last = pair
-    if first > last:
-        raise ValueError(pair)
-    return first, last
+def _is_range(pair: Any) -> bool:
+    is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_size, pair))
+    return is_pair and pair[0] <= pair[1]
 
 
 def _flatten(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
