@@ -1,16 +1,17 @@
 """`EngineConfig`: everything an engine is told, frozen and resolved once.
 
-Nothing is filled in later. What depends on the machine (device, dtype, blocks, threads) is resolved
-by `resolve` functions that return a new configuration.
+Bounds of single fields are those of the arguments that they come from; what fields say together is
+checked here. Nothing is filled in later. What depends on the machine (device, dtype, blocks,
+threads) is resolved by functions that return a new configuration.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from compile.config import CompilationConfig
+from compile.errors import FieldError
 
 DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
@@ -20,22 +21,6 @@ MIN_LEASE_S = 0.01
 """The shortest lease of KV: a shorter one ends before its reader can renew it."""
 MAX_LEASE_S = 86400.0
 """The longest lease of KV."""
-
-
-class ConfigError(ValueError):
-    """A configuration field holds what cannot be used.
-
-    The message is one line: `FIELD: wanted ..., found ...`.
-    """
-
-    def __init__(self, field: str, wanted: str, found: object) -> None:
-        super().__init__(f"{field}: wanted {wanted}, found {found!r}")
-        self.field = field
-        self.wanted = wanted
-        self.found = found
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, object]]:
-        return type(self), (self.field, self.wanted, self.found)
 
 
 class Role(Enum):
@@ -57,10 +42,6 @@ class ParallelConfig:
     data_parallel_size: int = 1
     lockstep: bool = True
     """Whether data-parallel ranks step together; if not, each is on its own."""
-
-    def __post_init__(self) -> None:
-        _positive("tensor_parallel_size", self.tensor_parallel_size)
-        _positive("data_parallel_size", self.data_parallel_size)
 
     @property
     def lockstep_size(self) -> int:
@@ -87,16 +68,6 @@ class CacheConfig:
     """Share of the device's memory for weights, activations and KV on a GPU."""
     enable_prefix_caching: bool = True
 
-    def __post_init__(self) -> None:
-        _positive("block_size", self.block_size)
-        if self.num_kv_blocks is not None:
-            _positive("num_kv_blocks", self.num_kv_blocks)
-        _positive("kv_memory", self.kv_memory_bytes)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                "gpu_memory_utilization", "a share in (0, 1]", self.gpu_memory_utilization
-            )
-
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -108,11 +79,9 @@ class SchedulerConfig:
     """Tokens of one step: decodes and prefill chunks together."""
 
     def __post_init__(self) -> None:
-        _positive("max_num_seqs", self.max_num_seqs)
-        _positive("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.max_num_batched_tokens < self.max_num_seqs:
             # Else a full batch of decodes could not step as one.
-            raise ConfigError(
+            raise FieldError(
                 "max_num_batched_tokens",
                 f"at least max_num_seqs ({self.max_num_seqs})",
                 self.max_num_batched_tokens,
@@ -130,14 +99,11 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         if self.transport in ("nixl", "object"):
-            raise ConfigError(
+            raise FieldError(
                 "kv.transport", "auto, shm or tcp (others are not built yet)", self.transport
             )
         if self.transport not in ("auto", "shm", "tcp"):
-            raise ConfigError("kv.transport", "auto, shm or tcp", self.transport)
-        if not MIN_LEASE_S <= self.lease_s <= MAX_LEASE_S:
-            wanted = f"at least {MIN_LEASE_S:g}, at most {MAX_LEASE_S:g}"
-            raise ConfigError("kv.lease_s", wanted, self.lease_s)
+            raise FieldError("kv.transport", "auto, shm or tcp", self.transport)
 
 
 @dataclass(frozen=True)
@@ -168,24 +134,11 @@ class EngineConfig:
     """Of the ranks' logs: text or json."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.watchdog_s < math.inf:
-            raise ConfigError("watchdog_s", "seconds above 0", self.watchdog_s)
-        _positive("max_model_len", self.max_model_len)
-        _positive("threads_per_rank", self.threads)
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError("dtype", "float32, bfloat16 or float16", self.dtype)
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError("device", "cpu or cuda", self.device)
         if self.device == "cuda" and self.transfer.transport == "shm":
             wanted = "auto or tcp with device=cuda, whose KV is no host memory"
-            raise ConfigError("kv.transport", wanted, self.transfer.transport)
+            raise FieldError("kv.transport", wanted, self.transfer.transport)
 
     @property
     def max_blocks_per_seq(self) -> int:
         """Columns of a block table."""
         return -(-self.max_model_len // self.cache.block_size)
-
-
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(name, "a whole number of at least 1", value)

@@ -11,7 +11,6 @@ import msgspec
 from compile.environment import LOGGERS, apply_log_level
 
 TEXT, JSON = "text", "json"
-FORMATS = (TEXT, JSON)
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,7 +37,7 @@ def configure_logs(log_format: str) -> None:
     Other libraries' loggers stay as they are.
 
     Raises:
-        EnvironmentVariableError: the level in the environment is none.
+        FieldError: the level in the environment is none.
     """
     handler = logging.StreamHandler()
     if log_format == JSON:

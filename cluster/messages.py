@@ -26,6 +26,7 @@ from compile.dispatch import BatchDescriptor
 
 PROTOCOL_VERSION = 11
 
+# Bounds of sampling, for requests of clients as well as on the wire.
 MAX_TEMPERATURE = 1e6
 """Far above what draws uniformly, and far below what float32 takes for infinity."""
 MAX_PENALTY = 2
@@ -62,9 +63,13 @@ Address = Annotated[str, Meta(pattern=rf"^(tcp://{_OCTET}(\.{_OCTET}){{3}}:[0-9]
 """A ZeroMQ endpoint by number, or nowhere. A host's name would be looked up on the thread that
 carries all sockets of the process."""
 NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Repetition = Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -89,7 +94,7 @@ class LogitRules(Wire, frozen=True):
     """Subtracted from tokens that the output has; 0 is off."""
     frequency_penalty: Penalty
     """Subtracted for each time that the output has a token; 0 is off."""
-    repetition_penalty: Annotated[float, Meta(ge=1 / MAX_REPETITION, le=MAX_REPETITION)]
+    repetition_penalty: Repetition
     """Divides positive logits of tokens in prompt or output, multiplies others; 1 is off."""
     bias_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_BIASES)]
     biases: Annotated[tuple[Bias, ...], Meta(max_length=MAX_BIASES)]
@@ -121,17 +126,17 @@ class Grammar(Wire, frozen=True):
 class Sampling(Wire, frozen=True):
     """How one sequence's tokens are drawn and when it ends; fully resolved by the front end."""
 
-    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+    temperature: Temperature
     """0 is greedy."""
     top_k: Index
     """0 keeps all."""
-    top_p: Annotated[float, Meta(gt=0, le=1)]
+    top_p: TopP
     """1 keeps all."""
     min_p: Probability
     """Least probability relative to the likeliest token's; 0 keeps all."""
     seed: Annotated[int, Meta(ge=0)]
     """64 unsigned bits; with the output position it decides each draw."""
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_tokens: MaxTokens
     """Output tokens in all, those of `output_token_ids` included."""
     stop_token_ids: Annotated[tuple[Index, ...], Meta(max_length=MAX_STOP_IDS)]
     """Tokens that end the sequence, the model's end tokens included unless ignored."""

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compile import validate
-from compile.config import CompilationConfigError, CompilationLevel, CUDAGraphMode, read_fields
+from compile.config import CompilationLevel, CUDAGraphMode, Sizes, read_fields
 from compile.dispatch import ascending
+from compile.errors import FieldError
 from compile.validate import Kind, read_json
 
 MISSING: Any = object()
@@ -34,25 +35,26 @@ MISSING: Any = object()
 DEFAULT_MAX_BATCH_SIZE = 128
 
 _TORCH_COMPILE: dict[str, Kind] = {
-    "enable_fullgraph": validate.flag(),
-    "enable_inductor": validate.flag(),
-    "enable_piecewise_cuda_graph": validate.flag(),
-    "capture_num_tokens": validate.optional(validate.sizes()),
-    "enable_userbuffers": validate.flag(),
+    "enable_fullgraph": validate.kind_of(bool),
+    "enable_inductor": validate.kind_of(bool),
+    "enable_piecewise_cuda_graph": validate.kind_of(bool),
+    "capture_num_tokens": validate.kind_of(Sizes | None),
+    "enable_userbuffers": validate.kind_of(bool),
     "max_num_streams": validate.whole_number(1),
 }
 _CUDA_GRAPH: dict[str, Kind] = {
-    "batch_sizes": validate.optional(validate.sizes()),
+    "batch_sizes": validate.kind_of(Sizes | None),
     "max_batch_size": validate.whole_number(0),
-    "enable_padding": validate.flag(),
+    "enable_padding": validate.kind_of(bool),
 }
 _DYNAMIC_SHAPES = {"type": "dynamic_shapes", "evaluate_guards": "evaluate_guards"}
 
-
-class AliasError(CompilationConfigError):
-    """An alias holds what cannot be used, or its field is given as well."""
-
-    prefix = ""
+SECTIONS = {
+    "torch_compile_config": f"null or an object with {', '.join(_TORCH_COMPILE)}",
+    "cuda_graph_config": f"null or an object with {', '.join(_CUDA_GRAPH)}",
+    "compilation.dynamic_shapes_config": f"an object with {', '.join(_DYNAMIC_SHAPES)}",
+}
+"""What a section of other spellings may be."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ def fields_of(
     """Return fields of `CompilationConfig` as they are kept, from their own names and aliases.
 
     Raises:
-        CompilationConfigError: a field is unknown, holds what cannot be used, or is given twice.
+        FieldError: a field is unknown, holds what cannot be used, or is given twice.
     """
     fields = read_fields(_without_vllm(given))
     compiles = _section("torch_compile_config", torch_compile_config, _TORCH_COMPILE)
@@ -92,7 +94,7 @@ def fields_of(
     _read_mode(meaning, compiles, graphs)
     for name, alias in meaning.aliases.items():
         if name in fields:
-            raise AliasError(alias, f"nothing where compilation.{name} is given", "both")
+            raise FieldError(alias, f"nothing where compilation.{name} is given", "both")
     return {**meaning.implied, **fields, **meaning.stated}
 
 
@@ -108,21 +110,18 @@ def generation_sizes(max_batch_size: int, *, enable_padding: bool) -> tuple[int,
 
 def _without_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(given)
-    section = "dynamic_shapes_config"
-    if section not in fields:
+    if "dynamic_shapes_config" not in fields:
         return fields
-    shapes = fields.pop(section)
+    section, shapes = "compilation.dynamic_shapes_config", fields.pop("dynamic_shapes_config")
     if not isinstance(shapes, Mapping):
-        raise CompilationConfigError(section, f"an object with {_names(_DYNAMIC_SHAPES)}", shapes)
+        raise FieldError(section, SECTIONS[section], shapes)
     for key, value in shapes.items():
         name = _DYNAMIC_SHAPES.get(key)
         if name is None:
-            raise CompilationConfigError(
-                f"{section}.{key}", f"one of {_names(_DYNAMIC_SHAPES)}", value
-            )
+            raise FieldError(f"{section}.{key}", f"one of {', '.join(_DYNAMIC_SHAPES)}", value)
         if name in fields:
             wanted = f"nothing where compilation.{name} is given"
-            raise CompilationConfigError(f"{section}.{key}", wanted, value)
+            raise FieldError(f"{section}.{key}", wanted, value)
         fields[name] = value
     return fields
 
@@ -132,10 +131,8 @@ def _section(section: str, given: Any, kinds: Mapping[str, Kind]) -> Any:
     if given is MISSING or given is None:
         return given
     if not isinstance(given, Mapping):
-        raise AliasError(section, f"null or an object with {_names(kinds)}", given)
-    return validate.read(
-        given, kinds, lambda key, wanted, found: AliasError(f"{section}.{key}", wanted, found)
-    )
+        raise FieldError(section, SECTIONS[section], given)
+    return validate.read(given, kinds, section)
 
 
 def _read_torch_compile(meaning: _Meaning, section: Any) -> None:
@@ -151,7 +148,7 @@ def _read_torch_compile(meaning: _Meaning, section: Any) -> None:
         ("max_num_streams", 1, "1 (several streams are not built yet)"),
     ):
         if section.get(key, only) != only:
-            raise AliasError(f"{name}.{key}", why, section[key])
+            raise FieldError(f"{name}.{key}", why, section[key])
     meaning.put("level", int(CompilationLevel.PIECEWISE), name, is_stated=False)
     inductor = "enable_inductor"
     is_stated = inductor in section
@@ -173,7 +170,7 @@ def _read_cuda_graph(meaning: _Meaning, section: Any) -> None:
     sizes, largest = section.get("batch_sizes"), section.get("max_batch_size", 0)
     if sizes is not None and largest not in (0, max(sizes)):
         wanted = f"{max(sizes)}, the largest of {name}.batch_sizes"
-        raise AliasError(f"{name}.max_batch_size", wanted, largest)
+        raise FieldError(f"{name}.max_batch_size", wanted, largest)
     alias = f"{name}.{'batch_sizes' if sizes is not None else 'max_batch_size'}"
     is_stated = sizes is not None or largest > 0
     if sizes is None:
@@ -198,10 +195,6 @@ def _read_mode(meaning: _Meaning, compiles: Any, graphs: Any) -> None:
     meaning.put("cudagraph_mode", mode, f"torch_compile_config.{key}", is_stated=is_stated)
 
 
-def _names(known: Mapping[str, Any]) -> str:
-    return ", ".join(known)
-
-
 _FIELD = re.compile(
     r"(?:-cc|--compilation[-_]config)(?P<path>(?:\.[\w.]+)?)(?:=(?P<value>.*))?", re.DOTALL
 )
@@ -212,7 +205,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
     """Return compilation fields as they are kept, and all other arguments in their order.
 
     Raises:
-        CompilationConfigError: a field is unknown, holds what cannot be used or is given twice.
+        FieldError: a field is unknown, holds what cannot be used or is given twice.
     """
     given: dict[str, Any] = {}
     others: list[str] = []
@@ -239,7 +232,7 @@ def merge(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Put a value at its path; objects are merged key by key.
 
     Raises:
-        CompilationConfigError: the path, or a part of it, holds a value already.
+        FieldError: the path, or a part of it, holds a value already.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -249,20 +242,20 @@ def merge(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for key in parents:
         into = into.setdefault(key, {})
         if not isinstance(into, dict):
-            raise CompilationConfigError(".".join(path), f"{key} to have fields", into)
+            raise FieldError(".".join(("compilation", *path)), f"{key} to have fields", into)
     if last in into:
-        raise CompilationConfigError(".".join(path), "one value", "it twice")
+        raise FieldError(".".join(("compilation", *path)), "one value", "it twice")
     into[last] = value
 
 
 def _next(waiting: list[str], argument: str) -> str:
     if not waiting:
-        raise AliasError(argument, "a value", "the end of the line")
+        raise FieldError(argument, "a value", "the end of the line")
     return waiting.pop(0)
 
 
 def _object(text: str) -> Mapping[str, Any]:
     value = read_json(text)
     if not isinstance(value, Mapping):
-        raise AliasError("-cc", "a JSON object", text)
+        raise FieldError("-cc", "a JSON object", text)
     return value

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_type_hints
 
 from compile import validate
-from compile.environment import SAVE_FORMATS
-from compile.validate import Kind, Options
+from compile.environment import SaveFormat
+from compile.errors import FieldError
+from compile.validate import Options
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """Among `compile_sizes`: stands for all sizes of that field."""
@@ -27,6 +28,18 @@ DEFAULT_WARMUPS = {"num_warmups_full": 1, "num_warmups_piecewise": 3}
 DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::mla_attention")
 """Attention: its metadata changes with each step. A model need not have both."""
 
+Count = Annotated[int, validate.whole_number(0)]
+Directory = Annotated[str, validate.path()]
+Sizes = Annotated[tuple[int, ...], validate.sizes()]
+GraphSizes = Annotated[tuple[int, ...], validate.sizes(default=DEFAULT_GRAPH_SIZES)]
+CompileSizes = Annotated[
+    tuple[int | str, ...],
+    validate.list_of(
+        lambda size: size == CAPTURE_SIZES or validate.is_size(size),
+        f'a list of whole numbers of at least 1 and "{CAPTURE_SIZES}"',
+    ),
+]
+CompilerOptions = Annotated[Mapping[str, Any], validate.options()]
 PoolPolicy = Literal["shared", "per_bucket"]
 SealPolicy = Literal["warn", "strict"]
 EarlyPolicy = Literal["auto", "on", "off"]
@@ -106,21 +119,6 @@ class DynamicShapes(Enum):
     """A symbol without a hint: code that needs its value is an error with file and line."""
 
 
-class CompilationConfigError(ValueError):
-    """A compilation field holds what cannot be used. `prefix` and `field` name it."""
-
-    prefix = "compilation."
-
-    def __init__(self, field: str, wanted: str, found: object) -> None:
-        super().__init__(f"{self.prefix}{field}: wanted {wanted}, found {found!r}")
-        self.field = field
-        self.wanted = wanted
-        self.found = found
-
-    def __reduce__(self) -> tuple[type[CompilationConfigError], tuple[str, str, object]]:
-        return type(self), (self.field, self.wanted, self.found)
-
-
 @dataclass(frozen=True)
 class CompilationConfig:
     """How forwards are compiled and captured.
@@ -129,38 +127,38 @@ class CompilationConfig:
     None here and drops sizes that no step can have; `graph_bs` is set by it alone.
 
     Raises:
-        CompilationConfigError: with the field, what was found and what is wanted.
+        FieldError: with the field, what was found and what is wanted.
     """
 
-    level: int = 0
+    level: Annotated[int, validate.whole_number(0, 3, wanted="a level from 0 to 3")] = 0
     """0: as written; 1: traced; 2: compiled whole; 3: split at attention and compiled in pieces."""
     use_cudagraph: bool = True
     """False: nothing is captured, whatever the mode; compilation is unaffected."""
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    cudagraph_capture_sizes: Sizes | None = None
     """Batch sizes to capture; wins over the next field."""
-    cuda_graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES
+    cuda_graph_sizes: GraphSizes = DEFAULT_GRAPH_SIZES
     """One value N: 1, 2, 4, 8 and every 16th up to N. Several: these. Empty: the default."""
     cudagraph_mode: CUDAGraphMode | None = None
     """None: the pool's preset; without one PIECEWISE at level 3, NONE below."""
-    splitting_ops: tuple[str, ...] | None = None
+    splitting_ops: Annotated[tuple[str, ...], validate.op_names()] | None = None
     """Where graphs are split, as `lockstep::name`; None at level 3: attention."""
     cudagraph_copy_inputs: bool = False
     """Copy inputs of pieces into static buffers first; PIECEWISE only."""
     use_inductor: bool = True
     """False: pieces run as traced."""
-    compile_sizes: tuple[int | str, ...] | None = None
+    compile_sizes: CompileSizes | None = None
     """Token counts that get a piece of their own; "cudagraph_capture_sizes" stands for those."""
-    inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
+    inductor_compile_config: CompilerOptions = field(default_factory=dict)
     """Options of Inductor, by its own names."""
-    debug_dump_path: str = ""
+    debug_dump_path: Directory = ""
     """Where traced graphs and decompiled code are written; empty: nowhere."""
-    cache_dir: str = ""
+    cache_dir: Directory = ""
     """Root of the compile cache, from which a second start takes what the first compiled; empty:
     `compile` below `LOCKSTEP_CACHE_ROOT`, by default `~/.cache/lockstep`."""
 
-    compiler: str = "auto"
+    compiler: Literal["auto", "inductor", "inductor_standalone", "eager"] = "auto"
     """auto, inductor, inductor_standalone or eager."""
-    compile_ranges: tuple[tuple[int, int], ...] = ()
+    compile_ranges: Annotated[tuple[tuple[int, int], ...], validate.ranges()] = ()
     """Token ranges (first, last) with pieces of their own beside the general ones."""
     compile_lazily: bool = False
     """Compile a listed size when it is met for the second time, not before ready."""
@@ -170,16 +168,16 @@ class CompilationConfig:
     """For debugging: keep guards on sizes and fail if one does not hold."""
     share_artifacts: bool = True
     """Equal pieces compile on one rank and the others take them; False: each rank for itself."""
-    compile_cache_save_format: str | None = None
+    compile_cache_save_format: SaveFormat | None = None
     """binary or unpacked; None: as the environment says, binary by default."""
-    capture_num_tokens: tuple[int, ...] | None = None
+    capture_num_tokens: Sizes | None = None
     """Token counts that piecewise graphs are captured for; None: 20 sizes up to 3072, on a CPU 7 up
     to 64."""
     enable_padding: bool = True
     """Decode steps replay the next larger graph; False: graphs of exactly their size."""
-    num_warmups_full: int | None = None
+    num_warmups_full: Count | None = None
     """Eager runs before a whole forward is captured; None: 1, on a CPU 0."""
-    num_warmups_piecewise: int | None = None
+    num_warmups_piecewise: Count | None = None
     """Eager runs before pieces are captured; None: 3, on a CPU 0."""
     graph_pool: PoolPolicy = "shared"
     """shared: all graphs use one memory pool; per_bucket: those of each size one of their own."""
@@ -199,15 +197,15 @@ class CompilationConfig:
     """on: if the cache lacks a piece, serve eagerly at once and compile in another process; the
     group goes over between steps. off: compile, then serve. auto: on in a server's pools on a CPU,
     if the cache can keep what is compiled; off in `LLM`."""
-    passes: tuple[str, ...] | None = None
+    passes: Annotated[tuple[str, ...], validate.different_names("passes")] | None = None
     """Graph passes by name, in order; None: those that the compiler does not do better itself."""
 
-    graph_bs: tuple[int, ...] = ()
+    graph_bs: Annotated[tuple[int, ...], validate.ascending()] = ()
     """Ascending batch sizes that are captured. Filled in by `resolve`."""
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
-            value = validate.accepted(name, kind, getattr(self, name), CompilationConfigError)
+        for name, kind in KINDS.items():
+            value = validate.accepted(f"compilation.{name}", kind, getattr(self, name))
             object.__setattr__(self, name, value)
         _check_mode(self)
         _check_combinations(self)
@@ -232,54 +230,13 @@ class CompilationConfig:
         return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
 
 
-_KINDS: dict[str, Kind] = {
-    "level": validate.whole_number(0, max(CompilationLevel), wanted="a level from 0 to 3"),
-    "use_cudagraph": validate.flag(),
-    "cudagraph_capture_sizes": validate.optional(validate.sizes()),
-    "cuda_graph_sizes": validate.sizes(default=DEFAULT_GRAPH_SIZES),
-    "cudagraph_mode": validate.optional(validate.member(CUDAGraphMode)),
-    "splitting_ops": validate.optional(validate.op_names()),
-    "cudagraph_copy_inputs": validate.flag(),
-    "use_inductor": validate.flag(),
-    "compile_sizes": validate.optional(
-        validate.list_of(
-            lambda size: size == CAPTURE_SIZES or validate.is_size(size),
-            f'a list of whole numbers of at least 1 and "{CAPTURE_SIZES}"',
-            is_empty_allowed=True,
-        )
-    ),
-    "inductor_compile_config": validate.options(),
-    "debug_dump_path": validate.path(),
-    "cache_dir": validate.path(),
-    "compiler": validate.one_of("auto", "inductor", "inductor_standalone", "eager"),
-    "compile_ranges": validate.ranges(),
-    "compile_lazily": validate.flag(),
-    "dynamic_shapes": validate.member(DynamicShapes),
-    "evaluate_guards": validate.flag(),
-    "share_artifacts": validate.flag(),
-    "compile_cache_save_format": validate.optional(validate.one_of(*SAVE_FORMATS)),
-    "capture_num_tokens": validate.optional(validate.sizes()),
-    "enable_padding": validate.flag(),
-    "num_warmups_full": validate.optional(validate.whole_number(0)),
-    "num_warmups_piecewise": validate.optional(validate.whole_number(0)),
-    "graph_pool": validate.one_of(*get_args(PoolPolicy)),
-    "poison_graph_pool": validate.flag(),
-    "reserve_graph_memory": validate.optional(validate.flag()),
-    "capture_logits": validate.optional(validate.flag()),
-    "sealed": validate.one_of(*get_args(SealPolicy)),
-    "serve_while_compiling": validate.switch("auto"),
-    "passes": validate.optional(
-        validate.list_of(
-            validate.is_identifier,
-            "a list of different names of passes",
-            is_empty_allowed=True,
-            is_set=True,
-        )
-    ),
-    "graph_bs": validate.ascending(),
+KINDS = {
+    name: validate.kind_of(annotation)
+    for name, annotation in get_type_hints(CompilationConfig, include_extras=True).items()
 }
+"""What each field may hold."""
 
-FIELDS = tuple(name for name in _KINDS if name != "graph_bs")
+FIELDS = tuple(name for name in KINDS if name != "graph_bs")
 """What may be asked for, in the order in which it is declared."""
 
 
@@ -290,10 +247,9 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     the configuration that is built from them checks them together.
 
     Raises:
-        CompilationConfigError: a field is unknown or holds what cannot be used.
+        FieldError: a field is unknown or holds what cannot be used.
     """
-    kinds = {name: _KINDS[name] for name in FIELDS}
-    return validate.read(given, kinds, CompilationConfigError)
+    return validate.read(given, {name: KINDS[name] for name in FIELDS}, "compilation")
 
 
 def _check_mode(config: CompilationConfig) -> None:
@@ -303,30 +259,30 @@ def _check_mode(config: CompilationConfig) -> None:
         return
     if config.level == CompilationLevel.PIECEWISE:
         wanted = f"at least one op where cudagraph_mode is {mode.name}"
-        raise CompilationConfigError("splitting_ops", wanted, list(config.splitting_ops or ()))
+        raise FieldError("compilation.splitting_ops", wanted, list(config.splitting_ops or ()))
     wanted = f"NONE, FULL or FULL_DECODE_ONLY at level {config.level} (pieces need level 3)"
-    raise CompilationConfigError("cudagraph_mode", wanted, mode.name)
+    raise FieldError("compilation.cudagraph_mode", wanted, mode.name)
 
 
 def _check_combinations(config: CompilationConfig) -> None:
     if config.cudagraph_copy_inputs and not _may_copy_inputs(config):
         wanted = "false where cudagraph_mode is not PIECEWISE at level 3"
-        raise CompilationConfigError("cudagraph_copy_inputs", wanted, True)
+        raise FieldError("compilation.cudagraph_copy_inputs", wanted, True)
     if config.compile_lazily and config.sealed == "strict":
         wanted = "false where sealed is strict (nothing compiles after ready)"
-        raise CompilationConfigError("compile_lazily", wanted, True)
+        raise FieldError("compilation.compile_lazily", wanted, True)
     if config.serve_while_compiling == "on" and config.compile_lazily:
         wanted = "auto or off where compile_lazily is true (it compiles in the rank)"
-        raise CompilationConfigError("serve_while_compiling", wanted, "on")
+        raise FieldError("compilation.serve_while_compiling", wanted, "on")
     if config.serve_while_compiling == "on" and config.reserve_graph_memory:
         wanted = "auto or off where reserve_graph_memory is true (trials need what is compiled)"
-        raise CompilationConfigError("serve_while_compiling", wanted, "on")
+        raise FieldError("compilation.serve_while_compiling", wanted, "on")
     if config.evaluate_guards and config.dynamic_shapes is DynamicShapes.UNBACKED:
         wanted = "false where dynamic_shapes is UNBACKED (it has no guards)"
-        raise CompilationConfigError("evaluate_guards", wanted, True)
+        raise FieldError("compilation.evaluate_guards", wanted, True)
     if not config.use_inductor and config.compiler.startswith("inductor"):
         wanted = "auto or eager where use_inductor is false"
-        raise CompilationConfigError("compiler", wanted, config.compiler)
+        raise FieldError("compilation.compiler", wanted, config.compiler)
 
 
 def _may_copy_inputs(config: CompilationConfig) -> bool:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal, get_args
+
+from compile.errors import FieldError
 
 CC = "CC"
 CXX = "CXX"
@@ -18,19 +21,10 @@ DISABLE_COMPILE_CACHE = "LOCKSTEP_DISABLE_COMPILE_CACHE"
 COMPILE_CACHE_SAVE_FORMAT = "LOCKSTEP_COMPILE_CACHE_SAVE_FORMAT"
 LOG_LEVEL = "LOCKSTEP_LOG_LEVEL"
 
-SAVE_FORMATS = ("binary", "unpacked")
+SaveFormat = Literal["binary", "unpacked"]
+SAVE_FORMATS = get_args(SaveFormat)
 CODEGEN = ("ATEN_CPU_CAPABILITY", "TRITON_INTERPRET")
 """Variables of torch and Triton that decide generated code and stand in no configuration."""
-
-
-class EnvironmentVariableError(ValueError):
-    """A variable holds what cannot be used.
-
-    The message is one line: `FIELD: wanted ..., found ...`.
-    """
-
-    def __init__(self, field: str, wanted: str, found: object) -> None:
-        super().__init__(f"{field}: wanted {wanted}, found {found!r}")
 
 
 def cache_root() -> Path:
@@ -56,11 +50,11 @@ def is_compile_cache_disabled() -> bool:
     """Return whether compiled code is neither read nor written; it is by default.
 
     Raises:
-        EnvironmentVariableError: it is neither 0 nor 1.
+        FieldError: it is neither 0 nor 1.
     """
     value = os.environ.get(DISABLE_COMPILE_CACHE) or "0"
     if value not in ("0", "1"):
-        raise EnvironmentVariableError(DISABLE_COMPILE_CACHE, "0 or 1", value)
+        raise FieldError(DISABLE_COMPILE_CACHE, "0 or 1", value)
     return value == "1"
 
 
@@ -68,12 +62,12 @@ def compile_cache_save_format() -> str:
     """Return how compiled code is kept if no field says so: `binary` by default.
 
     Raises:
-        EnvironmentVariableError: it is no format.
+        FieldError: it is no format.
     """
     value = os.environ.get(COMPILE_CACHE_SAVE_FORMAT) or SAVE_FORMATS[0]
     if value not in SAVE_FORMATS:
         wanted = f"one of {', '.join(SAVE_FORMATS)}"
-        raise EnvironmentVariableError(COMPILE_CACHE_SAVE_FORMAT, wanted, value)
+        raise FieldError(COMPILE_CACHE_SAVE_FORMAT, wanted, value)
     return value
 
 
@@ -90,7 +84,7 @@ def apply_log_level() -> None:
     """Set Lockstep's loggers to `log_level`.
 
     Raises:
-        EnvironmentVariableError: as `log_level`.
+        FieldError: as `log_level`.
     """
     level = log_level()
     for name in LOGGERS:
@@ -101,11 +95,11 @@ def log_level() -> int:
     """Return the level of Lockstep's loggers: INFO by default.
 
     Raises:
-        EnvironmentVariableError: the name is not one of logging's.
+        FieldError: the name is not one of logging's.
     """
     name = os.environ.get(LOG_LEVEL) or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         wanted = f"one of {', '.join(logging.getLevelNamesMapping())}"
-        raise EnvironmentVariableError(LOG_LEVEL, wanted, name)
+        raise FieldError(LOG_LEVEL, wanted, name)
     return level

@@ -27,11 +27,11 @@ from compile.config import (
     DEFAULT_WARMUPS,
     AttentionGraphSupport,
     CompilationConfig,
-    CompilationConfigError,
     CompilationLevel,
     CUDAGraphMode,
 )
 from compile.dispatch import DEFAULT_NUM_TOKENS, ascending, capture_sizes, within
+from compile.errors import FieldError
 
 MAX_CPU_TOKENS = 64
 """The largest default size of piecewise graphs on a CPU. A replay saves only calls there, which is
@@ -106,7 +106,7 @@ def resolve(
         is_served: the engine belongs to a server, which may answer before it has compiled.
 
     Raises:
-        CompilationConfigError: no size is left to capture, or the result contradicts itself.
+        FieldError: no size is left to capture, or the result contradicts itself.
     """
     if enforce_eager:
         config = _eager(config)
@@ -284,7 +284,7 @@ def _warmups(config: CompilationConfig, around: _Surroundings) -> CompilationCon
     for field, num in DEFAULT_WARMUPS.items():
         is_captured = not around.is_cpu and config.graph_mode is not CUDAGraphMode.NONE
         if is_captured and getattr(config, field) == 0:
-            raise CompilationConfigError(field, "at least 1 with device=cuda", 0)
+            raise FieldError(f"compilation.{field}", "at least 1 with device=cuda", 0)
         if getattr(config, field) is None:
             changes: dict[str, Any] = {field: 0 if around.is_cpu else num}
             config = replace(config, **changes)
@@ -305,7 +305,7 @@ def _serve_while_compiling(config: CompilationConfig, around: _Surroundings) -> 
     asked = config.serve_while_compiling
     if asked == "on" and not around.is_cpu:
         wanted = "auto or off with device=cuda (another process cannot compile there yet)"
-        raise CompilationConfigError("serve_while_compiling", wanted, asked)
+        raise FieldError("compilation.serve_while_compiling", wanted, asked)
     if asked != "auto":
         return config
     is_kept = config.use_inductor and config.compiler != "eager" and not config.compile_lazily
@@ -333,13 +333,13 @@ def _check_sizes_left(config: CompilationConfig, limits: StepLimits) -> None:
     if mode.has_full_cudagraphs() and not config.graph_bs:
         field, most = _sizes_field(config), limits.max_decode_seqs
         wanted = f"a size of at most {most} (decoding sequences of the largest step)"
-        raise CompilationConfigError(field, wanted, list(getattr(config, field)))
+        raise FieldError(f"compilation.{field}", wanted, list(getattr(config, field)))
     most = limits.max_num_batched_tokens
     sizes = config.capture_num_tokens or ()
     needs_tokens = mode.requires_piecewise_compilation() or mode is CUDAGraphMode.FULL
     if needs_tokens and not within(sizes, most)[0]:
         wanted = f"a size of at most {most} (tokens of the largest step)"
-        raise CompilationConfigError("capture_num_tokens", wanted, list(sizes))
+        raise FieldError("compilation.capture_num_tokens", wanted, list(sizes))
 
 
 _Step = Callable[[CompilationConfig, _Surroundings], CompilationConfig]

@@ -1,8 +1,9 @@
-"""What a configuration field may hold: one `Kind` per shape of value, in words and as a check.
+"""What a configuration field may hold, from its annotation: a `Kind`, in words and as a check.
 
-A kind makes a value canonical while it checks it. Lists become tuples and names become members, so
-two configurations that mean the same are equal and hash the same, whether they came from Python,
-YAML or JSON.
+`bool`, `Literal`, an enumeration and `| None` say all themselves; other annotations name a kind, as
+in `Annotated[int, whole_number(0)]`. A kind makes a value canonical while it checks it. Lists
+become tuples and names become members, so two configurations that mean the same are equal and hash
+the same, whether they came from Python, YAML or JSON.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from compile.errors import FieldError
 
 Plain = bool | int | float | str | None
 """What survives JSON, hashing and a trip to another process."""
@@ -24,7 +28,6 @@ OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 """`namespace::name` or `namespace.name`, with or without an overload."""
 MAX_SIZE = 1 << 20
 """Of a batch. A larger one is a typing error, and a rule that fills sizes in would not end."""
-IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 class Options(Mapping[str, Any]):
@@ -75,31 +78,29 @@ class Kind:
         return self.read(value)
 
 
-Refusal = Callable[[str, str, Any], Exception]
-"""Makes the error of a field from its name, what was wanted and what was found."""
+def read(given: Mapping[str, Any], kinds: Mapping[str, Kind], section: str) -> dict[str, Any]:
+    """Return fields of `section` as they are kept, from text, JSON, YAML or Python.
 
+    Text is read as JSON if the field does not hold text.
 
-def read(given: Mapping[str, Any], kinds: Mapping[str, Kind], refusal: Refusal) -> dict[str, Any]:
-    """Return fields as they are kept, from text, JSON, YAML or Python.
-
-    Text is read as JSON if the field does not hold text. Raises a `refusal` of a field that is
-    unknown or holds what cannot be used.
+    Raises:
+        FieldError: a field is unknown or holds what cannot be used.
     """
     for name, value in given.items():
         if name not in kinds:
-            raise refusal(name, f"one of {', '.join(kinds)}", value)
+            raise FieldError(f"{section}.{name}", f"one of {', '.join(kinds)}", value)
     return {
-        name: accepted(name, kinds[name], kinds[name].from_text(value), refusal)
+        name: accepted(f"{section}.{name}", kinds[name], kinds[name].from_text(value))
         for name, value in given.items()
     }
 
 
-def accepted(name: str, kind: Kind, value: Any, refusal: Refusal) -> Any:
-    """Return a field's value as it is kept, or raise a `refusal` of it."""
+def accepted(field: str, kind: Kind, value: Any) -> Any:
+    """Return a field's value as it is kept; raises FieldError."""
     try:
         return kind.accept(value)
     except ValueError:
-        raise refusal(name, kind.wanted, value) from None
+        raise FieldError(field, kind.wanted, value) from None
 
 
 def read_json(text: str) -> Any:
@@ -112,148 +113,153 @@ def read_json(text: str) -> Any:
         return text
 
 
+def kind_of(annotation: Any) -> Kind:
+    """Return what a field with this annotation may hold."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        named: Kind = arguments[1]
+        return named
+    if get_origin(annotation) is Literal:
+        return _one_of(arguments)
+    if NoneType in arguments:
+        kind = kind_of(next(each for each in arguments if each is not NoneType))
+        accept = kind.accept
+        return replace(
+            kind,
+            wanted=f"{kind.wanted}, or null",
+            accept=lambda value: None if value is None else accept(value),
+        )
+    if annotation is bool:
+        return _where("true or false", lambda value: isinstance(value, bool))
+    return _member(annotation)
+
+
+def _where(
+    wanted: str,
+    is_met: Callable[[Any], bool],
+    keep: Callable[[Any], Any] = _same,
+    *,
+    is_text: bool = False,
+) -> Kind:
+    """Return the kind of values that meet a condition, kept as `keep` returns them."""
+
+    def accept(value: Any) -> Any:
+        if not is_met(value):
+            raise ValueError(value)
+        return keep(value)
+
+    return Kind(wanted, accept, is_text)
+
+
+def _one_of(words: tuple[str, ...]) -> Kind:
+    def spelt(value: Any) -> Any:
+        # YAML reads two words as booleans.
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+    return _where(
+        f"one of {', '.join(words)}",
+        lambda value: isinstance(value, str | bool) and spelt(value) in words,
+        spelt,
+        is_text=True,
+    )
+
+
+def _member(kind: type[Enum]) -> Kind:
+    """A member of an enumeration, or its name in any case."""
+
+    def name(value: Any) -> Any:
+        return value.name if isinstance(value, kind) else value
+
+    return _where(
+        f"one of {', '.join(kind.__members__)}",
+        lambda value: isinstance(name(value), str) and name(value).upper() in kind.__members__,
+        lambda value: kind[name(value).upper()],
+        is_text=True,
+    )
+
+
 def whole_number(least: int, most: int | None = None, *, wanted: str = "") -> Kind:
     """An int, and not a bool, within bounds."""
     limit = f"of at least {least}" if most is None else f"from {least} to {most}"
-
-    def accept(value: Any) -> int:
-        if not _is_int(value) or value < least or (most is not None and value > most):
-            raise ValueError(value)
-        return int(value)
-
-    return Kind(wanted or f"a whole number {limit}", accept)
-
-
-def flag() -> Kind:
-    """True or false."""
-
-    def accept(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError(value)
-        return value
-
-    return Kind("true or false", accept)
-
-
-def one_of(*names: str) -> Kind:
-    """One of some words."""
-
-    def accept(value: Any) -> str:
-        if not isinstance(value, str) or value not in names:
-            raise ValueError(value)
-        return value
-
-    return Kind(f"one of {', '.join(names)}", accept, is_text=True)
-
-
-def switch(*others: str) -> Kind:
-    """on, off or one of some other words. YAML reads the first two as booleans."""
-
-    def accept(value: Any) -> str:
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        if value not in (*others, "on", "off"):
-            raise ValueError(value)
-        return str(value)
-
-    return Kind(f"one of {', '.join((*others, 'on', 'off'))}", accept, is_text=True)
-
-
-def member(kind: type[Enum]) -> Kind:
-    """A member of an enumeration, or its name in any case."""
-
-    def accept(value: Any) -> Enum:
-        if isinstance(value, kind):
-            return value
-        if not isinstance(value, str) or value.upper() not in kind.__members__:
-            raise ValueError(value)
-        return kind[value.upper()]
-
-    return Kind(f"one of {', '.join(kind.__members__)}", accept, is_text=True)
+    return _where(
+        wanted or f"a whole number {limit}",
+        lambda value: _is_int(value) and least <= value and (most is None or value <= most),
+        int,
+    )
 
 
 def path() -> Kind:
     """A path as text; empty means none."""
-
-    def accept(value: Any) -> str:
-        if not isinstance(value, str | os.PathLike):
-            raise ValueError(value)
-        return os.fspath(value)
-
-    return Kind("a path", accept, is_text=True)
-
-
-def optional(kind: Kind) -> Kind:
-    """The same, or None."""
-
-    def accept(value: Any) -> Any:
-        return None if value is None else kind.accept(value)
-
-    return Kind(f"{kind.wanted}, or null", accept, kind.is_text, kind.read)
+    return _where(
+        "a path", lambda value: isinstance(value, str | os.PathLike), os.fspath, is_text=True
+    )
 
 
 def list_of(
     item: Callable[[Any], bool],
     wanted: str,
-    *,
-    is_empty_allowed: bool = False,
-    is_set: bool = False,
+    is_met: Callable[[tuple[Any, ...]], bool] = lambda items: True,
+    keep: Callable[[tuple[Any, ...]], Any] = _same,
 ) -> Kind:
-    """A list whose items are all accepted; kept as a tuple in the given order."""
-
-    def accept(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or not all(map(item, value)):
-            raise ValueError(value)
-        if not (value or is_empty_allowed) or (is_set and len(set(value)) < len(value)):
-            raise ValueError(value)
-        return tuple(value)
-
-    return Kind(wanted, accept)
+    """A list whose items are all accepted, and which is as a whole; kept as a tuple."""
+    return _where(
+        wanted,
+        lambda value: (
+            isinstance(value, list | tuple) and all(map(item, value)) and is_met(tuple(value))
+        ),
+        lambda value: keep(tuple(value)),
+    )
 
 
 def op_names() -> Kind:
     """Ops as torch spells them, with a dot too; kept as `namespace::name`. May be empty."""
-    kind = list_of(is_op_name, "a list of ops such as lockstep::name", is_empty_allowed=True)
+    return list_of(
+        lambda name: isinstance(name, str) and OP_NAME.fullmatch(name) is not None,
+        "a list of ops such as lockstep::name",
+        keep=lambda names: tuple(n if "::" in n else n.replace(".", "::", 1) for n in names),
+    )
 
-    def accept(value: Any) -> tuple[str, ...]:
-        return tuple(n if "::" in n else n.replace(".", "::", 1) for n in kind.accept(value))
 
-    return Kind(kind.wanted, accept)
+def different_names(of: str) -> Kind:
+    """Names as Python has them, none of them twice. May be empty."""
+    return list_of(
+        lambda name: isinstance(name, str) and name.isidentifier(),
+        f"a list of different names of {of}",
+        lambda names: len(set(names)) == len(names),
+    )
 
 
 def sizes(default: tuple[int, ...] = ()) -> Kind:
     """Sizes of batches: at least one; an empty list stands for the default if there is one."""
-    wanted = f"a list of whole numbers from 1 to {MAX_SIZE}"
-    kind = list_of(lambda n: is_size(n) and n <= MAX_SIZE, wanted, is_empty_allowed=bool(default))
-    return Kind(kind.wanted, lambda value: kind.accept(value) or default)
+    return list_of(
+        lambda size: is_size(size) and size <= MAX_SIZE,
+        f"a list of whole numbers from 1 to {MAX_SIZE}",
+        lambda found: bool(found or default),
+        lambda found: found or default,
+    )
 
 
 def ascending() -> Kind:
     """Sizes in the order that a search relies on; may be empty."""
-    kind = list_of(is_size, "ascending whole numbers of at least 1", is_empty_allowed=True)
-
-    def accept(value: Any) -> tuple[int, ...]:
-        found: tuple[int, ...] = kind.accept(value)
-        if list(found) != sorted(set(found)):
-            raise ValueError(value)
-        return found
-
-    return Kind(kind.wanted, accept)
+    return list_of(
+        is_size,
+        "ascending whole numbers of at least 1",
+        lambda found: list(found) == sorted(set(found)),
+    )
 
 
 def ranges() -> Kind:
     """Pairs (first, last) of sizes, none of which share one; kept in ascending order."""
 
-    def accept(value: Any) -> tuple[tuple[int, int], ...]:
-        if not isinstance(value, list | tuple):
-            raise ValueError(value)
-        found = sorted(_range(pair) for pair in value)
-        for (_, last), (first, _) in pairwise(found):
-            if first <= last:
-                raise ValueError(value)
-        return tuple(found)
+    def kept(pairs: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted((first, last) for first, last in pairs))
 
-    return Kind("a list of pairs [first, last] that do not overlap", accept)
+    return list_of(
+        _is_range,
+        "a list of pairs [first, last] that do not overlap",
+        lambda pairs: all(one[1] < other[0] for one, other in pairwise(kept(pairs))),
+        kept,
+    )
 
 
 def options() -> Kind:
@@ -285,27 +291,13 @@ def is_size(value: Any) -> bool:
     return _is_int(value) and value >= 1
 
 
-def is_op_name(value: Any) -> bool:
-    """Return whether a value is spelled like an op, `lockstep::name`."""
-    return isinstance(value, str) and OP_NAME.fullmatch(value) is not None
-
-
-def is_identifier(value: Any) -> bool:
-    """Return whether a value is spelled like a name in Python."""
-    return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _range(pair: Any) -> tuple[int, int]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(is_size, pair)):
-        raise ValueError(pair)
-    first, last = pair
-    if first > last:
-        raise ValueError(pair)
-    return first, last
+def _is_range(pair: Any) -> bool:
+    is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_size, pair))
+    return is_pair and pair[0] <= pair[1]
 
 
 def _flatten(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

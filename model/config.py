@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.fields import LARGEST, Fields, ModelError, read_json, whole_number
+from model.fields import LARGEST, Fields, read_json, refused, whole_number
 from model.rope import DynamicRope, Rope, longest_context, read_rope
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -214,7 +214,7 @@ class ModelConfig:
         """Read `config.json` and, where there is one, `generation_config.json` of a checkpoint.
 
         Raises:
-            ModelError: a file is missing, is not JSON or holds what cannot be used.
+            FieldError: a file is missing, is not JSON or holds what cannot be used.
         """
         directory = Path(path)
         config_path = directory / "config.json"
@@ -238,12 +238,12 @@ class ModelConfig:
             eos_token_ids: end tokens that beat those of `values`; None where there are none.
 
         Raises:
-            ModelError: names the field and the file.
+            FieldError: names the field and the file.
         """
         architecture = _architecture(values.get("architectures"), source)
         for name in _REFUSED_UNLESS_NULL:
             if values.get(name) is not None:
-                raise ModelError.of(name, "none (not built yet)", values[name], source)
+                raise refused(name, "none (not built yet)", values[name], source)
         fields = Fields(values, DEFAULTS[architecture], source)
         if eos_token_ids is None:
             eos_token_ids = _token_ids(fields.value("eos_token_id"), source) or ()
@@ -252,7 +252,7 @@ class ModelConfig:
         num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
             divisor = f"a divisor of num_attention_heads={num_heads}"
-            raise ModelError.of("num_key_value_heads", divisor, num_kv_heads, source)
+            raise refused("num_key_value_heads", divisor, num_kv_heads, source)
         head_dim = _head_dim(fields, num_heads)
         max_positions = fields.integer("max_position_embeddings")
         return cls(
@@ -284,7 +284,7 @@ def _architecture(names: object, source: Path | str) -> str:
         for name in names:
             if isinstance(name, str) and name in DEFAULTS:
                 return name
-    raise ModelError.of("architectures", f"one of {', '.join(DEFAULTS)}", names, source)
+    raise refused("architectures", f"one of {', '.join(DEFAULTS)}", names, source)
 
 
 def _head_dim(fields: Fields, num_heads: int) -> int:
@@ -295,11 +295,11 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
         hidden_size = fields.integer("hidden_size")
         if hidden_size % num_heads:
             multiple = f"a multiple of num_attention_heads={num_heads} (there is no head_dim)"
-            raise ModelError.of("hidden_size", multiple, hidden_size, fields.source)
+            raise refused("hidden_size", multiple, hidden_size, fields.source)
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         # Rotary embedding turns pairs.
-        raise ModelError.of("head_dim", "an even number", head_dim, fields.source)
+        raise refused("head_dim", "an even number", head_dim, fields.source)
     most = min(MAX_HEAD_DIM, LARGEST // num_heads)
     return whole_number("head_dim", head_dim, fields.source, maximum=most)
 
@@ -314,7 +314,7 @@ def _layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if "layer_types" not in fields.defaults:
         if fields.values.get("layer_types") is not None:
             wanted = "none (the layers of this architecture are alike)"
-            raise ModelError.of("layer_types", wanted, fields.values["layer_types"], fields.source)
+            raise refused("layer_types", wanted, fields.values["layer_types"], fields.source)
         return (window,) * num_layers
     types = _layer_types(fields, num_layers, window)
     return tuple(window if kind == SLIDING else None for kind in types)
@@ -330,7 +330,7 @@ def _layer_types(fields: Fields, num_layers: int, window: int | None) -> list[st
     is_list = isinstance(types, list) and len(types) == num_layers
     if not is_list or not all(kind in choices for kind in types):
         wanted = f"{num_layers} of {' or '.join(choices)} (sliding_window={window})"
-        raise ModelError.of("layer_types", wanted, types, fields.source)
+        raise refused("layer_types", wanted, types, fields.source)
     return list(types)
 
 
@@ -340,7 +340,7 @@ def _dtype(fields: Fields) -> str:
     if value is None:
         value = fields.defaults["dtype"]
     if not isinstance(value, str) or value not in CHECKPOINT_DTYPES:
-        raise ModelError.of(name, " or ".join(CHECKPOINT_DTYPES), value, fields.source)
+        raise refused(name, " or ".join(CHECKPOINT_DTYPES), value, fields.source)
     return value
 
 
@@ -349,7 +349,7 @@ def _token_ids(value: object, source: Path | str) -> tuple[int, ...] | None:
         return None
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int and 0 <= token_id <= LARGEST for token_id in ids):
-        raise ModelError.of("eos_token_id", "a token id or a list of them", value, source)
+        raise refused("eos_token_id", "a token id or a list of them", value, source)
     return tuple(ids)
 
 
@@ -378,7 +378,7 @@ def read_experts(fields: Fields, num_layers: int) -> Experts | None:
     """Return the experts that the fields describe; None for a dense model.
 
     Raises:
-        ModelError: names the field.
+        FieldError: names the field.
     """
     if "num_experts_per_tok" not in fields.defaults:
         return None
@@ -387,7 +387,7 @@ def read_experts(fields: Fields, num_layers: int) -> Experts | None:
     num_per_token = fields.integer("num_experts_per_tok")
     if num_per_token > num_experts:
         wanted = f"at most the {num_experts} experts that there are"
-        raise ModelError.of("num_experts_per_tok", wanted, num_per_token, fields.source)
+        raise refused("num_experts_per_tok", wanted, num_per_token, fields.source)
     has_own_size = "moe_intermediate_size" in fields.defaults
     experts = Experts(
         num_experts=num_experts,
@@ -412,7 +412,7 @@ def _num_experts(fields: Fields) -> int:
         for name in named
     ]
     if counts[-1] != counts[0]:
-        raise ModelError.of(named[-1], f"{counts[0]} like {named[0]}", counts[-1], fields.source)
+        raise refused(named[-1], f"{counts[0]} like {named[0]}", counts[-1], fields.source)
     return counts[0]
 
 
@@ -426,7 +426,7 @@ def _sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     is_list = isinstance(dense, list)
     if not is_list or not all(type(layer) is int and layer >= 0 for layer in dense):
         wanted = "a list of layers' numbers from 0, or null"
-        raise ModelError.of("mlp_only_layers", wanted, dense, fields.source)
+        raise refused("mlp_only_layers", wanted, dense, fields.source)
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
 
 

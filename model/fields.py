@@ -1,7 +1,7 @@
 """Typed fields of a checkpoint's JSON files, and the error for what cannot be used.
 
 A file comes from outside. It may be damaged or not be a file at all, and a number in it may be
-large enough to build a model for hours. All of it ends in a `ModelError`.
+large enough to build a model for hours. All of it ends in a `FieldError`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from compile.errors import FieldError, Words
+
 LARGEST = 1 << 28
 """Bound of every integer: the bytes of a product of two still fit in 64 bits."""
 MAX_JSON_BYTES = 64 << 20
 """Bound of a JSON file: an index of a million tensors is as large."""
 
 
-class ModelError(ValueError):
-    """A checkpoint, or what is asked of it, cannot be used.
+def refused(field: str, wanted: str, found: object, source: Path | str) -> FieldError:
+    """Return the error for `field` of a file, in one line of readable length."""
+    # Words are whole: they may end with what matters.
+    shown = found if isinstance(found, Words) else _cut(_repr(found))
+    return FieldError(_line(_cut(field)), _line(wanted), Words(_line(f"{shown} in {source}")))
 
-    The message is one line: `FIELD: wanted ..., found ...`, with the file where there is one.
-    """
 
-    @classmethod
-    def of(
-        cls, field: str, wanted: str, found: object, source: Path | str | None = None
-    ) -> ModelError:
-        """Return the error for `field`; `found` is shown as its repr, cut to a readable length."""
-        return cls.saying(field, wanted, _cut(_repr(found)), source)
-
-    @classmethod
-    def saying(
-        cls, field: str, wanted: str, found: str, source: Path | str | None = None
-    ) -> ModelError:
-        """Return the error for `field`, with `found` in words."""
-        where = f" in {source}" if source is not None else ""
-        text = " ".join(f"{_cut(field)}: wanted {wanted}, found {found}{where}".split())
-        # JSON may hold halves of surrogate pairs, which no terminal or socket takes.
-        return cls(text.encode("utf-8", "backslashreplace").decode())
+def _line(text: str) -> str:
+    # JSON may hold halves of surrogate pairs, which no terminal or socket takes.
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
 def _repr(value: object) -> str:
@@ -58,24 +48,24 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object that a regular file, or a link to one, holds.
 
     Raises:
-        ModelError: the file cannot be read, is not JSON, holds something else, or names a key
+        FieldError: the file cannot be read, is not JSON, holds something else, or names a key
             twice.
     """
     check_file(path)
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
-            raise ModelError.of(path.name, f"at most {MAX_JSON_BYTES} bytes", size, path)
+            raise refused(path.name, f"at most {MAX_JSON_BYTES} bytes", size, path)
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except ModelError:
+    except FieldError:
         raise
     except OSError as error:
         found = error.strerror or type(error).__name__
-        raise ModelError.saying(path.name, "a readable file", found, path) from error
+        raise refused(path.name, "a readable file", Words(found), path) from error
     except (ValueError, RecursionError) as error:
-        raise ModelError.saying(path.name, "JSON", _cut(str(error)), path) from error
+        raise refused(path.name, "JSON", Words(_cut(str(error))), path) from error
     if not isinstance(value, dict):
-        raise ModelError.of(path.name, "a JSON object", value, path)
+        raise refused(path.name, "a JSON object", value, path)
     return value
 
 
@@ -85,16 +75,16 @@ def check_file(path: Path) -> None:
     Links are followed: caches store a checkpoint's files as links to their contents.
 
     Raises:
-        ModelError: names the file.
+        FieldError: names the file.
     """
     try:
         path.stat()
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or str(error)
-        raise ModelError.saying(path.name, "a readable file", found, path) from error
+        raise refused(path.name, "a readable file", Words(found), path) from error
     if not path.is_file():
         kind = "a directory" if path.is_dir() else "something else"
-        raise ModelError.saying(path.name, "a regular file", kind, path)
+        raise refused(path.name, "a regular file", Words(kind), path)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,7 +111,7 @@ class Fields:
         return self.values.get(name, self.defaults[name])
 
     def integer(self, name: str, minimum: int = 1, maximum: int = LARGEST) -> int:
-        """Return a field that is an integer within the bounds; all of these raise ModelError."""
+        """Return a field that is an integer within the bounds; all of these raise FieldError."""
         return whole_number(name, self.value(name), self.source, minimum, maximum)
 
     def optional_integer(self, name: str, minimum: int = 1) -> int | None:
@@ -140,7 +130,7 @@ class Fields:
         """Return a field that is one of these texts."""
         value = self.value(name)
         if not isinstance(value, str) or value not in choices:
-            raise ModelError.of(name, " or ".join(choices), value, self.source)
+            raise refused(name, " or ".join(choices), value, self.source)
         return value
 
 
@@ -149,16 +139,16 @@ def whole_number(
 ) -> int:
     """Return `value` if it is an integer within the bounds."""
     if type(value) is not int or value < minimum:
-        raise ModelError.of(name, f"an integer of at least {minimum}", value, source)
+        raise refused(name, f"an integer of at least {minimum}", value, source)
     if value > maximum:
-        raise ModelError.of(name, f"an integer of at most {maximum}", value, source)
+        raise refused(name, f"an integer of at most {maximum}", value, source)
     return value
 
 
 def boolean(name: str, value: object, source: Path | str) -> bool:
     """Return `value` if it is true or false."""
     if not isinstance(value, bool):
-        raise ModelError.of(name, "true or false", value, source)
+        raise refused(name, "true or false", value, source)
     return value
 
 
@@ -170,5 +160,5 @@ def positive_number(name: str, value: object, source: Path | str) -> float:
     except OverflowError:
         number = math.inf
     if not (math.isfinite(number) and number > 0):
-        raise ModelError.of(name, "a number above 0", value, source)
+        raise refused(name, "a number above 0", value, source)
     return number

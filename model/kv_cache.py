@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from compile.context import KVCacheTensor
-from model.fields import ModelError
+from compile.errors import FieldError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class KVCacheSpec:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "dtype" and value < 1:
-                raise ModelError.of(field.name, "an integer of at least 1", value)
+                raise FieldError(field.name, "an integer of at least 1", value)
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -77,24 +77,24 @@ class KVCacheSpec:
             [num_blocks + 1, L, 2, B, H, D]
 
         Raises:
-            ModelError: `storage` has another size, or the device is not a CPU.
+            FieldError: `storage` has another size, or the device is not a CPU.
         """
         shape = (num_blocks + 1, *self.block_shape)
         size = (num_blocks + 1) * self.block_bytes
         if torch.device(device).type != "cpu":
             if storage is not None:
-                raise ModelError.of("kv storage", "none: only a cpu device uses it", str(device))
+                raise FieldError("kv storage", "none: only a cpu device uses it", str(device))
             return torch.zeros(shape, dtype=self.dtype, device=device)
         if storage is None:
             storage = memoryview(mmap.mmap(-1, size))
         if storage.nbytes != size:
-            raise ModelError.of("kv storage", f"{size} bytes", storage.nbytes)
+            raise FieldError("kv storage", f"{size} bytes", storage.nbytes)
         return torch.frombuffer(storage, dtype=self.dtype).view(shape)
 
     def views(self, pool: torch.Tensor, layer_names: Sequence[str]) -> dict[str, KVCacheTensor]:
         """Return each layer's view of the pool: [N, B, H, D] for keys and for values."""
         if len(layer_names) != self.num_layers:
-            raise ModelError.of("layer_names", f"{self.num_layers} names", len(layer_names))
+            raise FieldError("layer_names", f"{self.num_layers} names", len(layer_names))
         return {
             name: KVCacheTensor(k_cache=pool[:, i, 0], v_cache=pool[:, i, 1])
             for i, name in enumerate(layer_names)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from compile.custom_op import direct_register_custom_op
-from model.fields import ModelError
+from compile.errors import FieldError
 
 # A name is free again when its group is gone.
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
@@ -147,7 +147,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ModelError.of("shard", f"a rank from 0 to {self.size - 1}", self.rank)
+            raise FieldError("shard", f"a rank from 0 to {self.size - 1}", self.rank)
         if self.group is not None:
             name = register_group(self.kind, self.group)
             object.__setattr__(self, "group_name", name)
@@ -168,10 +168,10 @@ class Shard:
         """Return one rank's part of `total`.
 
         Raises:
-            ModelError: `total`, called `name`, is not a multiple of the ranks.
+            FieldError: `total`, called `name`, is not a multiple of the ranks.
         """
         if total % self.size:
-            raise ModelError.of(name, f"a multiple of tensor_parallel_size={self.size}", total)
+            raise FieldError(name, f"a multiple of tensor_parallel_size={self.size}", total)
         return total // self.size
 
     def slice(self, total: int) -> slice:
@@ -266,13 +266,13 @@ class ExpertShard:
         """Return how many experts a rank holds.
 
         Raises:
-            ModelError: the experts are not a multiple of the ranks.
+            FieldError: the experts are not a multiple of the ranks.
         """
         if num_experts % self.size:
             sizes = f"tensor_parallel_size={self.tensor.size}"
             if self.data.size > 1:
                 sizes += f" times data_parallel_size={self.data.size}"
-            raise ModelError.of("num_experts", f"a multiple of {sizes}", num_experts)
+            raise FieldError("num_experts", f"a multiple of {sizes}", num_experts)
         return num_experts // self.size
 
     def dispatch(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.fields import LARGEST, Fields, ModelError, boolean, positive_number, whole_number
+from model.fields import LARGEST, Fields, boolean, positive_number, refused, whole_number
 
 # What files of any kind carry; each kind reads its own and ignores the rest, as transformers does.
 _KNOWN_KEYS = {
@@ -114,7 +114,7 @@ def read_rope(fields: Fields, max_position_embeddings: int, head_dim: int) -> Ro
     """Read `rope_parameters`, as transformers 5 writes it, or the older `rope_scaling`.
 
     Raises:
-        ModelError: names the field and the file.
+        FieldError: names the field and the file.
     """
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     reader = _Parameters(name, fields, max_position_embeddings, head_dim)
@@ -144,15 +144,15 @@ class _Parameters:
         self.head_dim = head_dim
         self.values: Mapping[str, Any] = fields.values.get(name) or {}
         if not isinstance(self.values, dict):
-            raise ModelError.of(name, "an object or null", self.values, self.source)
+            raise refused(name, "an object or null", self.values, self.source)
         self.kind = self.values.get("rope_type", self.values.get("type", "default"))
         if self.kind not in ROPE_TYPES:
             wanted = f"rope_type {', '.join(ROPE_TYPES)}"
-            raise ModelError.of(name, wanted, self.kind, self.source)
+            raise refused(name, wanted, self.kind, self.source)
         unknown = sorted(set(self.values) - _KNOWN_KEYS)
         if unknown:
             wanted = f"only {', '.join(sorted(_KNOWN_KEYS))}"
-            raise ModelError.of(name, wanted, unknown, self.source)
+            raise refused(name, wanted, unknown, self.source)
         self._check_partial()
         self.theta = self._theta()
 
@@ -168,19 +168,19 @@ class _Parameters:
 
     def dynamic(self) -> DynamicRope:
         if self.head_dim == 2:
-            raise ModelError.of("head_dim", "above 2 for rope_type dynamic", 2, self.source)
+            raise refused("head_dim", "above 2 for rope_type dynamic", 2, self.source)
         return DynamicRope(self.theta, self.number("factor"), self.max_positions)
 
     def llama3(self) -> Llama3Rope:
         low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
         if high <= low:
             wanted = f"a number above low_freq_factor={low:g}"
-            raise ModelError.of(f"{self.name}.high_freq_factor", wanted, high, self.source)
+            raise refused(f"{self.name}.high_freq_factor", wanted, high, self.source)
         return Llama3Rope(self.theta, self.number("factor"), low, high, self._original_len())
 
     def yarn(self) -> YarnRope:
         if self.theta == 1:
-            raise ModelError.of("rope_theta", "other than 1 for rope_type yarn", 1, self.source)
+            raise refused("rope_theta", "other than 1 for rope_type yarn", 1, self.source)
         original_len = self._original_len()
         if "factor" in self.values and self.values["factor"] is None:
             factor = self.max_positions / original_len
@@ -221,7 +221,7 @@ class _Parameters:
         partial = self.values.get(key, self.fields.values.get(key))
         if partial not in (None, 1):
             wanted = "1 (no family here turns a part of a head)"
-            raise ModelError.of(key, wanted, partial, self.source)
+            raise refused(key, wanted, partial, self.source)
 
 
 def _mscale(factor: float, mscale: float) -> float:

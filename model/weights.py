@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from compile.errors import FieldError, Words
 from model.config import ModelConfig
 from model.families import FAMILIES
-from model.fields import ModelError, check_file, read_json
+from model.fields import check_file, read_json, refused
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
 from model.parallel import Shard
@@ -70,7 +71,7 @@ def load_weights(
         progress: called with (tensors done, tensors in all), first with none done.
 
     Raises:
-        ModelError: a file or tensor is missing, unknown, broken, of another shape or not finite;
+        FieldError: a file or tensor is missing, unknown, broken, of another shape or not finite;
             names the file and the tensor. The parameters' values mean nothing then.
     """
     directory = Path(checkpoint_dir)
@@ -124,7 +125,7 @@ def _plan(
     by_file: dict[Path, list[WeightSlice]] = {path: [] for path in files.values()}
     for name, piece in wanted.items():
         if name not in files:
-            raise ModelError.saying(f"tensor {name}", "in the checkpoint", "none", directory)
+            raise refused(f"tensor {name}", "in the checkpoint", Words("none"), directory)
         by_file[files[name]].append(piece)
     halves: dict[str, str] = {}
     for path, pieces in by_file.items():
@@ -144,9 +145,9 @@ def _check_name(name: str, is_wanted: bool, is_listed: bool, family: str, path: 
     """Refuse a tensor of a file that no module wants, or that another file has as well."""
     field = f"tensor {name}"
     if not is_wanted:
-        raise ModelError.saying(field, f"only tensors of {family}", "it", path)
+        raise refused(field, f"only tensors of {family}", Words("it"), path)
     if not is_listed:
-        raise ModelError.saying(field, "only where the index says", "another", path)
+        raise refused(field, "only where the index says", Words("another"), path)
 
 
 def _check_halves(name: str, dtype: str, seen: dict[str, str], path: Path) -> None:
@@ -155,7 +156,7 @@ def _check_halves(name: str, dtype: str, seen: dict[str, str], path: Path) -> No
         seen.setdefault(dtype, name)
     if len(seen) > 1:
         other = next(kind for kind in seen if kind != dtype)
-        raise ModelError.of(f"tensor {name}", f"{other} as tensor {seen[other]}", dtype, path)
+        raise refused(f"tensor {name}", f"{other} as tensor {seen[other]}", dtype, path)
 
 
 def _largest_first(by_file: dict[Path, list[WeightSlice]]) -> list[tuple[WeightSlice, Path]]:
@@ -175,10 +176,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
     if not index.exists():
-        raise ModelError.saying("weights", f"{SINGLE_FILE} or {INDEX_FILE}", "neither", directory)
+        raise refused("weights", f"{SINGLE_FILE} or {INDEX_FILE}", Words("neither"), directory)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ModelError.of("weight_map", "an object of tensor and file names", weight_map, index)
+        raise refused("weight_map", "an object of tensor and file names", weight_map, index)
     return {name: directory / _file_name(name, value, index) for name, value in weight_map.items()}
 
 
@@ -187,7 +188,7 @@ def _file_name(tensor_name: str, value: object, index: Path) -> str:
     is_plain = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", value, re.ASCII)
     if not is_plain:
         wanted = "the name of a safetensors file beside the index"
-        raise ModelError.of(f"weight_map[{tensor_name}]", wanted, value, index)
+        raise refused(f"weight_map[{tensor_name}]", wanted, value, index)
     return str(value)
 
 
@@ -203,20 +204,20 @@ def _opened(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _broken(path: Path, error: Exception) -> ModelError:
-    return ModelError.saying(path.name, "a whole safetensors file", str(error), path)
+def _broken(path: Path, error: Exception) -> FieldError:
+    return refused(path.name, "a whole safetensors file", Words(str(error)), path)
 
 
 def _check(piece: WeightSlice, file: Any, present: set[str], path: Path) -> None:
     field = f"tensor {piece.name}"
     if piece.name not in present:
-        raise ModelError.saying(field, "where the index says", "none", path)
+        raise refused(field, "where the index says", Words("none"), path)
     tensor = file.get_slice(piece.name)
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != piece.shape:
-        raise ModelError.of(field, f"shape {piece.shape}", shape, path)
+        raise refused(field, f"shape {piece.shape}", shape, path)
     if dtype not in READABLE_DTYPES:
-        raise ModelError.of(field, f"one of {', '.join(READABLE_DTYPES)}", dtype, path)
+        raise refused(field, f"one of {', '.join(READABLE_DTYPES)}", dtype, path)
 
 
 def _read(piece: WeightSlice, file: Any, path: Path) -> list[Extremes]:
@@ -269,12 +270,12 @@ def _check_values(piece: WeightSlice, values: torch.Tensor, path: Path) -> None:
     field = f"tensor {piece.name}"
     if not (math.isfinite(low) and math.isfinite(high)):
         found = low if not math.isfinite(low) else high
-        raise ModelError.of(field, "finite numbers", found, path)
+        raise refused(field, "finite numbers", found, path)
     dtype = piece.layer.dtype
     largest = torch.finfo(dtype).max
     if max(-low, high) > largest:
         wanted = f"numbers that {str(dtype).removeprefix('torch.')} holds"
-        raise ModelError.of(field, wanted, low if -low > largest else high, path)
+        raise refused(field, wanted, low if -low > largest else high, path)
 
 
 def load_model(
@@ -292,7 +293,7 @@ def load_model(
         progress: called with (tensors done, tensors in all).
 
     Raises:
-        ModelError: the checkpoint cannot be used, or not by this many ranks.
+        FieldError: the checkpoint cannot be used, or not by this many ranks.
     """
     model, config = _described_model(checkpoint_dir, shard, dtype, torch.device(device))
     load_weights(model, checkpoint_dir, progress)
@@ -309,7 +310,7 @@ def blank_model(
     again, so it takes memory for its largest parameter and no more.
 
     Raises:
-        ModelError: the checkpoint cannot be used, or not by this many ranks.
+        FieldError: the checkpoint cannot be used, or not by this many ranks.
     """
     model, config = _described_model(checkpoint_dir, shard, dtype, torch.device("cpu"))
     files = _tensor_files(Path(checkpoint_dir))

@@ -13,7 +13,8 @@ from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
 from cluster.actors.placement import rank_bundles
-from cluster.config import DEFAULT_NUM_CPUS, ConfigError
+from cluster.config import DEFAULT_NUM_CPUS
+from compile.errors import FieldError
 from serve.config import DeployConfig, PoolConfig, deploy_config
 from serve.draining import INGRESS, drain_at_exit
 from serve.failed_start import StartWatch
@@ -45,8 +46,8 @@ def deploy(args: dict[str, Any]) -> Application:
     """
     try:
         config = deploy_config(args)
-        listen(config.host, config.port)
-    except ConfigError as error:
+        listen(config.args.host, config.args.port)
+    except FieldError as error:
         if ray.is_initialized():
             raise
         print(error, file=sys.stderr)
@@ -55,7 +56,7 @@ def deploy(args: dict[str, Any]) -> Application:
     if not ray.is_initialized():  # this is `serve run`, and no cluster that builds a YAML
         watch.start()
         atexit.register(watch.end)  # after what runs was answered
-        drain_at_exit(config.drain_timeout_s)
+        drain_at_exit(config.args.drain_timeout_s)
         draw_on_terminal()
     else:
         watch.forget()

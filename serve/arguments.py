@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from cluster.config import DEFAULT_NUM_CPUS, ConfigError
-from cluster.logs import FORMATS
+from cluster.config import (
+    DEFAULT_NUM_CPUS,
+    MAX_LEASE_S,
+    MIN_LEASE_S,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from compile.errors import FieldError
 from serve.compilation import as_object, given_fields, refuse_speculation
 from serve.config_file import read_file
+from serve.fields import Source, at_least, convert, hints_of, says, words_for
 from serve.routing import Routing
 
 _MAX_BYTES = 1 << 63
-_MISSING = object()
 _SECRET = "api_keys"
 ALIASES = {
     "O": ("compilation", "level"),
@@ -32,6 +41,23 @@ ALIASES = {
 """The paths that other spellings of an argument stand for."""
 
 
+Positive = Annotated[int, Meta(ge=1), says("a whole number of at least 1")]
+Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max), says("seconds above 0")]
+Share = Annotated[float, Meta(gt=0, le=1), says("a share in (0, 1]")]
+Switch = Literal["on", "off"]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], says("auto, float32, bfloat16, float16")
+]
+LogFormat = Literal["text", "json"]
+Host = Annotated[str, Meta(pattern=r"^[\w.:%-]+\Z"), says("an address or a name of this machine")]
+Port = Annotated[int, Meta(ge=1, le=65535), says("1 to 65535")]
+LeaseS = Annotated[
+    float,
+    Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S),
+    says(f"at least {MIN_LEASE_S:g}, at most {MAX_LEASE_S:g}"),
+]
+
+
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all argument structs: an unknown key is an error."""
 
@@ -39,17 +65,22 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class PoolArgs(_Strict, frozen=True):
     """`prefill.*`, `decode.*` and `mixed.*`."""
 
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1)] = 1
     """Rank groups in the pool."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Positive = 1
     """Ranks that hold the model together: a number that its heads allow, the same in both pools."""
-    data_parallel_size: int = 1
+    data_parallel_size: Positive = 1
     """Engines in a rank group, each with its own KV, that run every step together."""
-    routing: str = Routing.LEAST_REQUESTS.value
+    routing: Routing = Routing.LEAST_REQUESTS
     """Which engine of a group gets a request: `round_robin`, `least_requests` or `least_tokens`."""
-    num_cpus: float = DEFAULT_NUM_CPUS
+    num_cpus: Annotated[float, at_least(1e-4)] = DEFAULT_NUM_CPUS
     """CPUs that each rank reserves in Ray. The default is next to nothing, so that it starts on any
     machine."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole pool."""
+        return self.replicas * self.tensor_parallel_size * self.data_parallel_size
 
 
 class IngressArgs(_Strict, frozen=True):
@@ -64,10 +95,10 @@ class IngressArgs(_Strict, frozen=True):
 class KVArgs(_Strict, frozen=True):
     """`kv.*`."""
 
-    transport: str = "auto"
+    transport: str = TransferConfig.transport
     """`shm` (shared memory, not on GPUs) or `tcp`; `auto`: shared memory within a node where it can
     be opened, else TCP."""
-    lease_s: float = 30.0
+    lease_s: LeaseS = TransferConfig.lease_s
     """How long a prefill rank holds KV without hearing from its reader; 0.01 to 86400."""
 
 
@@ -80,36 +111,36 @@ class DeployArgs(_Strict, frozen=True):
     served_model_name: str | list[str] | None = None
     """What requests call the model; of several names, in a list or separated by commas, the first
     is reported. Null: the last part of its path."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` or `cuda`; `auto` is what the machine that deploys has, and is refused where that one
     has no GPU and others do."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """`float32`, `bfloat16` or `float16`, of weights, activations and KV; `auto`: the
     checkpoint's."""
     max_model_len: int | None = None
     """Prompt and output tokens of one request, with rotary scaling up to the scaled context; null:
     the model's."""
-    max_num_seqs: int = 64
+    max_num_seqs: Positive = SchedulerConfig.max_num_seqs
     """Sequences that run at once in one engine."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: Positive | None = None
     """Tokens of one step, at least `max_num_seqs`; longer prompts are computed in chunks. Null:
     2048 on a GPU, 512 on a CPU, which computes no faster in longer steps."""
-    block_size: int = 16
+    block_size: Positive = CacheConfig.block_size
     """Tokens in one KV block."""
-    num_kv_blocks: int | None = None
+    num_kv_blocks: Positive | None = None
     """KV blocks of one rank; null: as many as its memory for KV holds."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Share = CacheConfig.gpu_memory_utilization
     """Share of a GPU's memory for weights, activations and KV; above 0, at most 1."""
     kv_memory: int | str = "1GiB"
     """Memory for KV on a CPU: bytes, or text such as `512MiB` or `2GB`."""
-    threads_per_rank: int | None = None
+    threads_per_rank: Positive | None = None
     """Threads of one rank's tensor operations on a CPU; null: cores divided by ranks."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = CacheConfig.enable_prefix_caching
     """Whether prompts that begin alike share KV."""
-    prefix_cache_sharing: str = "key"
+    prefix_cache_sharing: Literal["key", "all"] = "key"
     """With API keys, whose prompts share KV: `key`, those of one key, since what is found tells how
     others' begin; `all`, those of all. A request's `cache_salt` divides either further."""
-    pools: str = "pd"
+    pools: Literal["pd", "mixed"] = "pd"
     """`pd`: a prefill and a decode pool; `mixed`: one pool that does both."""
     prefill: PoolArgs = PoolArgs()
     """The prefill pool."""
@@ -119,10 +150,10 @@ class DeployArgs(_Strict, frozen=True):
     """The mixed pool."""
     ingress: IngressArgs = IngressArgs()
     """What clients reach."""
-    lockstep: str = "on"
+    lockstep: Switch = "on"
     """`off`: data-parallel engines of a dense model step apart; those of a model with experts
     cannot."""
-    overlap: str = "auto"
+    overlap: Literal["auto", "on", "off"] = "auto"
     """`on`: a step is planned while the device runs the one before; `off`: after it; `auto`: `on`
     with `device=cuda`. A CPU runs a step before its launch returns, so nothing is won there."""
     kv: KVArgs = KVArgs()
@@ -137,25 +168,25 @@ class DeployArgs(_Strict, frozen=True):
     """Graph fields as TensorRT-LLM spells them; null: decode steps replay no full graphs."""
     speculative_config: dict[str, Any] | None = None
     """Refused by name: speculation is not built yet."""
-    max_queued_requests: int = 256
+    max_queued_requests: Annotated[int, at_least(0)] = 256
     """Sequences that wait beyond those that run; more get 429."""
-    max_queue_wait_s: float = 60.0
+    max_queue_wait_s: Annotated[float, at_least(0.001)] = 60.0
     """How long sequences may have to wait, at the rate at which others have ended in the last 30 s;
     beyond that a request gets 429."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: Annotated[float, at_least(0.001)] = 600.0
     """For receiving a request, and again for answering it to the last byte."""
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: Annotated[float, at_least(0.0)] = 30.0
     """How long what runs may take once `serve run` got SIGTERM or SIGHUP; new requests get 503
     meanwhile."""
-    watchdog_s: float = 10.0
+    watchdog_s: Seconds = EngineConfig.watchdog_s
     """How long a rank may stay in one phase of a step before its group is rebuilt; or five times
     what the step should take, if that is longer."""
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: Annotated[int, at_least(1)] = 8 << 20
     """Bytes of one request's body; a larger one gets 413."""
-    max_answer_bytes: int = 64 << 20
+    max_answer_bytes: Annotated[int, at_least(1 << 16)] = 64 << 20
     """How large a streamed answer may become by what its request asks for, a whole one to a quarter
     of that. More gets 400, or fewer tokens where `max_tokens` was left out. At least 64 KiB."""
-    stream_interval: int = 1
+    stream_interval: Annotated[int, at_least(1)] = 1
     """Tokens that a chunk of a stream has at least; its first and last tokens come at once. With
     more than four streams chunks hold what comes between two ticks of at most 0.1 s."""
     api_keys: str | list[str] = ""
@@ -170,12 +201,12 @@ class DeployArgs(_Strict, frozen=True):
     names; `*` allows all."""
     allowed_origins: str | list[str] = ""
     """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
-    trusted_proxies: int = 0
+    trusted_proxies: Annotated[int, at_least(0)] = 0
     """Proxies of your own in front of Ray's that each add to `X-Forwarded-For` where they were
     asked from; without keys a client is known by that. 0: the header is not believed."""
-    log_format: str = "text"
+    log_format: LogFormat = "text"
     """Of the log: `text`, or `json` for an object a line."""
-    log_requests: str = "on"
+    log_requests: Switch = "on"
     """`on`: a line for each request, with its ids, tokens, times and engines, and nothing of
     prompts, answers or keys; `off`: none."""
     otlp_traces_endpoint: str | None = None
@@ -192,15 +223,19 @@ class DeployArgs(_Strict, frozen=True):
     """Serve `GET /debug/ranks` (what each rank compiled, captured and replayed, and its last 1,000
     agreements) and `GET /debug/ingress` (what it holds, how long tokens of streams wait for one
     another, and its event loop's longest pause)."""
-    host: str | None = None
+    host: Host | None = None
     """The address that `serve run serve.app:deploy` listens on, `0.0.0.0` for all; null: Ray
     Serve's, `127.0.0.1`, behind HAProxy all. A Serve YAML names it in `http_options`."""
-    port: int | None = None
+    port: Port | None = None
     """The port beside it, 1 to 65535; null: Ray Serve's, 8000. Where Serve runs in the cluster
     already, both must be what it has."""
     config: str | None = None
     """A YAML file of these arguments ([bundled.yaml](../examples/configs/bundled.yaml)); none may
     be given both in it and beside it. `LLM` takes the same file."""
+
+
+_SWITCHES = {name for name, kind in hints_of(DeployArgs).items() if "on" in get_args(kind)}
+"""Arguments of which YAML reads two values as true and false."""
 
 
 def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
@@ -214,44 +249,41 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
         defaults: what holds where neither says anything.
     """
     nested = {**defaults, **_nest(raw)}
-    for name in ("lockstep", "overlap", "log_requests"):
-        if isinstance(value := nested.get(name), bool):
+    for name in nested.keys() & _SWITCHES:
+        if isinstance(value := nested[name], bool):
             nested[name] = "on" if value else "off"  # as YAML reads these words
     try:
-        args = msgspec.convert(nested, DeployArgs, strict=False)
-    except msgspec.ValidationError as error:
-        raise _config_error(str(error), nested) from None
+        args = convert(nested, DeployArgs, Source.ARGUMENT)
+    except FieldError as error:
+        if error.field.startswith(_SECRET):
+            raise FieldError(error.field, error.wanted, "what is not repeated here") from None
+        raise
     names = ("torch_compile_config", "cuda_graph_config")
     sections = {name: getattr(args, name) for name in names if getattr(args, name) is not UNSET}
     fields = given_fields(args.compilation, **sections)
-    args = msgspec.structs.replace(args, compilation=fields)
+    args = msgspec.structs.replace(args, compilation=fields, config=None)  # which is read
     refuse_speculation(args.speculative_config or {})
-    if args.lockstep not in ("on", "off"):
-        raise ConfigError("lockstep", "on or off", args.lockstep)
-    if args.overlap not in ("auto", "on", "off"):
-        raise ConfigError("overlap", "auto, on or off", args.overlap)
-    if args.prefix_cache_sharing not in ("key", "all"):
-        raise ConfigError("prefix_cache_sharing", "key or all", args.prefix_cache_sharing)
-    if args.log_format not in FORMATS:
-        raise ConfigError("log_format", " or ".join(FORMATS), args.log_format)
-    if args.log_requests not in ("on", "off"):
-        raise ConfigError("log_requests", "on or off", args.log_requests)
     return args
 
 
 def parse_bytes(field: str, value: int | str) -> int:
     """Return a number of bytes from a number or from text such as 512MiB or 2GB."""
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B|)", value.strip(), re.IGNORECASE)
+    found: float = value if isinstance(value, int) else _bytes(field, value)
+    if found < 1:
+        raise FieldError(field, words_for(Positive), int(found))
+    return int(found)
+
+
+def _bytes(field: str, text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B|)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
+        raise FieldError(field, "bytes, such as 1073741824, 512MiB or 2GB", text)
     unit = match[2].upper().rstrip("B")
     base = 1024 if unit.endswith("I") else 1000
-    found = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
+    found: float = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
     if found >= _MAX_BYTES:
-        raise ConfigError(field, f"less than {_MAX_BYTES >> 60} EiB", value)
-    return int(found)
+        raise FieldError(field, f"less than {_MAX_BYTES >> 60} EiB", text)
+    return found
 
 
 def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,12 +309,12 @@ def _insert(
         if value or is_mentioned:
             return
     if path in given:
-        raise ConfigError(".".join(path), "one value", "it twice")
+        raise FieldError(".".join(path), "one value", "it twice")
     given.add(path)
     for key in path[:-1]:
         nested = nested.setdefault(key, {})
         if not isinstance(nested, dict):
-            raise ConfigError(".".join(path), f"{key} to have fields", nested)
+            raise FieldError(".".join(path), f"{key} to have fields", nested)
     nested[path[-1]] = value
 
 
@@ -293,33 +325,3 @@ def _text_value(value: Any) -> Any:
         return json.loads(value)
     except json.JSONDecodeError:
         return value
-
-
-def _lookup(nested: Any, path: list[str]) -> Any:
-    if path[0].startswith(_SECRET):
-        return "what is not repeated here"
-    for key in path:
-        if not isinstance(nested, dict) or key not in nested:
-            return _MISSING
-        nested = nested[key]
-    return nested
-
-
-def _config_error(message: str, nested: dict[str, Any]) -> ConfigError:
-    """Turn msgspec's message into the project's form."""
-    at = re.search(r" - at `\$\.?([^`]*)`", message)
-    field = at[1] if at else ""
-    unknown = re.search(r"unknown field `([^`]+)`", message)
-    if unknown:
-        name = f"{field}.{unknown[1]}" if field else unknown[1]
-        known = _fields_at(field)
-        found = _lookup(nested, name.split("."))
-        return ConfigError(name, f"one of {', '.join(known)}", found)
-    wanted = re.search(r"Expected `([^`]+)`", message)
-    found = _lookup(nested, field.split("."))
-    return ConfigError(field, wanted[1] if wanted else message, found)
-
-
-def _fields_at(field: str) -> tuple[str, ...]:
-    kinds = {"ingress": IngressArgs, "kv": KVArgs, "": DeployArgs}
-    return kinds.get(field, PoolArgs).__struct_fields__

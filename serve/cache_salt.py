@@ -13,13 +13,20 @@ finds its prompts whichever of them it reaches.
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated
+
+from msgspec import Meta
 
 from cluster.messages import SALT_BYTES
 from serve.clients import Client
-from serve.parameters import ParameterError
+from serve.fields import says
 
 MAX_SALT_CHARS = 1024
 """Of a request's `cache_salt`."""
+
+CacheSalt = Annotated[
+    str, Meta(min_length=1, max_length=MAX_SALT_CHARS), says(f"1 to {MAX_SALT_CHARS} characters")
+]
 
 
 class CacheSalts:
@@ -42,14 +49,3 @@ class CacheSalts:
         # The length says where the client ends: no two pairs make one text.
         content = f"{len(owner)}:{owner}{cache_salt or ''}".encode()
         return hashlib.blake2b(content, digest_size=SALT_BYTES, key=self._secret).digest()
-
-
-def check_cache_salt(cache_salt: str | None) -> None:
-    """Refuse what is no salt.
-
-    Raises:
-        ParameterError: it is empty or too long.
-    """
-    if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
-        wanted = f"1 to {MAX_SALT_CHARS} characters"
-        raise ParameterError("cache_salt", wanted, f"{len(cache_salt)}")

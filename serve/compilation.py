@@ -6,19 +6,13 @@ fits its steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from cluster.config import ConfigError, SchedulerConfig
+from cluster.config import SchedulerConfig
 from compile.aliases import fields_of
-from compile.config import (
-    DEFAULT_SPLITTING_OPS,
-    FIELDS,
-    CompilationConfig,
-    CompilationConfigError,
-    CompilationLevel,
-)
+from compile.config import DEFAULT_SPLITTING_OPS, FIELDS, CompilationConfig, CompilationLevel
+from compile.errors import FieldError
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.validate import read_json
 
@@ -46,20 +40,18 @@ def given_fields(given: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
         sections: `torch_compile_config` and `cuda_graph_config`, those that are given.
 
     Raises:
-        ConfigError: a field is unknown, holds what cannot be used, or is given twice.
+        FieldError: a field is unknown, holds what cannot be used, or is given twice.
     """
-    with _as_argument():
-        return fields_of(given, **sections)
+    return fields_of(given, **sections)
 
 
 def requested(fields: Mapping[str, Any]) -> CompilationConfig:
     """Return what all pools are asked for.
 
     Raises:
-        ConfigError: fields contradict each other.
+        FieldError: fields contradict each other.
     """
-    with _as_argument():
-        return CompilationConfig(**{"level": DEFAULT_LEVEL, **fields})
+    return CompilationConfig(**{"level": DEFAULT_LEVEL, **fields})
 
 
 def resolved(
@@ -74,19 +66,18 @@ def resolved(
     """Return what the engines of a pool run; a rank's attention backend may still reduce it.
 
     Raises:
-        ConfigError: fields contradict each other, or no size is left to capture.
+        FieldError: fields contradict each other, or no size is left to capture.
     """
     asked = requested(fields)
     limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    with _as_argument():
-        return resolve(
-            asked,
-            limits,
-            preset=PRESETS[pool],
-            enforce_eager=enforce_eager,
-            device=device,
-            is_served=is_served,
-        )
+    return resolve(
+        asked,
+        limits,
+        preset=PRESETS[pool],
+        enforce_eager=enforce_eager,
+        device=device,
+        is_served=is_served,
+    )
 
 
 def check_names(config: CompilationConfig) -> None:
@@ -96,7 +87,7 @@ def check_names(config: CompilationConfig) -> None:
     no name is given.
 
     Raises:
-        ConfigError: names the field and what is unknown.
+        FieldError: names the field and what is unknown.
     """
     ops = set(config.splitting_ops or ()) - set(DEFAULT_SPLITTING_OPS) if config.can_split else ()
     has_options = config.inductor_compile_config and config.level >= CompilationLevel.DYNAMO_ONCE
@@ -104,13 +95,11 @@ def check_names(config: CompilationConfig) -> None:
         import model.weights  # noqa: F401  (registers its ops)
         from compile.pieces.split import SplittingOps
 
-        with _as_argument():
-            SplittingOps(config.splitting_ops or ())
+        SplittingOps(config.splitting_ops or ())
     if has_options:
         from compile.cache.inductor import make_compiler
 
-        with _as_argument():
-            make_compiler(config)
+        make_compiler(config)
 
 
 def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,22 +112,13 @@ def refuse_speculation(config: Mapping[str, Any]) -> None:
     """Refuse `speculative_config` by name; a draft model with its own engine will stay refused.
 
     Raises:
-        ConfigError: anything is given.
+        FieldError: anything is given.
     """
     for name in ("mtp_eagle_one_model", "eagle3_one_model"):
         value = config.get(name)
         if (read_json(value) if isinstance(value, str) else value) is False:
             wanted = "true (two model engines cannot be compiled as one forward)"
-            raise ConfigError(f"speculative_config.{name}", wanted, False)
+            raise FieldError(f"speculative_config.{name}", wanted, False)
     if config:
         wanted = "nothing (speculation is not built yet)"
-        raise ConfigError("speculative_config", wanted, dict(config))
-
-
-@contextmanager
-def _as_argument() -> Iterator[None]:
-    """Name a field as the argument that it came from."""
-    try:
-        yield
-    except CompilationConfigError as error:
-        raise ConfigError(error.prefix + error.field, error.wanted, error.found) from None
+        raise FieldError("speculative_config", wanted, dict(config))

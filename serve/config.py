@@ -6,9 +6,7 @@ Every error is one line, `FIELD: wanted ..., found ...`, and is raised before an
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 from cluster.config import (
     CacheConfig,
-    ConfigError,
     EngineConfig,
     ParallelConfig,
     Role,
@@ -25,8 +22,8 @@ from cluster.config import (
 )
 from cluster.engine.blocks import check_num_blocks
 from cluster.messages import PROTOCOL_VERSION
+from compile.errors import FieldError
 from model.config import ModelConfig, fingerprint
-from model.fields import ModelError
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
 from serve.compilation import check_names, resolved, shared_facts
 from serve.keys import check_keys, read_keys
@@ -111,26 +108,8 @@ class DeployConfig:
     pools: tuple[PoolConfig, ...]
     config_hash: str
     access: AccessConfig
-    max_queued_requests: int
-    max_queue_wait_s: float
-    request_timeout_s: float
-    max_body_bytes: int
-    max_answer_bytes: int
-    drain_timeout_s: float = 30.0
-    num_ingresses: int = 1
-    stream_interval: int = 1
-    log_format: str = "text"
-    log_requests: bool = True
-    otlp_traces_endpoint: str = ""
-    """Empty: nothing is traced."""
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "none"
-    debug: bool = False
-    host: str | None = None
-    """Where `serve run` listens; None: where Serve does."""
-    port: int | None = None
-    is_device_guessed: bool = False
-    """`device` was auto, and was resolved on the machine that `deploy` ran on."""
+    args: DeployArgs = field(repr=False)
+    """What they were resolved from. Its keys are not to be seen in a log."""
 
     @property
     def served_model_name(self) -> str:
@@ -159,9 +138,14 @@ class DeployConfig:
         return self.pools[-1].max_running
 
     @property
+    def num_ingresses(self) -> int:
+        """Processes that take requests."""
+        return self.args.ingress.replicas
+
+    @property
     def max_live(self) -> int:
         """Sequences that run or wait at once."""
-        return self.max_running + self.max_queued_requests
+        return self.max_running + self.args.max_queued_requests
 
     @property
     def ingress_share(self) -> tuple[int, int]:
@@ -177,25 +161,28 @@ def bundled_model() -> Path:
     for path in (here / "bundled" / "tiny", here.parent / "examples" / "tiny"):
         if (path / "config.json").is_file():
             return path
-    raise ConfigError("model", "the bundled checkpoint in examples/tiny", None)
+    raise FieldError("model", "the bundled checkpoint in examples/tiny", None)
 
 
 def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     """Resolve the arguments of `deploy`.
 
     Raises:
-        ConfigError: one line that names the argument, what is wanted and what was found.
+        FieldError: one line that names the argument, what is wanted and what was found.
     """
     args = parse_args(raw)
-    if args.pools not in ("pd", "mixed"):
-        raise ConfigError("pools", "pd or mixed", args.pools)
+    _one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS)
+    _one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS)
+    if args.otlp_traces_endpoint:
+        check_endpoint(args.otlp_traces_endpoint)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
-    num_ranks = sum(_num_ranks(name, getattr(args, name)) for name in names)
+    num_ranks = sum(getattr(args, name).num_ranks for name in names)
     roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
     if args.pools == "pd":
         _check_equal_ranks(args.prefill, args.decode)
     pools = tuple(_pool_config(name, args, roles[name], num_ranks=num_ranks) for name in names)
+    _check_ingresses(args.ingress.replicas, pools[-1].max_running)
     model_path = Path(pools[0].engine.model_path)
     model = ModelConfig.from_dir(model_path)
     return DeployConfig(
@@ -206,23 +193,7 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
         pools=pools,
         config_hash=_config_hash(pools[0].engine, args),
         access=_access(args),
-        max_queued_requests=_at_least("max_queued_requests", args.max_queued_requests, 0),
-        max_queue_wait_s=_at_least("max_queue_wait_s", args.max_queue_wait_s, 0.001),
-        request_timeout_s=_at_least("request_timeout_s", args.request_timeout_s, 0.001),
-        drain_timeout_s=_at_least("drain_timeout_s", args.drain_timeout_s, 0.0),
-        max_body_bytes=_at_least("max_body_bytes", args.max_body_bytes, 1),
-        max_answer_bytes=_at_least("max_answer_bytes", args.max_answer_bytes, 1 << 16),
-        num_ingresses=_num_ingresses(args.ingress.replicas, pools[-1].max_running),
-        stream_interval=_at_least("stream_interval", args.stream_interval, 1),
-        log_format=args.log_format,
-        log_requests=args.log_requests == "on",
-        otlp_traces_endpoint=check_endpoint(args.otlp_traces_endpoint or ""),
-        tool_call_parser=_one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS),
-        reasoning_parser=_one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS),
-        debug=args.debug,
-        host=_host(args.host),
-        port=_port(args.port),
-        is_device_guessed=args.device == "auto",
+        args=args,
     )
 
 
@@ -230,19 +201,19 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     """Resolve the same arguments for one engine in this process (`LLM`).
 
     Raises:
-        ConfigError: as `deploy_config`.
+        FieldError: as `deploy_config`.
     """
     args = parse_args(raw, pools="mixed")
     if args.pools != "mixed":
-        raise ConfigError("pools", "mixed for an engine in process", args.pools)
+        raise FieldError("pools", "mixed for an engine in process", args.pools)
     _check_other_pools(args, ("mixed",))
     for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
-            raise ConfigError(f"mixed.{name}", "1 for an engine in process", size)
+            raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
     engine = _pool_config("mixed", args, Role.MIXED, num_ranks=1, is_served=False).engine
     if engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
-        raise ConfigError(field, "auto or off for an engine in process", "on")
+        raise FieldError(field, "auto or off for an engine in process", "on")
     return engine
 
 
@@ -258,12 +229,7 @@ def _pool_config(
     pool: PoolArgs = getattr(args, name)
     model_path, model = _model(args)
     lockstep = _lockstep(args.lockstep, model)
-    try:
-        parallel = ParallelConfig(
-            pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{name}.{error.field}", error.wanted, error.found) from None
+    parallel = ParallelConfig(pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep)
     _check_heads(name, parallel, model)
     device = _device(args.device)
     scheduler = SchedulerConfig(args.max_num_seqs, _max_num_batched_tokens(args, device))
@@ -302,14 +268,13 @@ def _pool_config(
     check_names(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
-    num_cpus = _at_least(f"{name}.num_cpus", pool.num_cpus, 1e-4)
-    return PoolConfig(name, pool.replicas, num_cpus, engine, _routing(name, pool.routing))
+    return PoolConfig(name, pool.replicas, pool.num_cpus, engine, pool.routing)
 
 
 def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
     for other in ("prefill", "decode", "mixed"):
         if other not in names and getattr(args, other) != PoolArgs():
-            raise ConfigError(other, f"nothing where pools={args.pools}", "arguments")
+            raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
 
 
 def _lockstep(lockstep: str, model: ModelConfig) -> bool:
@@ -317,37 +282,22 @@ def _lockstep(lockstep: str, model: ModelConfig) -> bool:
     if lockstep == "on":
         return True
     if model.experts is not None:
-        raise ConfigError("lockstep", "on for a model with experts", lockstep)
+        raise FieldError("lockstep", "on for a model with experts", lockstep)
     return False
 
 
-def _routing(name: str, routing: str) -> Routing:
-    try:
-        return Routing(routing)
-    except ValueError:
-        known = ", ".join(known.value for known in Routing)
-        raise ConfigError(f"{name}.routing", f"one of {known}", routing) from None
-
-
-def _num_ranks(name: str, pool: PoolArgs) -> int:
-    replicas = int(_at_least(f"{name}.replicas", pool.replicas, 1))
-    # An impossible size is refused where the pool is built.
-    return replicas * max(pool.tensor_parallel_size, 1) * max(pool.data_parallel_size, 1)
-
-
-def _num_ingresses(found: int, max_running: int) -> int:
+def _check_ingresses(found: int, max_running: int) -> None:
     most = min(MAX_INGRESSES, max_running)
     if not 1 <= found <= most:
         wanted = f"1 to {most} where {max_running} sequences decode at once"
-        raise ConfigError("ingress.replicas", wanted, found)
-    return found
+        raise FieldError("ingress.replicas", wanted, found)
 
 
 def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
     """Each decode rank reads the slice of one prefill rank."""
     wanted, found = prefill.tensor_parallel_size, decode.tensor_parallel_size
     if wanted != found:
-        raise ConfigError(
+        raise FieldError(
             "decode.tensor_parallel_size",
             f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)",
             found,
@@ -363,17 +313,17 @@ def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> Non
             if data_parallel_size > 1:
                 heads += f" on {data_parallel_size} data-parallel ranks"
         wanted = f"one of {', '.join(map(str, sizes)) or 'no size'} for a model with {heads}"
-        raise ConfigError(f"{name}.tensor_parallel_size", wanted, size)
+        raise FieldError(f"{name}.tensor_parallel_size", wanted, size)
 
 
 def _model(args: DeployArgs) -> tuple[Path, ModelConfig]:
     path = Path(args.model).expanduser() if args.model is not None else bundled_model()
     if not (path / "config.json").is_file():
-        raise ConfigError("model", "a directory with config.json and safetensors", str(path))
+        raise FieldError("model", "a directory with config.json and safetensors", str(path))
     try:
         return path.absolute(), ModelConfig.from_dir(path)
-    except ModelError as error:
-        raise ConfigError("model", "a checkpoint that Lockstep can serve", str(error)) from None
+    except FieldError as error:
+        raise FieldError("model", "a checkpoint that Lockstep can serve", str(error)) from None
 
 
 def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
@@ -381,22 +331,15 @@ def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
     if args.max_model_len is None:
         return model.max_position_embeddings
     if not 1 <= args.max_model_len <= limit:
-        raise ConfigError("max_model_len", f"1 to {limit} (the model's)", args.max_model_len)
+        raise FieldError("max_model_len", f"1 to {limit} (the model's)", args.max_model_len)
     return args.max_model_len
 
 
 def _dtype(dtype: str, model: ModelConfig) -> str:
-    names = ("float32", "bfloat16", "float16")
-    if dtype == "auto":
-        return model.dtype if model.dtype in names else "float32"
-    if dtype not in names:
-        raise ConfigError("dtype", f"auto, {', '.join(names)}", dtype)
-    return dtype
+    return model.dtype if dtype == "auto" else dtype
 
 
 def _device(device: str) -> str:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError("device", "auto, cpu or cuda", device)
     if device != "auto":
         return device
     # Asking torch would cost two seconds of import on every machine without a GPU.
@@ -407,28 +350,9 @@ def _device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _one_of(field: str, value: str, known: Sequence[str]) -> str:
+def _one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ConfigError(field, f"one of {', '.join(known)}", value)
-    return value
-
-
-def _at_least(field: str, value: Any, least: float) -> Any:
-    if not (math.isfinite(value) and value >= least):
-        raise ConfigError(field, f"a finite number of at least {least:g}", value)
-    return value
-
-
-def _host(found: str | None) -> str | None:
-    if found is not None and not re.fullmatch(r"[\w.:%-]+", found):
-        raise ConfigError("host", "an address or a name of this machine", found)
-    return found
-
-
-def _port(found: int | None) -> int | None:
-    if found is not None and not 1 <= found <= 65535:
-        raise ConfigError("port", "1 to 65535", found)
-    return found
+        raise FieldError(field, f"one of {', '.join(known)}", value)
 
 
 def _access(args: DeployArgs) -> AccessConfig:
@@ -444,7 +368,7 @@ def _access(args: DeployArgs) -> AccessConfig:
         shares_prefix_cache=args.prefix_cache_sharing == "all",
         allowed_hosts=_texts(args.allowed_hosts),
         allowed_origins=_texts(args.allowed_origins),
-        trusted_proxies=_at_least("trusted_proxies", args.trusted_proxies, 0),
+        trusted_proxies=args.trusted_proxies,
     )
 
 
@@ -459,7 +383,7 @@ def _served_names(args: DeployArgs) -> tuple[str, ...]:
     if args.served_model_name:
         names = _texts(args.served_model_name)
         if not names or len(set(names)) < len(names):
-            raise ConfigError("served_model_name", "different names", args.served_model_name)
+            raise FieldError("served_model_name", "different names", args.served_model_name)
         return names
     if args.model is None:
         return (BUNDLED_NAME,)

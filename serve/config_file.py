@@ -10,34 +10,34 @@ from typing import Any
 
 import yaml
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 
 
 def read_file(name: Any) -> dict[str, Any]:
     """Return the arguments in a file, nested as they stand there.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML of keys and values, or has a key twice.
+        FieldError: it cannot be read, is no YAML of keys and values, or has a key twice.
     """
     if not isinstance(name, str):
-        raise ConfigError("config", "the name of a YAML file", name)
+        raise FieldError("config", "the name of a YAML file", name)
     path = Path(name).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
-        raise ConfigError("config", "a YAML file", f"{path}: {reason}") from None
+        raise FieldError("config", "a YAML file", f"{path}: {reason}") from None
     try:
         _check_keys(yaml.compose(text, yaml.SafeLoader), (), ())
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError("config", "a YAML file", f"{path}: {_told(error)}") from None
+        raise FieldError("config", "a YAML file", f"{path}: {_told(error)}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ConfigError("config", "a YAML file of keys and values", f"{path}: a {_kind(found)}")
+        raise FieldError("config", "a YAML file of keys and values", f"{path}: a {_kind(found)}")
     if "config" in found:
-        raise ConfigError("config", "a file that names no other", str(path))
+        raise FieldError("config", "a file that names no other", str(path))
     return found
 
 
@@ -46,7 +46,7 @@ def _check_keys(
 ) -> None:
     """Refuse keys that are given twice or are no text, and an anchor that contains itself."""
     if node in outer:
-        raise ConfigError(".".join(path), "a value that does not contain itself", "an alias of it")
+        raise FieldError(".".join(path), "a value that does not contain itself", "an alias of it")
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_keys(item, path, (*outer, node))
@@ -55,11 +55,11 @@ def _check_keys(
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(".".join(path) or "config", "keys that are text", "a list or object")
+            raise FieldError(".".join(path) or "config", "keys that are text", "a list or object")
         field = (*path, key.value)
         if key.value in seen:
             line = key.start_mark.line + 1
-            raise ConfigError(".".join(field), "one value", f"it twice, again in line {line}")
+            raise FieldError(".".join(field), "one value", f"it twice, again in line {line}")
         seen.add(key.value)
         _check_keys(value, field, (*outer, node))
 

@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.grammars import Vocabulary, VocabularyError
-from serve.parameters import ParameterError
+from compile.errors import FieldError
 from serve.structured import StructuredOutputsParams, check, refused
 
 MAX_CPU_S = 2.0
@@ -74,7 +74,7 @@ class Tried(msgspec.Struct, frozen=True):
     text: str = ""
     """As engines take it."""
     error: tuple[str, str, str] | None = None
-    """Of a ParameterError: param, wanted, found."""
+    """Of a FieldError: field, wanted, and found in words."""
     is_over_time: bool = False
     """It took all the processor time that it was given."""
     lost: str = ""
@@ -235,7 +235,7 @@ def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int)
     if -code in FAULTS:
         why = f"it takes more than {max_bytes >> 20} MiB, or is nested too deeply, to compile"
         found = refused(order.wanted, why)
-        return Tried(error=(found.param, found.wanted, str(found.found)), cpu_s=cpu_s)
+        return Tried(error=(found.field, found.wanted, repr(found.found)), cpu_s=cpu_s)
     return Tried(lost=_told(code), cpu_s=cpu_s)
 
 
@@ -264,11 +264,11 @@ def _be_child(
 def _found(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams) -> Tried:
     try:
         return Tried(check(vocabulary, wanted))
-    except ParameterError as error:
-        return Tried(error=(error.param, error.wanted, str(error.found)))
+    except FieldError as error:
+        return Tried(error=(error.field, error.wanted, repr(error.found)))
     except MemoryError:
         found = refused(wanted, "it takes too much memory to compile")
-        return Tried(error=(found.param, found.wanted, str(found.found)))
+        return Tried(error=(found.field, found.wanted, repr(found.found)))
 
 
 def _tell(line: bytes) -> None:

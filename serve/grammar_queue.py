@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compile.errors import FieldError, Words
 from serve.admission import Overloaded
 from serve.clients import Client
 from serve.grammar_process import (
@@ -35,7 +36,6 @@ from serve.grammar_process import (
     GrammarProcessLost,
     Tried,
 )
-from serve.parameters import ParameterError
 from serve.structured import StructuredOutputsParams, Verdicts, key_of, refused
 
 log = logging.getLogger("lockstep.grammars")
@@ -199,7 +199,7 @@ class GrammarQueue:
         """Return a grammar as engines take it.
 
         Raises:
-            ParameterError: names the field, and what is wrong.
+            FieldError: names the field, and what is wrong.
             GrammarProcessLost: its process was ended from outside.
             Overloaded: too many others wait, or this was not done in `MAX_GRAMMAR_WAIT_S`.
         """
@@ -314,10 +314,11 @@ class GrammarQueue:
             self._lost.popitem(last=False)
 
 
-def _verdict(job: Job, tried: Tried) -> str | ParameterError | None:
+def _verdict(job: Job, tried: Tried) -> str | FieldError | None:
     """Return what a try says of a grammar; None if that was too short, and nobody waits."""
     if tried.error is not None:
-        return ParameterError(*tried.error)
+        field, wanted, found = tried.error
+        return FieldError(field, wanted, Words(found))
     if not tried.is_over_time:
         return tried.text
     if not job.is_long:

@@ -39,12 +39,12 @@ from cluster.actors.status_board import (
     create_board,
     has_board,
 )
-from cluster.config import ConfigError
 from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.logs import configure_logs
 from cluster.messages import EngineOutput, GenerateRequest
 from cluster.metrics import Described, MetricsSnapshot
+from compile.errors import FieldError
 from serve.admission import Admission
 from serve.cache_salt import CacheSalts
 from serve.config import DeployConfig
@@ -114,7 +114,7 @@ class Ingress:
         handles: dict[str, DeploymentHandle],
     ) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        configure_logs(config.log_format)
+        configure_logs(config.args.log_format)
         _map_large_buffers()
         self._config = config
         _check_device(config)
@@ -143,8 +143,8 @@ class Ingress:
         self._admission = Admission(
             max_running=max_running,
             max_queued=max_queued,
-            max_queue_wait_s=config.max_queue_wait_s,
-            max_body_bytes=config.max_body_bytes,
+            max_queue_wait_s=config.args.max_queue_wait_s,
+            max_body_bytes=config.args.max_body_bytes,
             retry_after_s=RETRY_AFTER_S,
         )
         self._tokenizer: Tokenizer | None = None
@@ -152,18 +152,12 @@ class Ingress:
             served_model_name=config.served_model_name,
             other_model_names=config.served_model_names[1:],
             max_model_len=config.max_model_len,
-            max_body_bytes=config.max_body_bytes,
-            request_timeout_s=config.request_timeout_s,
-            max_answer_bytes=config.max_answer_bytes,
-            stream_interval=config.stream_interval,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
+            args=config.args,
             max_sequences=min(MAX_SEQUENCES, self._admission.max_live),
             vocab_size=config.vocab_size,
             max_prompt_len=config.max_prompt_len,
             retry_after_s=RETRY_AFTER_S,
             cache_info=config.cache_info,
-            debug=config.debug,
         )
         self._told: Counts = {}
         """What the board was told last; empty if it was made anew."""
@@ -171,11 +165,11 @@ class Ingress:
         self._serving = Serving(
             settings, self, lambda: self._tokenizer, self._admission, tick, salts
         )
-        if config.log_requests:
+        if config.args.log_requests == "on":
             self._serving.on_end.append(RequestLog().write)
         self._tracing: Tracing | None = None
-        if config.otlp_traces_endpoint:
-            self._tracing = Tracing(otlp_exporter(config.otlp_traces_endpoint), self._id)
+        if config.args.otlp_traces_endpoint:
+            self._tracing = Tracing(otlp_exporter(config.args.otlp_traces_endpoint), self._id)
             self._serving.on_end.append(self._tracing.write)
             self._serving.is_traced = True
         self._is_draining = False
@@ -199,7 +193,7 @@ class Ingress:
             loop.create_task(self._poll_status()),
             self._tokens.task,
         ]
-        if config.debug:
+        if config.args.debug:
             self._tasks.append(loop.create_task(self._measure_loop()))
         if has_company:
             await self._join(loading)
@@ -537,12 +531,12 @@ def _check_device(config: DeployConfig) -> None:
     """Refuse to serve on CPUs because the machine that deploys is the one without a GPU.
 
     Raises:
-        ConfigError: `device` was not given, and the cluster has GPUs.
+        FieldError: `device` was not given, and the cluster has GPUs.
     """
     num_gpus = ray.cluster_resources().get("GPU", 0)
-    if config.is_device_guessed and num_gpus and config.pools[0].engine.device == "cpu":
+    if config.args.device == "auto" and num_gpus and config.pools[0].engine.device == "cpu":
         wanted = f"cpu or cuda (torch found no GPU where deploy ran, the cluster has {num_gpus:g})"
-        raise ConfigError("device", wanted, "auto")
+        raise FieldError("device", wanted, "auto")
 
 
 async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:

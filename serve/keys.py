@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 
 log = logging.getLogger("lockstep.keys")
 
@@ -35,7 +35,7 @@ class ApiKeys:
         """Start with the keys given, and those of a file, one in a line.
 
         Raises:
-            ConfigError: the file cannot be read or has no key.
+            FieldError: the file cannot be read or has no key.
         """
         self._given = [_digest(key) for key in keys]
         self._file = file
@@ -72,7 +72,7 @@ class ApiKeys:
             self._from_file = [_digest(key) for key in read_keys(self._file)]
             self._stamp = stamp
             log.info("api_keys_file: read again, %d keys", len(self._from_file))
-        except (ConfigError, OSError) as error:
+        except (FieldError, OSError) as error:
             log.error("api_keys_file: %s; the keys that were read before stay", error)
 
 
@@ -80,17 +80,17 @@ def read_keys(file: Path) -> list[str]:
     """Return the keys in a file: one in a line, without blank lines and those that begin with #.
 
     Raises:
-        ConfigError: it cannot be read, or holds no key, or something that is not a key.
+        FieldError: it cannot be read, or holds no key, or something that is not a key.
     """
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("api_keys_file", "a file of keys", f"{file}: {error}") from None
+        raise FieldError("api_keys_file", "a file of keys", f"{file}: {error}") from None
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError("api_keys_file", "at least one key, one in a line", f"{file}: none")
+        raise FieldError("api_keys_file", "at least one key, one in a line", f"{file}: none")
     check_keys("api_keys_file", keys)
     return keys
 
@@ -99,12 +99,12 @@ def check_keys(field: str, keys: Iterable[str]) -> None:
     """Refuse keys that cannot come in a header, without repeating them in the error.
 
     Raises:
-        ConfigError: says what a key may be.
+        FieldError: says what a key may be.
     """
     for number, key in enumerate(keys, start=1):
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             wanted = "keys of printable ASCII characters without spaces"
-            raise ConfigError(field, wanted, f"another one, number {number}")
+            raise FieldError(field, wanted, f"another one, number {number}")
 
 
 def _digest(key: str) -> bytes:

@@ -21,7 +21,7 @@ from ray import serve as ray_serve
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 from serve.draining import has_started_cluster
 
 LISTENING = "0A"
@@ -32,7 +32,7 @@ def listen(host: str | None, port: int | None) -> None:
     """Have this `serve run` listen there once it has called `ray.init`; None: where Serve does.
 
     Raises:
-        ConfigError: one of them is given where Serve's address is not for `deploy` to choose.
+        FieldError: one of them is given where Serve's address is not for `deploy` to choose.
     """
     fields = {"host": host, "port": port}
     given = {name: value for name, value in fields.items() if value is not None}
@@ -48,7 +48,7 @@ def listen(host: str | None, port: int | None) -> None:
 
 def _refuse(given: dict[str, str | int], where: str) -> None:
     for name, value in given.items():
-        raise ConfigError(name, f"nothing {where}", value)
+        raise FieldError(name, f"nothing {where}", value)
 
 
 def _start(given: dict[str, str | int]) -> None:
@@ -61,7 +61,7 @@ def _start(given: dict[str, str | int]) -> None:
         if has_started_cluster():
             options = HTTPOptions(**given)
             check_free(options.host, options.port)
-    except ConfigError as error:
+    except FieldError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
     if given:
@@ -69,14 +69,14 @@ def _start(given: dict[str, str | int]) -> None:
 
 
 def check_same(given: dict[str, str | int], running: HTTPOptions) -> None:
-    """Raise `ConfigError` unless Serve, which runs, listens where this is to."""
+    """Raise `FieldError` unless Serve, which runs, listens where this is to."""
     for name, value in given.items():
         if (runs := getattr(running, name)) != value:
-            raise ConfigError(name, f"{runs}, where Serve runs in this cluster already", value)
+            raise FieldError(name, f"{runs}, where Serve runs in this cluster already", value)
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise `ConfigError` unless a server can listen there.
+    """Raise `FieldError` unless a server can listen there.
 
     HAProxy itself would not notice: it shares a port with another HAProxy of the same user.
     """
@@ -85,12 +85,12 @@ def check_free(host: str, port: int) -> None:
         # Connections of a server that has ended do not count: SO_REUSEADDR is set.
         socket.create_server(address[:2], family=family).close()
     except PermissionError:
-        raise ConfigError("port", "one that this user may listen on", port) from None
+        raise FieldError("port", "one that this user may listen on", port) from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise ConfigError("host", "an address of this machine", host) from None
+            raise FieldError("host", "an address of this machine", host) from None
         wanted = f"one that is free (end {_listener(port)}, or name another one with port=)"
-        raise ConfigError("port", wanted, port) from None
+        raise FieldError("port", wanted, port) from None
 
 
 def _listener(port: int) -> str:

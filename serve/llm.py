@@ -27,9 +27,10 @@ from cluster.messages import (
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
-from serve.cache_salt import CacheSalts, check_cache_salt
+from serve.cache_salt import CacheSalt, CacheSalts
 from serve.clients import UNKNOWN
 from serve.config import engine_config
+from serve.fields import Source, convert
 from serve.sampling import Resolver, SamplingParams
 from serve.structured import GrammarChecks, StructuredOutputsParams, check
 from serve.text import StopStrings, TextStream
@@ -111,7 +112,7 @@ class LLM:
             options: arguments of `deploy` that concern one engine.
 
         Raises:
-            ConfigError: names the argument, what is wanted and what was found.
+            FieldError: names the argument, what is wanted and what was found.
         """
         if model is not None:
             options["model"] = str(model)
@@ -283,7 +284,8 @@ def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         return prompt, None
     fields: dict[str, Any] = {**prompt}
     salt = fields.pop("cache_salt", None)
-    check_cache_salt(salt)
+    if salt is not None:
+        convert(salt, CacheSalt, Source.PYTHON, "cache_salt")
     if fields.keys() not in ({"prompt"}, {"prompt_token_ids"}):
         wanted = "prompt or prompt_token_ids, and cache_salt"
         raise ValueError(f"prompts: wanted {wanted}, found {', '.join(prompt)}")

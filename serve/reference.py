@@ -1,7 +1,7 @@
 """Every argument, limit and request field: `python -m serve.reference` prints serve/REFERENCE.md.
 
-Names, types and defaults come from the structs, bounds from the errors that refuse a wrong value,
-meanings from the docstrings below fields and constants. One without a docstring is an error.
+Names, types, bounds and defaults come from the structs, meanings from the docstrings below fields
+and constants. One without a docstring is an error.
 
     python -m serve.reference > serve/REFERENCE.md
     python -m serve.reference --check [FILE]        exit code 1 unless the file is up to date
@@ -15,23 +15,24 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from cluster.config import ConfigError
 from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
-from compile.config import FIELDS, CompilationConfig, CompilationConfigError
+from compile.aliases import SECTIONS
+from compile.config import FIELDS, KINDS, CompilationConfig
 from compile.resolve import PRESETS
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.compilation import given_fields, requested
-from serve.openai import request_parser, responses_request, schema, tokenizing
-from serve.openai.fields import FieldTable
-from serve.parameters import ParameterError
+from serve.compilation import requested
+from serve.fields import hints_of, words_for
+from serve.openai import responses_request, schema, tokenizing
+from serve.openai.fields import ignored_fields, inert_fields
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
@@ -79,7 +80,7 @@ is refused by name. Defaults are in JSON."""
     yield "### `compilation.*`"
     presets = ", ".join(f"{mode.name} in {name} pools" for name, mode in PRESETS.items())
     yield f"Where no `cudagraph_mode` is given, it is {presets}."
-    yield _fields(CompilationConfig, CompilationConfig)
+    yield _fields(CompilationConfig, has_bounds=True)
     yield "### Other spellings"
     yield _table("argument | stands for", _spellings())
     yield """\
@@ -94,9 +95,9 @@ these constants in them, are among the request fields. A status is what a reques
 A null is the same as leaving a field out; an unknown field gets 400. Both
 `POST /v1/chat/completions` and `POST /v1/completions` take these:"""
     shared = schema.RequestFields.__struct_fields__
-    yield _fields(schema.RequestFields, _completion)
+    yield _fields(schema.RequestFields, has_bounds=True)
     yield "### Of chat completions"
-    yield _fields(schema.ChatRequest, _chat, without=shared)
+    yield _fields(schema.ChatRequest, has_bounds=True, without=shared)
     yield "### Of a message, and of a part of its content"
     yield _fields(schema.Message)
     yield _fields(schema.TextPart)
@@ -109,9 +110,14 @@ A null is the same as leaving a field out; an unknown field gets 400. Both
     yield _fields(schema.ToolCall)
     yield _fields(schema.CalledFunction)
     yield "### Of completions"
-    yield _fields(schema.CompletionRequest, _completion, without=shared)
+    yield _fields(schema.CompletionRequest, has_bounds=True, without=shared)
     yield "### Of responses"
-    yield _fields(responses_request.ResponsesRequest, _response)
+    yield _fields(responses_request.ResponsesRequest, has_bounds=True)
+    yield "### Of its `text`, of the `format` in it, of `tools`, and of a `tool_choice`"
+    yield _fields(responses_request.TextOptions)
+    yield _fields(responses_request.TextFormat)
+    yield _fields(responses_request.FlatFunction)
+    yield _fields(responses_request.FlatChoice)
     yield "### Of `stream_options`"
     yield _fields(schema.StreamOptions)
     yield "### Of `POST /tokenize`"
@@ -162,22 +168,36 @@ def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in cells)])
 
 
-def _fields(
-    kind: type, build: Callable[..., object] | None = None, *, without: tuple[str, ...] = ()
-) -> str:
-    """Return the table of a struct's fields; `build` refuses values that are out of bounds."""
+def _fields(kind: type, *, has_bounds: bool = False, without: tuple[str, ...] = ()) -> str:
+    """Return the table of a struct's fields."""
     classes = [cls for cls in reversed(kind.__mro__) if "__annotations__" in vars(cls)]
-    types = {name: text for cls in classes for name, text in inspect.get_annotations(cls).items()}
     nodes = [ast.parse(inspect.getsource(cls)).body[0] for cls in classes]
     meanings = dict(pair for node in nodes for pair in _docstrings(node))
+    types = get_type_hints(kind)
     rows = []
     for name, default in _defaults(kind):
         if name not in without:
-            bounds = [_bounds(build, name)] if build else []
-            type_name = types[name].replace("UnsetType | ", "").replace(" | ", " or ")
+            bounds = [_bounds(kind, name)] if has_bounds else []
             value = _value(name, default)
-            rows.append([f"`{name}`", f"`{type_name}`", value, *bounds, meanings[name]])
-    return _table(f"field | type | default | {'bounds | ' if build else ''}meaning", rows)
+            rows.append([f"`{name}`", f"`{_type(types[name])}`", value, *bounds, meanings[name]])
+    return _table(f"field | type | default | {'bounds | ' if has_bounds else ''}meaning", rows)
+
+
+def _bounds(kind: type, name: str) -> str:
+    if kind is CompilationConfig:
+        return KINDS[name].wanted
+    return words_for(hints_of(kind)[name])
+
+
+def _type(kind: Any) -> str:
+    """Return a type as a struct has it, without bounds."""
+    arguments = [_type(each) for each in get_args(kind) if each is not msgspec.UnsetType]
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(arguments)
+    if get_origin(kind) is Literal:
+        return "str"
+    name = {NoneType: "None", ...: "..."}.get(kind, getattr(kind, "__name__", str(kind)))
+    return f"{name}[{', '.join(arguments)}]" if arguments else name
 
 
 def _defaults(kind: type) -> Iterator[tuple[str, Any]]:
@@ -211,45 +231,17 @@ def _value(name: str, value: object) -> str:
     """Return a default or a constant as JSON; empty for what is required, unset or a section."""
     if value in (msgspec.NODEFAULT, msgspec.UNSET) or isinstance(value, msgspec.Struct):
         return "required" if value is msgspec.NODEFAULT else ""
-    text = f"`{json.dumps(value)}`"
+    text = f"`{json.dumps(value, default=attrgetter('value'))}`"
     if "bytes" in name.lower() and isinstance(value, int) and value >= 1 << 20:
         return f"{text} ({value >> 20} MiB)"
     return text
 
 
-def _bounds(build: Callable[..., object], name: str) -> str:
-    """Return what the error of a value wants that no field takes; empty where none is raised."""
-    try:
-        build(**{name: object()})
-    except (ConfigError, CompilationConfigError, ParameterError) as error:
-        return error.wanted
-    except (AttributeError, TypeError):
-        pass  # Keys and fields are read before the content is checked.
-    return ""
-
-
-def _chat(**given: Any) -> object:
-    fields: dict[str, Any] = {"messages": [], "logprobs": True, **given}
-    return schema.ChatRequest(**fields).sampling_params()
-
-
-def _completion(**given: Any) -> object:
-    fields: dict[str, Any] = {"prompt": "", **given}
-    return schema.CompletionRequest(**fields).sampling_params()
-
-
-def _response(**given: Any) -> object:
-    fields = {"max_tokens" if name == "max_output_tokens" else name: given[name] for name in given}
-    return responses_request.ResponsesChat(messages=[], **fields).sampling_params()
-
-
 def _spellings() -> Iterator[tuple[str, str]]:
     for name, path in ALIASES.items():
         yield f"`{name}`", f"`{'.'.join(path)}`"
-    for name in ("torch_compile_config", "cuda_graph_config"):
-        yield f"`{name}`", _bounds(partial(given_fields, {}), name)
-    name = "dynamic_shapes_config"
-    yield f"`compilation.{name}`", _bounds(lambda **given: given_fields(given), name)
+    for name, wanted in SECTIONS.items():
+        yield f"`{name}`", wanted
 
 
 def _limits() -> Iterator[tuple[str, str, str, str]]:
@@ -264,22 +256,21 @@ def _limits() -> Iterator[tuple[str, str, str, str]]:
 
 def _inert() -> Iterator[tuple[str, str, str]]:
     chat, completion = (
-        _without_effect(request_parser.CHAT_FIELDS),
-        _without_effect(request_parser.COMPLETION_FIELDS),
+        _without_effect(kind) for kind in (schema.ChatRequest, schema.CompletionRequest)
     )
     for name, values in (chat | completion).items():
         of = "both" if name in chat and name in completion else "chat" if name in chat else "texts"
         yield f"`{name}`", values, of
-    for name, values in _without_effect(responses_request.RESPONSES_FIELDS).items():
+    for name, values in _without_effect(responses_request.ResponsesRequest).items():
         yield f"`{name}`", values, "responses"
 
 
-def _without_effect(table: FieldTable) -> dict[str, str]:
+def _without_effect(kind: type) -> dict[str, str]:
     inert = {
         name: " or ".join(_value("", value) for value in (*values, None))
-        for name, values in table.inert.items()
+        for name, values in inert_fields(kind).items()
     }
-    return inert | {name: "anything" for name in sorted(table.ignored)}
+    return inert | {name: "anything" for name in sorted(ignored_fields(kind))}
 
 
 def main() -> None:

@@ -8,26 +8,32 @@ given shrinks: to what a long prompt leaves, and to what one answer may hold.
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from cluster.messages import (
     MAX_BIAS,
     MAX_BIASES,
     MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION,
-    MAX_TEMPERATURE,
+    Bias,
     Grammar,
+    Index,
     LogitRules,
+    MaxTokens,
+    Penalty,
+    Probability,
+    Repetition,
     Sampling,
+    Temperature,
+    TopP,
 )
-from serve.parameters import ParameterError
+from compile.errors import FieldError, Words
+from serve.fields import LARGEST_INDEX, Source, convert, hints_of, says, words_for
 from serve.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
@@ -43,75 +49,105 @@ DEFAULT_MAX_TOKENS = 16
 prompt leaves less room."""
 _SEED_MASK = 2**64 - 1
 
+TokenId = Annotated[Index, says("token ids from 0 up")]
+TokenBias = Annotated[Bias, says(f"biases from -{MAX_BIAS:g} to {MAX_BIAS:g}")]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+# Bounds of msgspec have 63 bits.
+Seed = Annotated[int, says("an integer of 64 bits")]
+TopK = Annotated[int, Meta(ge=-1, le=LARGEST_INDEX), says("-1, 0 (both keep all) or a count")]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    list[StopString], Meta(max_length=MAX_STOP_STRINGS), says("a text or a list of texts")
+]
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn, and what ends a text: the same for every kind of request."""
+
+    temperature: Temperature = 1.0
+    """0 is greedy."""
+    top_p: TopP = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
+    top_k: TopK = 0
+    """Draw from so many of the likeliest tokens only."""
+    min_p: Probability = 0.0
+    """Least probability of a token that is drawn, relative to the likeliest token's."""
+    presence_penalty: Penalty = 0.0
+    """Taken from the logit of every token that the output has; encourages repetition below 0."""
+    frequency_penalty: Penalty = 0.0
+    """The same for each time that the output has the token."""
+    repetition_penalty: Repetition = 1.0
+    """Makes tokens of prompt and output less likely; below 1 more likely."""
+    seed: Seed | None = None
+    """Same seed, same tokens: alone, in any batch, and when the request is moved or computed again;
+    null draws one."""
+    min_tokens: Index = 0
+    """Output tokens before a stop token or a stop string may end the text."""
+    stop: StopString | StopStrings = []
+    """What ends the output: up to `MAX_STOP_STRINGS` texts of up to `MAX_STOP_CHARS` characters."""
+    stop_token_ids: Annotated[
+        list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS), says("a list of token ids")
+    ] = []
+    """Up to `MAX_STOP_TOKEN_IDS` tokens that end the output, beside the checkpoint's own."""
+    ignore_eos: bool = False
+    """Go on behind the checkpoint's end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+
+class PromptFields(SamplingFields, frozen=True, kw_only=True):
+    """What a request for completions of a prompt or a chat may ask for beyond that."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    """Choices for each prompt. Prompts times `n` are at most `MAX_SEQUENCES`, or as many as may be
+    alive."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1), says("a list of token ids")] | None
+    ) = None
+    """The only tokens that may be drawn, at most as many as the vocabulary has; null allows all."""
+    prompt_logprobs: TopLogprobs | None = None
+    """Return the log-probability of each prompt token but the first, and those of so many of the
+    likeliest tokens in its place. Not with `stream` true."""
+
+
+class _Bounded(PromptFields, frozen=True, kw_only=True):
+    """The fields whose values their types bound."""
+
+    logit_bias: Annotated[
+        dict[TokenId, TokenBias], Meta(max_length=MAX_BIASES), says("token ids with a bias each")
+    ] = {}
+    """A bias of at most `MAX_BIAS` either way for each of these tokens."""
+    max_tokens: MaxTokens | UnsetType | None = UNSET
+    """None: as many as fit in the model's length. Unset: 16, or as many as fit if fewer do."""
+    logprobs: TopLogprobs | None = None
+    """0: of each drawn token; n: of the n likeliest as well."""
+
+
+class SamplingParams(_Bounded, frozen=True, kw_only=True):
     """How to generate from one prompt.
 
-    Raises ParameterError when built with a value out of range or of another type.
+    Raises FieldError when built with a value out of range or of another type.
     """
 
-    n: int = 1
-    """Choices for the prompt."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 and -1 keep all."""
-    min_p: float = 0.0
-    """Least probability relative to the likeliest token's."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    """Both count output tokens, and encourage repetition below 0."""
-    repetition_penalty: float = 1.0
-    """Concerns prompt and output tokens; encourages repetition below 1."""
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: list[int] | None = None
-    """None allows all."""
-    seed: int | None = None
-    """None draws one."""
-    min_tokens: int = 0
-    """Output tokens before a stop token or a stop string may end the text."""
-    max_tokens: int | UnsetType | None = UNSET
-    """None: as many as fit in the model's length. Unset: 16, or as many as fit if fewer do."""
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """0: of each drawn token; n: of the n likeliest as well."""
-    prompt_logprobs: int | None = None
-    """The same for each prompt token but the first."""
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must be; None: anything."""
 
     def __post_init__(self) -> None:
-        wanted = f"a number from 0 to {MAX_TEMPERATURE:g}"
-        _check_number("temperature", self.temperature, wanted, 0, MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, "a number above 0 and at most 1", 0, 1)
-        _require(self.top_p > 0, "top_p", "a number above 0 and at most 1", self.top_p)
-        _check_int("top_k", self.top_k, "-1, 0 (both keep all) or a count", -1, 2**31 - 1)
-        _check_number("min_p", self.min_p, "a number from 0 to 1", 0, 1)
-        _check_int("n", self.n, f"an integer from 1 to {MAX_CHOICES}", 1, MAX_CHOICES)
+        given = {name: getattr(self, name) for name in _Bounded.__struct_fields__}
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            # msgspec takes any sequence for a list.
+            words = words_for(hints_of(_Bounded)[name])
+            _require(not isinstance(given[name], tuple), name, words, given[name])
+        given = {name: each for name, each in given.items() if each is not UNSET}
+        convert(given, _Bounded, Source.PYTHON)
         if self.seed is not None:
-            _check_int("seed", self.seed, "an integer of 64 bits", -(2**63), _SEED_MASK)
+            in_64_bits = -(2**63) <= self.seed <= _SEED_MASK
+            _require(in_64_bits, "seed", words_for(Seed), self.seed)
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is UNSET else self.max_tokens
-        if max_tokens is not None:
-            _check_int("max_tokens", max_tokens, "an integer from 1 up", 1, 2**31 - 1)
-        _check_min_tokens(self.min_tokens, max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                wanted = f"an integer from 0 to {MAX_LOGPROBS}"
-                _check_int(name, value, wanted, 0, MAX_LOGPROBS)
-        _check_penalties(self)
-        _check_logit_bias(self.logit_bias)
-        if self.allowed_token_ids is not None:
-            _check_allowed_token_ids(self.allowed_token_ids)
-        _check_stop(self.stop)
-        _check_stop_token_ids(self.stop_token_ids)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), name, "true or false", repr(value))
+        if max_tokens is not None and self.min_tokens > max_tokens:
+            raise FieldError("min_tokens", f"at most max_tokens={max_tokens}", self.min_tokens)
         if self.structured_outputs is not None:
             _check_structured(self)
 
@@ -126,7 +162,7 @@ class Resolver:
 
     What does not depend on the prompt is checked and computed once, when it is built.
 
-    Raises ParameterError where a token id lies outside of the vocabulary.
+    Raises FieldError where a token id lies outside of the vocabulary.
     """
 
     def __init__(
@@ -141,7 +177,7 @@ class Resolver:
         """Check and compute what does not depend on the prompt.
 
         Args:
-            grammar_text: returns a grammar as engines take it; raises ParameterError.
+            grammar_text: returns a grammar as engines take it; raises FieldError.
         """
         _check_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -157,8 +193,8 @@ class Resolver:
         self._grammar: Grammar | None = None
         if params.structured_outputs is not None:
             if not eos:
-                found = "a model without an end token"
-                raise ParameterError("structured_outputs", "a model whose texts end", found)
+                found = Words("a model without an end token")
+                raise FieldError("structured_outputs", "a model whose texts end", found)
             self._grammar = Grammar(grammar_text(params.structured_outputs), eos)
 
     def choices(self, prompt_len: int, max_tokens_left: int | None = None) -> list[Sampling]:
@@ -170,7 +206,7 @@ class Resolver:
             max_tokens_left: bounds a `max_tokens` that was not given, as the model's length does.
 
         Raises:
-            ParameterError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
+            FieldError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
                 behind it.
         """
         params = self._params
@@ -191,7 +227,7 @@ class Resolver:
 
     def _max_tokens(self, prompt_len: int, max_tokens_left: int | None) -> int:
         params, length = self._params, self._max_model_len
-        _require(prompt_len > 0, "prompt", "at least one token", "none")
+        _require(prompt_len > 0, "prompt", "at least one token", Words("none"))
         room = length - prompt_len
         if room < 1:
             raise too_long_a_prompt(length, f"{prompt_len} tokens")
@@ -209,13 +245,13 @@ class Resolver:
         return params.max_tokens
 
 
-def too_long_a_prompt(max_model_len: int, found: str) -> ParameterError:
+def too_long_a_prompt(max_model_len: int, found: str) -> FieldError:
     """Return the error of a prompt that leaves no room for a token."""
     wanted = (
         f"at most {max_model_len - 1} tokens (the model's length is {max_model_len} and one is "
         "for output)"
     )
-    return ParameterError("prompt", wanted, found)
+    return FieldError("prompt", wanted, Words(found))
 
 
 def _another_choice(first: Sampling, index: int) -> Sampling:
@@ -251,89 +287,21 @@ _NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 
 def _require(is_met: bool, param: str, wanted: str, found: object) -> None:
     if not is_met:
-        raise ParameterError(param, wanted, found)
-
-
-def _check_number(param: str, value: object, wanted: str, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_met = is_number and low <= value <= high and value != math.inf  # type: ignore[operator]
-    _require(is_met, param, wanted, repr(value))
-
-
-def _check_int(param: str, value: object, wanted: str, low: int, high: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and low <= value <= high, param, wanted, repr(value))  # type: ignore[operator]
-
-
-def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
-    _check_int("min_tokens", min_tokens, "an integer from 0 up", 0, 2**31 - 1)
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise ParameterError("min_tokens", f"at most max_tokens={max_tokens}", min_tokens)
-
-
-def _check_penalties(params: SamplingParams) -> None:
-    wanted = f"a number from -{MAX_PENALTY} to {MAX_PENALTY}"
-    for name in ("presence_penalty", "frequency_penalty"):
-        _check_number(name, getattr(params, name), wanted, -MAX_PENALTY, MAX_PENALTY)
-    least, most = 1 / MAX_REPETITION, MAX_REPETITION
-    wanted = f"a number from {least:g} to {most:g}"
-    _check_number("repetition_penalty", params.repetition_penalty, wanted, least, most)
+        raise FieldError(param, wanted, found)
 
 
 def _check_structured(params: SamplingParams) -> None:
     """Refuse what would leave no token to draw, or no end, where a grammar decides both."""
     wanted, found = StructuredOutputsParams.__name__, params.structured_outputs
     is_one = isinstance(found, StructuredOutputsParams)
-    _require(is_one, "structured_outputs", f"a {wanted}", repr(found)[:100])
+    _require(is_one, "structured_outputs", f"a {wanted}", Words(repr(found)[:100]))
     for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
         value = getattr(params, name)
-        text = str(value)[:100]
+        text = Words(str(value)[:100])
         _require(value == none, name, "none with structured output, which decides it", text)
-
-
-def _check_logit_bias(logit_bias: object) -> None:
-    if not isinstance(logit_bias, dict):
-        raise ParameterError("logit_bias", "token ids with a bias each", repr(logit_bias))
-    wanted = f"biases from -{MAX_BIAS} to {MAX_BIAS}"
-    _require(len(logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES}", len(logit_bias))
-    for token_id, bias in logit_bias.items():
-        _check_int("logit_bias", token_id, "token ids from 0 up", 0, 2**31 - 1)
-        _check_number("logit_bias", bias, wanted, -MAX_BIAS, MAX_BIAS)
-
-
-def _check_allowed_token_ids(token_ids: object) -> None:
-    if not isinstance(token_ids, list) or not token_ids:
-        raise ParameterError("allowed_token_ids", "a list of token ids", repr(token_ids))
-    # A client's list may be as long as the vocabulary: no call for each entry.
-    if set(map(type, token_ids)) == {int}:
-        token_ids = [min(token_ids), max(token_ids)]
-    for token_id in token_ids:
-        _check_int("allowed_token_ids", token_id, "token ids from 0 up", 0, 2**31 - 1)
 
 
 def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -> None:
     wanted = f"token ids from 0 to {vocab_size - 1}"
     largest = max(token_ids, default=0)
     _require(largest < vocab_size, param, wanted, largest)
-
-
-def _check_stop(stop: object) -> None:
-    wanted = "a text or a list of texts"
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list):
-        raise ParameterError("stop", wanted, repr(stop))
-    _require(len(strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS}", len(strings))
-    for string in strings:
-        _require(isinstance(string, str), "stop", wanted, repr(string))
-        _require(string != "", "stop", "texts of at least one character", "an empty one")
-        wanted_chars = f"texts of at most {MAX_STOP_CHARS} characters"
-        _require(len(string) <= MAX_STOP_CHARS, "stop", wanted_chars, f"{len(string)} characters")
-
-
-def _check_stop_token_ids(token_ids: object) -> None:
-    if not isinstance(token_ids, list):
-        raise ParameterError("stop_token_ids", "a list of token ids", repr(token_ids))
-    wanted = f"at most {MAX_STOP_TOKEN_IDS}"
-    _require(len(token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", wanted, len(token_ids))
-    for token_id in token_ids:
-        _check_int("stop_token_ids", token_id, "token ids from 0 up", 0, 2**31 - 1)

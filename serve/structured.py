@@ -27,7 +27,7 @@ from cluster.grammars import (
     of_regex,
 )
 from cluster.messages import MAX_GRAMMAR_CHARS
-from serve.parameters import ParameterError
+from compile.errors import FieldError, Words
 
 MAX_STRUCTURED_CHARS = 64 * 1024
 """Characters of a JSON schema, regex, list of choices or grammar; more get 400."""
@@ -40,7 +40,7 @@ MAX_CHECKED_CHARS = 1 << 24
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     """What the text must be. Invariant: exactly one field is given.
 
-    Raises ParameterError when built with another number of them, or with a value of another type.
+    Raises FieldError when built with another number of them, or with a value of another type.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -60,7 +60,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
         if len(given) != 1:
             wanted = f"one of {', '.join(self.__struct_fields__)}"
-            raise ParameterError("structured_outputs", wanted, ", ".join(given) or "none")
+            raise FieldError("structured_outputs", wanted, Words(", ".join(given) or "none"))
         num_chars = self.num_chars
         if num_chars > MAX_STRUCTURED_CHARS:
             wanted = f"at most {MAX_STRUCTURED_CHARS} characters"
@@ -100,7 +100,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         """Return it as engines take it.
 
         Raises:
-            ParameterError: names the field, and what is wrong.
+            FieldError: names the field, and what is wrong.
         """
         try:
             text = self._library_text()
@@ -138,15 +138,15 @@ _WANTED = {
 }
 
 
-def _error(kind: str, wanted: str, found: str) -> ParameterError:
-    return ParameterError(f"structured_outputs.{kind}", wanted, found)
+def _error(kind: str, wanted: str, found: str) -> FieldError:
+    return FieldError(f"structured_outputs.{kind}", wanted, Words(found))
 
 
 def check(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams) -> str:
     """Return what is wanted as engines take it.
 
     Raises:
-        ParameterError: names the field, and why engines could not serve it.
+        FieldError: names the field, and why engines could not serve it.
     """
     text = wanted.library_text()
     try:
@@ -158,7 +158,7 @@ def check(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsPar
     return text
 
 
-def refused(wanted: StructuredOutputsParams, why: str) -> ParameterError:
+def refused(wanted: StructuredOutputsParams, why: str) -> FieldError:
     """Return the error of something that cannot be compiled."""
     return _error(wanted.kind, _WANTED[wanted.kind], f"one that is not: {why}")
 
@@ -168,29 +168,29 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[bytes, str | ParameterError] = OrderedDict()
+        self._found: OrderedDict[bytes, str | FieldError] = OrderedDict()
         self._num_chars = 0
 
     def known(self, wanted: StructuredOutputsParams) -> str | None:
         """Return it as engines take it, or None if that is not known.
 
         Raises:
-            ParameterError: names the field, and what is wrong.
+            FieldError: names the field, and what is wrong.
         """
         key = key_of(wanted)
         with self._lock:
             found = self._found.get(key)
             if found is not None:
                 self._found.move_to_end(key)
-        if isinstance(found, ParameterError):
-            raise ParameterError(found.param, found.wanted, found.found)
+        if isinstance(found, FieldError):
+            raise FieldError(found.field, found.wanted, found.found)
         return found
 
-    def keep(self, wanted: StructuredOutputsParams, found: str | ParameterError) -> None:
+    def keep(self, wanted: StructuredOutputsParams, found: str | FieldError) -> None:
         """Remember what was found."""
         key = key_of(wanted)
-        if isinstance(found, ParameterError):  # without a traceback, and all that it holds
-            found = ParameterError(found.param, found.wanted, found.found)
+        if isinstance(found, FieldError):  # without a traceback, and all that it holds
+            found = FieldError(found.field, found.wanted, found.found)
         with self._lock:
             self._num_chars += _num_chars(found) - _num_chars(self._found.get(key, ""))
             self._found[key] = found
@@ -211,21 +211,21 @@ class GrammarChecks:
         """Return it as engines take it, which may take seconds.
 
         Raises:
-            ParameterError: names the field, and what is wrong.
+            FieldError: names the field, and what is wrong.
         """
         text = self._verdicts.known(wanted)
         if text is not None:
             return text
         try:
             text = self._find(wanted)
-        except ParameterError as error:
+        except FieldError as error:
             self._verdicts.keep(wanted, error)
             raise
         self._verdicts.keep(wanted, text)
         return text
 
 
-def _num_chars(found: str | ParameterError) -> int:
+def _num_chars(found: str | FieldError) -> int:
     return len(found) if isinstance(found, str) else 0
 
 

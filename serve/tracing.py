@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 from serve.records import ABORTED, FAILED, Attempt, RequestRecord, SequenceRecord
 
 log = logging.getLogger("lockstep.tracing")
@@ -115,14 +115,8 @@ class Tracing:
         self._provider.shutdown()
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Return the argument if spans can be sent there; empty means that none are.
-
-    Raises:
-        ConfigError: it is no URL, or a package is missing.
-    """
-    if not endpoint:
-        return ""
+def check_endpoint(endpoint: str) -> None:
+    """Raise FieldError if spans cannot be sent there: it is no URL, or a package is missing."""
     try:
         url = urlsplit(endpoint)
         is_url = url.scheme in SCHEMES and bool(url.hostname) and url.port != 0
@@ -130,21 +124,20 @@ def check_endpoint(endpoint: str) -> str:
         is_url = False
     if not is_url:
         wanted = "a URL such as http://localhost:4317 or http://localhost:4318/v1/traces"
-        raise ConfigError(FIELD, wanted, endpoint)
+        raise FieldError(FIELD, wanted, endpoint)
     for module in ("opentelemetry.sdk.trace", EXPORTERS[_protocol(endpoint)]):
         try:
             importlib.import_module(module)
         except ImportError as error:
             wanted = f"the module {module} (pip install 'lockstep-serve[tracing]')"
-            raise ConfigError(FIELD, wanted, str(error)) from None
-    return endpoint
+            raise FieldError(FIELD, wanted, str(error)) from None
 
 
 def otlp_exporter(endpoint: str) -> Any:
     """Return what sends spans to an endpoint that was checked.
 
     Raises:
-        ConfigError: a package is missing here.
+        FieldError: a package is missing here.
     """
     check_endpoint(endpoint)
     module = importlib.import_module(EXPORTERS[_protocol(endpoint)])
@@ -291,7 +284,7 @@ def _protocol(endpoint: str) -> str:
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if found := os.environ.get(name):
             if found not in EXPORTERS:
-                raise ConfigError(name, f"{GRPC} or {HTTP}", found)
+                raise FieldError(name, f"{GRPC} or {HTTP}", found)
             return found
     return HTTP if urlsplit(endpoint).path.strip("/") else GRPC
 

@@ -25,10 +25,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import EngineConfig
 from cluster.engine.sequence import Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, TicketHolder
 from cluster.messages import KVHandoff
+from compile.errors import FieldError
 
 SCRATCH = 0
 """In a block table: no block, because nothing will read there."""
@@ -49,13 +50,13 @@ def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_block
     """Refuse a pool that does not hold one sequence, however long.
 
     Raises:
-        ConfigError: names num_kv_blocks, how many are needed and how many there are.
+        FieldError: names num_kv_blocks, how many are needed and how many there are.
     """
     length = config.max_model_len
     needed = max_blocks_for(length, config.cache.block_size, sliding_window)
     if num_blocks < needed:
         wanted = f"at least {needed} (one sequence of max_model_len={length})"
-        raise ConfigError("num_kv_blocks", wanted, num_blocks)
+        raise FieldError("num_kv_blocks", wanted, num_blocks)
 
 
 class BlockManager:

@@ -21,13 +21,9 @@ from cluster.engine.changeover import CannotCompile
 from cluster.rank.groups import GroupMembership
 from compile.cache.key import sources_hash
 from compile.cache.manager import StandardToolchain
-from compile.config import (
-    AttentionGraphSupport,
-    CompilationConfig,
-    CompilationConfigError,
-    CompilationLevel,
-)
+from compile.config import AttentionGraphSupport, CompilationConfig, CompilationLevel
 from compile.environment import cc, cxx
+from compile.errors import FieldError
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.pieces.diagnose import GraphBreakError
 from compile.pieces.dynamo import TraceError
@@ -134,6 +130,7 @@ def as_final(error: BaseException) -> CannotCompile | None:
             return None
         # Inductor's errors are Dynamo's as well.
         is_final |= isinstance(each, (*_FINAL_ERRORS, TorchDynamoException))
+        is_final |= isinstance(each, FieldError) and each.field.startswith("compilation.")
         inner = (getattr(each, "inner_exception", None), each.__cause__, each.__context__)
         chain += [found for found in inner if found is not None and found not in chain]
     return CannotCompile(one_line(error)) if is_final else None
@@ -142,13 +139,12 @@ def as_final(error: BaseException) -> CannotCompile | None:
 def one_line(error: BaseException) -> str:
     """Return an error's first line, with its type unless the line names a field."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, CompilationConfigError):
+    if isinstance(error, FieldError):
         return str(error)
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 _FINAL_ERRORS = (
-    CompilationConfigError,
     GraphBreakError,
     PieceInvariantError,
     TraceError,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import EngineConfig
 from cluster.engine.blocks import check_num_blocks
 from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepLog
@@ -41,6 +41,7 @@ from cluster.rank.status import PhaseRecorder
 from cluster.rank.step_counts import StepCounts
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
+from compile.errors import FieldError
 from compile.scope import ArtifactExchange, compile_scope
 from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
@@ -381,7 +382,7 @@ class ModelRunner:
             if wanted > available - graph_bytes:
                 of_them = f", {graph_bytes} of them for graphs" if graph_bytes else ""
                 found = f"at most the {available} bytes that are available{of_them}"
-                raise ConfigError("kv_memory", found, wanted)
+                raise FieldError("kv_memory", found, wanted)
             return wanted
         torch.cuda.empty_cache()  # of graphs that were captured for trial
         free, total = torch.cuda.mem_get_info(self.device)

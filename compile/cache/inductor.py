@@ -40,8 +40,9 @@ from compile.cache.compilers import (
     compiler_name,
 )
 from compile.cache.inductor_directory import DIRECTORY, InductorDirectory
-from compile.config import CompilationConfig, CompilationConfigError
+from compile.config import CompilationConfig
 from compile.counters import counter
+from compile.errors import FieldError
 from compile.scope import Runnable, Shape
 
 ARTIFACT = "artifact.bin"
@@ -267,7 +268,7 @@ def make_compiler(config: CompilationConfig) -> CompilerInterface:
     """Return the compiler that a configuration means.
 
     Raises:
-        CompilationConfigError: it asks for an option that the compiler does not know.
+        FieldError: it asks for an option that the compiler does not know.
     """
     name = compiler_name(config)
     if name == "eager":
@@ -280,7 +281,7 @@ def check_options(config: CompilationConfig) -> None:
     """Refuse options that Inductor does not know.
 
     Raises:
-        CompilationConfigError: with the names that are closest.
+        FieldError: with the names that are closest.
     """
     # torch lists what its module of options imports from typing, too.
     known = [name for name in torch._inductor.list_options() if not name.isupper()]
@@ -288,7 +289,7 @@ def check_options(config: CompilationConfig) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, 3) or [EXAMPLE_OPTION]
             wanted = f"an option of torch._inductor, such as {', '.join(close)}"
-            raise CompilationConfigError("inductor_compile_config", wanted, name)
+            raise FieldError("compilation.inductor_compile_config", wanted, name)
 
 
 def _saved(artifact: Any) -> bytes:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.fx
 
-from compile.config import CompilationConfigError
 from compile.counters import counter
+from compile.errors import FieldError
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from compile.passes.graph_pass import GraphPass
 
@@ -45,12 +45,12 @@ class PassManager:
         """Return a manager of the named passes, in this order.
 
         Raises:
-            CompilationConfigError: there is no pass of a name.
+            FieldError: there is no pass of a name.
         """
         for name in names:
             if name not in PASSES:
                 wanted = f"names out of {', '.join(sorted(PASSES))}"
-                raise CompilationConfigError("passes", wanted, name)
+                raise FieldError("compilation.passes", wanted, name)
         return cls([PASSES[name]() for name in names])
 
     def apply(self, module: torch.fx.GraphModule) -> int:

@@ -20,7 +20,8 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from compile.config import DEFAULT_SPLITTING_OPS, CompilationConfigError
+from compile.config import DEFAULT_SPLITTING_OPS
+from compile.errors import FieldError
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 """Calls that reserve memory and run no kernel; a captured graph of them alone would be empty."""
@@ -70,7 +71,7 @@ def split_graph(
         The root, and its pieces by ascending index.
 
     Raises:
-        CompilationConfigError: a name of `splitting_ops` is no registered op.
+        FieldError: a name of `splitting_ops` is no registered op.
     """
     names = SplittingOps(splitting_ops)
     _spell_sizes_out(graph)
@@ -97,14 +98,14 @@ class SplittingOps:
         """Look the names up.
 
         Raises:
-            CompilationConfigError: an op does not exist. One of the defaults may be missing: a
+            FieldError: an op does not exist. One of the defaults may be missing: a
                 model without attention does not register it.
         """
         self._names: set[str] = set()
         for name in names:
             if name not in DEFAULT_SPLITTING_OPS and not _is_registered(name):
                 wanted = "names of registered ops such as lockstep::unified_attention_with_output"
-                raise CompilationConfigError("splitting_ops", wanted, name)
+                raise FieldError("compilation.splitting_ops", wanted, name)
             self._names.add(name.replace("::", ".").removesuffix(".default"))
 
     def __contains__(self, node: object) -> bool:

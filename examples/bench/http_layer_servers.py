@@ -153,7 +153,7 @@ def our_app(text: str, *, step_s: float, has_log: bool, num_engines: int) -> Sta
         max_running=MAX_LIVE,
         max_queued=0,
         max_queue_wait_s=60,
-        max_body_bytes=settings.max_body_bytes,
+        max_body_bytes=settings.args.max_body_bytes,
         retry_after_s=settings.retry_after_s,
     )
     backend = InstantBackend(tokenizer, text, step_s=step_s, num_engines=num_engines)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from model.fields import ModelError
+from compile.errors import FieldError
 from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Shard
@@ -191,7 +191,7 @@ def kv_heads_of(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
     """Return how many KV heads a rank holds and the first of them.
 
     Raises:
-        ModelError: neither the heads nor the ranks are a multiple of the other.
+        FieldError: neither the heads nor the ranks are a multiple of the other.
     """
     if num_kv_heads % shard.size == 0:
         count = num_kv_heads // shard.size
@@ -199,7 +199,7 @@ def kv_heads_of(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
     if shard.size % num_kv_heads == 0:
         return 1, shard.rank // (shard.size // num_kv_heads)
     wanted = f"a multiple or a divisor of tensor_parallel_size={shard.size}"
-    raise ModelError.of("num_key_value_heads", wanted, num_kv_heads)
+    raise FieldError("num_key_value_heads", wanted, num_kv_heads)
 
 
 class RowParallelLinear(Linear):

@@ -73,7 +73,7 @@ def build_app(
         sends_id: put `X-Request-Id` into answers, which no server in front does.
 
     Raises:
-        ConfigError: the file of keys cannot be used.
+        FieldError: the file of keys cannot be used.
     """
     handlers = Handlers(serving)
     debugging = [
@@ -96,7 +96,7 @@ def build_app(
         Route("/ready", guarded(handlers.ready)),
         Route("/version", guarded(handlers.version)),
         Route("/metrics", guarded(handlers.metrics)),
-        *(debugging if serving.settings.debug else ()),
+        *(debugging if serving.settings.args.debug else ()),
     ]
     observed = Middleware(
         Observed,

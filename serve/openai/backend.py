@@ -10,6 +10,7 @@ import msgspec
 from cluster.counts import Counts
 from cluster.messages import EngineOutput, GenerateRequest
 from cluster.metrics import MetricsSnapshot
+from serve.arguments import DeployArgs
 from serve.records import SequenceRecord
 
 
@@ -22,13 +23,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What requests may call it besides."""
     max_model_len: int
     """Tokens of prompt and output together."""
-    max_body_bytes: int = 8 * 2**20
-    request_timeout_s: float = 600.0
-    """For receiving the request, and again for answering it to the last byte."""
-    max_answer_bytes: int = 64 * 2**20
-    """Of a streamed answer; a whole one, which is in memory several times, may be a part of it."""
-    stream_interval: int = 1
-    """Tokens that a chunk of a stream has at least, the first and the last ones apart."""
+    args: DeployArgs = DeployArgs()
+    """What `deploy` was asked for: limits, formats, debugging."""
     retry_after_s: float = 5.0
     """How long a client that comes before the pools are ready is told to wait."""
     max_sequences: int = 1024
@@ -39,12 +35,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prompt whose KV the model can compute; None: any."""
     cache_info: tuple[tuple[str, str], ...] = ()
     """Labels of the metric `cache_config_info`."""
-    tool_call_parser: str = "auto"
-    """How the model writes tool calls: a `ToolFormat`, or auto to ask its chat template."""
-    reasoning_parser: str = "none"
-    """How it writes reasoning: a `ReasoningFormat`."""
-    debug: bool = False
-    """Whether /debug/ranks and /debug/ingress exist."""
 
     @property
     def model_names(self) -> tuple[str, ...]:

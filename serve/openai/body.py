@@ -51,7 +51,7 @@ class BodyReader:
     def check_length(self, request: Request) -> None:
         """Refuse a body by the length that the request announces; raises BodyTooLarge."""
         length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
+        if length.isdecimal() and int(length[:20]) > self._settings.args.max_body_bytes:
             raise self._too_large(length[:20])
 
     async def read(self, request: Request, place: Place) -> bytes:
@@ -63,11 +63,11 @@ class BodyReader:
                 request wanted its place.
             Overloaded: other requests hold too many bytes.
         """
-        limit = self._settings.max_body_bytes
+        limit = self._settings.args.max_body_bytes
         body = bytearray()
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s) as timer:
+            async with asyncio.timeout(self._settings.args.request_timeout_s) as timer:
                 place.on_evicted = lambda: timer.reschedule(loop.time())
                 async for part in request.stream():
                     if len(body) + len(part) > limit:
@@ -75,7 +75,7 @@ class BodyReader:
                     place.hold(len(part))
                     body += part
         except TimeoutError as error:
-            wanted = f"wanted within {self._settings.request_timeout_s:g} s, sooner under load"
+            wanted = f"wanted within {self._settings.args.request_timeout_s:g} s, sooner under load"
             raise SlowBody(f"body: {wanted}, found it unfinished") from error
         finally:
             place.on_evicted = None
@@ -94,7 +94,7 @@ class BodyReader:
     def _too_large(self, found: str) -> ApiError:
         # The unread rest is still in the connection, which cannot serve another request.
         return BodyTooLarge(
-            f"body: wanted at most {self._settings.max_body_bytes} bytes, found {found}",
+            f"body: wanted at most {self._settings.args.max_body_bytes} bytes, found {found}",
             headers={"Connection": "close"},
         )
 

@@ -233,7 +233,7 @@ class ChatShape:
 
 
 def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:
-    """Return the request in a JSON body; raises BadRequest and ParameterError."""
+    """Return the request in a JSON body; raises BadRequest and FieldError."""
     request = parse_chat(body)
     params = request.sampling_params()
     answers = check_chat(request, serving.settings, tokenizer)
@@ -244,7 +244,7 @@ def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
     """Refuse a chat beyond the limits, and return how the model writes its answers.
 
     Raises:
-        BadRequest, ParameterError: name the field.
+        BadRequest, FieldError: name the field.
     """
     check_limits(request, settings, tokenizer, num_prompts=1)
     check_tools(request)
@@ -266,7 +266,7 @@ def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
 def _answer_format(
     request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
 ) -> AnswerFormat:
-    reasoning = ReasoningFormat(settings.reasoning_parser)
+    reasoning = ReasoningFormat(settings.args.reasoning_parser)
     if not _shows_tools(request):
         return AnswerFormat(reasoning=reasoning)
     choice = request.tool_choice
@@ -277,7 +277,7 @@ def _answer_format(
         reasoning=ReasoningFormat.NONE if is_forced else reasoning,
         is_forced=is_forced,
         forced_name=forced_name,
-        tools=tool_format(tokenizer, settings.tool_call_parser, request.chat_template),
+        tools=tool_format(tokenizer, settings.args.tool_call_parser, request.chat_template),
         names=tuple(tool.function.name for tool in request.tools),
         parallel=request.parallel_tool_calls,
     )

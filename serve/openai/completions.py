@@ -169,7 +169,7 @@ class CompletionShape:
 
 
 def parse_completion_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionShape:
-    """Return the request in a JSON body; raises BadRequest and ParameterError."""
+    """Return the request in a JSON body; raises BadRequest and FieldError."""
     request = parse_completion(body)
     shape = CompletionShape(request, tokenizer, serving.settings.served_model_name)
     check_limits(request, serving.settings, tokenizer, num_prompts=shape.num_prompts)

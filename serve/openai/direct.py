@@ -49,7 +49,7 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
     try:
         with _admitted(serving) as (place, record):
             tokenizer, shape = await _read(serving, parse, body, place, record, stream=False)
-            async with asyncio.timeout(serving.settings.request_timeout_s):
+            async with asyncio.timeout(serving.settings.args.request_timeout_s):
                 found = await whole_answer(serving, tokenizer, shape, place, record)
             return dict(msgspec.json.decode(found))
     except Exception as error:
@@ -67,7 +67,7 @@ async def stream(
     try:
         with _admitted(serving) as (place, record):
             tokenizer, shape = await _read(serving, parse, body, place, record, stream=True)
-            ends_at = asyncio.get_running_loop().time() + serving.settings.request_timeout_s
+            ends_at = asyncio.get_running_loop().time() + serving.settings.args.request_timeout_s
             events = stream_chunks(serving, tokenizer, shape, place, record, Backlog())
             async with aclosing(events) as chunks:
                 while (chunk := await _next(chunks, ends_at)) is not None:
@@ -111,7 +111,7 @@ async def _read(
 ) -> tuple[Tokenizer, Shape]:
     tokenizer = serving.require_ready()
     text = _encode({**_as_dict(body), "stream": stream})
-    limit = serving.settings.max_body_bytes
+    limit = serving.settings.args.max_body_bytes
     if len(text) > limit:
         raise BodyTooLarge(f"body: wanted at most {limit} bytes, found {len(text)}")
     place.hold(len(text))

@@ -25,6 +25,7 @@ from starlette.responses import Response
 
 from cluster.messages import GenerateRequest
 from cluster.metrics import Described
+from compile.errors import FieldError, Words
 from serve.admission import Admission, Overloaded, Place
 from serve.cache_salt import CacheSalts
 from serve.clients import client_of
@@ -38,7 +39,6 @@ from serve.openai.observed import record_of
 from serve.openai.responses import Usage
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
-from serve.parameters import ParameterError
 from serve.records import IngressCounts, RequestRecord
 from serve.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
 from serve.text import StopStrings, TextStream
@@ -246,7 +246,7 @@ async def respond(serving: Serving, request: Request, parse: Parse) -> Response:
         if isinstance(error, ApiError | Overloaded):
             await serving.bodies.discard(request)
         raise
-    timeout_s = serving.settings.request_timeout_s
+    timeout_s = serving.settings.args.request_timeout_s
     if shape.request.stream:
         return EventStream(
             lambda backlog: stream_chunks(serving, tokenizer, shape, place, record, backlog),
@@ -333,7 +333,7 @@ async def stream_chunks(
         with serving.tick.streaming(len(generation.choices)):
             while True:
                 for choice in changed:
-                    if choice.is_due(serving.settings.stream_interval):
+                    if choice.is_due(serving.settings.args.stream_interval):
                         for chunk in shape.chunks(choice, _chunk_usage(options, generation)):
                             yield chunk
                 if generation.is_finished:
@@ -361,8 +361,8 @@ async def _prepared(serving: Serving, tokenizer: Tokenizer, shape: Shape, place:
         return await serving.threads.run(
             size, lambda check: _prepare(serving.settings, tokenizer, shape, text, salt, check)
         )
-    except ParameterError as error:
-        raise error.renamed(shape.request.spelling(error.param)) from error
+    except FieldError as error:
+        raise error.renamed(shape.request.spelling(error.field)) from error
     finally:
         place.let_go_of_bytes()
 
@@ -391,7 +391,7 @@ def _prepare(
     for prompt in prompts:
         _check_prompt(settings, vocab_size, prompt)
     answer_size = AnswerSize.of(request, params, prompts, num_prompt_copies=shape.num_prompt_copies)
-    max_bytes = settings.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
+    max_bytes = settings.args.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
     max_tokens = answer_size.max_tokens(params, max_bytes)
     pairs = [
         (prompt, sampling)
@@ -419,10 +419,10 @@ def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> 
     if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
         least, largest = min(prompt), max(prompt)
         wanted = f"token ids from 0 to {vocab_size - 1}"
-        raise ParameterError("prompt", wanted, least if least < 0 else largest)
+        raise FieldError("prompt", wanted, least if least < 0 else largest)
     if settings.max_prompt_len is not None and len(prompt) > settings.max_prompt_len:
         wanted = f"at most {settings.max_prompt_len} tokens (rope_type dynamic)"
-        raise ParameterError("prompt", wanted, f"{len(prompt)} tokens")
+        raise FieldError("prompt", wanted, Words(f"{len(prompt)} tokens"))
 
 
 class AnswerSize(msgspec.Struct, frozen=True):
@@ -480,20 +480,20 @@ class AnswerSize(msgspec.Struct, frozen=True):
         """Return how many tokens a choice may have in an answer of `max_bytes`.
 
         Raises:
-            ParameterError: they are fewer than the request asks for.
+            FieldError: they are fewer than the request asks for.
         """
         limit = f"an answer has at most max_answer_bytes, here {max_bytes} bytes"
         if self.prompt_bytes > max_bytes:
             by_logprobs = params.prompt_logprobs is not None
             param = "prompt_logprobs" if by_logprobs else self.cause
-            found = f"{self.prompt_bytes} for {params.n} choices"
-            raise ParameterError(param, f"less said of the prompt ({limit})", found)
+            found = Words(f"{self.prompt_bytes} for {params.n} choices")
+            raise FieldError(param, f"less said of the prompt ({limit})", found)
         left = (max_bytes - self.prompt_bytes) // (self.num_choices * self.token_bytes)
         asked = DEFAULT_MAX_TOKENS if params.max_tokens is UNSET else params.max_tokens
         asked = max(asked or 1, params.min_tokens)
         if asked > left:
             each = f"{self.token_bytes} for each token of {self.num_choices} choices"
-            raise ParameterError("max_tokens", f"at most {left} ({limit}, {each})", asked)
+            raise FieldError("max_tokens", f"at most {left} ({limit}, {each})", asked)
         return left
 
 

@@ -27,9 +27,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from compile.errors import FieldError
 from serve.admission import Overloaded
 from serve.grammar_process import GrammarProcessLost
-from serve.parameters import ParameterError
 from serve.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case ParameterError():
-            return BadRequest(str(error), param=error.param)
+        case FieldError():
+            return BadRequest(str(error), param=error.field)
         case ChatTemplateError():
             return BadRequest(str(error), param="messages")
         case Overloaded():

@@ -1,96 +1,134 @@
-"""How JSON objects of a request become structs: four classes of fields, and where errors point.
+"""How JSON objects of a request become structs: four classes of fields.
 
 *Implemented*: a field of the struct that the object becomes. *Inert*: known and not built yet, so
-accepted only with the value that changes nothing; one that gets built moves from the table into the
-struct. *Ignored*: known, and without effect on an answer whatever its value, as a client's name for
-its own user is. *Unknown*: refused. A null is the same as leaving the field out, in every class.
+accepted only with the value that changes nothing; one that gets built moves from `INERT` of the
+struct into its fields. *Ignored*: known, and without effect on an answer whatever its value, as a
+client's name for its own user is (`IGNORED`). *Unknown*: refused. A null is the same as leaving the
+field out, in every class.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
+from compile.errors import FieldError, Words
+from serve.fields import Source, convert, hints_of, is_struct, members
 from serve.openai.errors import BadRequest
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class FieldTable(msgspec.Struct, frozen=True):
-    """The fields of one kind of object: of `struct`, inert at these values, or ignored."""
-
-    struct: type[msgspec.Struct]
-    inert: dict[str, tuple[Any, ...]]
-    ignored: frozenset[str] = frozenset()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All fields that are known."""
-        return self.ignored.union(self.struct.__struct_fields__, self.inert)
-
-    def screen(self, found: Any, at: str = "") -> Any:
-        """Return `found` with the fields that are implemented and given.
-
-        Anything but an object is returned as it is: converting it gives the better message.
-
-        Raises:
-            BadRequest: an unknown field, or an inert one at another value.
-        """
-        if not isinstance(found, dict):
-            return found
-        given = {name: value for name, value in found.items() if value is not None}
-        for name in found:
-            self._check_name(name, at)
-        for name, value in given.items():
-            self._check_inert(name, value, at)
-        without_effect = self.ignored.union(self.inert)
-        return {name: given[name] for name in given if name not in without_effect}
-
-    def _check_name(self, name: str, at: str) -> None:
-        if name not in self.names:
-            param = join_path(at, name)
-            raise BadRequest(f"{param}: unknown field", param=param)
-
-    def _check_inert(self, name: str, value: Any, at: str) -> None:
-        accepted = self.inert.get(name)
-        if accepted is None or any(_is_same(value, one) for one in accepted):
-            return
-        param = join_path(at, name)
-        wanted = " or ".join(_json(one) for one in (*accepted, None))
-        raise BadRequest(
-            f"{param}: wanted {wanted}, found {_json(value)}; other values are not built yet",
-            param=param,
-        )
-
-
-def convert(found: Any, kind: type[S], at: str = "") -> S:
-    """Return the struct that a screened object holds, which itself is at `at` in the body.
+def parse(body: bytes, kind: type[S]) -> S:
+    """Return the struct that the JSON object in a body holds.
 
     Raises:
-        BadRequest: a field has another type; `param` is its path as in `messages[0].content`.
+        BadRequest: no JSON object, or an unknown field.
+        FieldError: a field is missing, not built or holds what it cannot.
+    """
+    return convert(parse_fields(body, kind), kind, Source.JSON)
+
+
+def parse_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of the JSON object in a body that are implemented and given.
+
+    Raises:
+        BadRequest: no JSON object, or an unknown field.
+        FieldError: an inert field has another value.
     """
     try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        raise _bad_type(str(error), at) from error
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise BadRequest(f"body: wanted JSON, found {len(body)} bytes: {error}") from error
+    if not isinstance(found, dict):
+        raise BadRequest(f"body: wanted a JSON object, found {type(found).__name__}")
+    return _given_fields(found, kind, "")
+
+
+def convert_object(found: dict[str, Any], kind: type[S], at: str) -> S:
+    """Return the struct that an object holds, which is at `at` in a body; raises as `parse`."""
+    return convert(_given_fields(found, kind, at), kind, Source.JSON, at)
+
+
+@cache
+def inert_fields(kind: type) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that are not built, each with the values beside null that are accepted."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for each in reversed(kind.__mro__):
+        found |= vars(each).get("INERT", {})
+    return found
+
+
+@cache
+def ignored_fields(kind: type) -> frozenset[str]:
+    """Return the fields that are accepted with any value."""
+    return frozenset().union(*(vars(each).get("IGNORED", ()) for each in kind.__mro__))
+
+
+@cache
+def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return all fields that are not refused by their names."""
+    return ignored_fields(kind).union(kind.__struct_fields__, inert_fields(kind))
+
+
+def structs_within(kind: Any) -> list[type[msgspec.Struct]]:
+    """Return the structs that a value of this type may be or, in a list, have."""
+    found: list[type[msgspec.Struct]] = []
+    for bare, _ in members(kind):
+        if is_struct(bare):
+            found.append(bare)
+        elif get_origin(bare) is list:
+            found += structs_within(get_args(bare)[0])
+    return found
+
+
+@cache
+def _nested(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the types of those fields that hold objects."""
+    return {name: hint for name, hint in hints_of(kind).items() if structs_within(hint)}
+
+
+def _given(found: Any, kind: Any, at: str) -> Any:
+    """Return a value with the fields of objects in it that are implemented and given.
+
+    What has another type stays as it is: converting it gives the better message.
+    """
+    for bare, _ in members(kind):
+        if isinstance(found, dict) and is_struct(bare):
+            return _given_fields(found, bare, at)
+        if isinstance(found, list) and get_origin(bare) is list:
+            [item] = get_args(bare)
+            return [_given(each, item, f"{at}[{i}]") for i, each in enumerate(found)]
+    return found
+
+
+def _given_fields(found: dict[str, Any], kind: type[msgspec.Struct], at: str) -> dict[str, Any]:
+    if isinstance(found.get("type"), str) and "type" in kind.__struct_fields__:
+        # An object of another type has other fields: the type is what is wrong with it.
+        convert(found["type"], hints_of(kind)["type"], Source.JSON, join_path(at, "type"))
+    given = {name: value for name, value in found.items() if value is not None}
+    for name in found:
+        if name not in known_fields(kind):
+            param = join_path(at, name)
+            raise BadRequest(f"{param}: unknown field", param=param)
+    for name, accepted in inert_fields(kind).items():
+        if name in given and not any(_is_same(given[name], one) for one in accepted):
+            values = " or ".join(_json(one) for one in (*accepted, None))
+            value = Words(f"{_json(given[name])}; other values are not built yet")
+            raise FieldError(join_path(at, name), values, value)
+    nested = _nested(kind)
+    return {
+        name: _given(value, nested[name], join_path(at, name)) if name in nested else value
+        for name, value in given.items()
+        if name in kind.__struct_fields__
+    }
 
 
 def join_path(at: str, name: str) -> str:
     """Return the path of a field of the object at `at`; empty is the body itself."""
     return f"{at}.{name}" if at else name
-
-
-def _bad_type(message: str, at: str) -> BadRequest:
-    """Put msgspec's «Expected `str`, got `int` - at `$.messages[0].content`» in Lockstep's form."""
-    text, _, path = message.partition(" - at `$")
-    param = join_path(at, path.strip("`").lstrip(".")).rstrip(".") or None
-    if missing := re.fullmatch(r"Object missing required field `(.+)`", text):
-        param = join_path(param or "", missing[1])
-        return BadRequest(f"{param}: wanted a value, found none", param=param)
-    text = re.sub(r"Expected (.+), got (.+)", r"wanted \1, found \2", text).replace("`", "")
-    return BadRequest(f"{param or 'body'}: {text}", param=param)
 
 
 def _is_same(found: Any, accepted: Any) -> bool:
@@ -100,19 +138,3 @@ def _is_same(found: Any, accepted: Any) -> bool:
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def parse_fields(body: bytes, table: FieldTable) -> dict[str, Any]:
-    """Return the fields of the JSON object in a body that are implemented and given.
-
-    Raises:
-        BadRequest: no JSON object, an unknown field, or an inert one at another value.
-    """
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise BadRequest(f"body: wanted JSON, found {len(body)} bytes: {error}") from error
-    if not isinstance(found, dict):
-        raise BadRequest(f"body: wanted a JSON object, found {type(found).__name__}")
-    fields: dict[str, Any] = table.screen(found)
-    return fields

@@ -1,46 +1,33 @@
-"""`/openapi.json`: what is accepted and answered, from the structs and the table of fields.
+"""`/openapi.json`: what is accepted and answered, from the structs.
 
-A request's schema is its struct's. Each field may also be null, which is the same as leaving it
-out; inert fields are there with the values that they are accepted at, ignored ones without a type;
-nothing else is accepted.
-Bounds of numbers are those that the errors of wrong values name. An answer's schema is its
-struct's.
+A request's schema is its struct's, bounds included. Each field may also be null, which is the same
+as leaving it out; inert fields are there with the values that they are accepted at, ignored ones
+without a type; nothing else is accepted. An answer's schema is its struct's.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import msgspec
 
 from serve import page
-from serve.openai import request_parser, responses, tokenizing
+from serve.fields import hints_of
+from serve.openai import responses, schema
 from serve.openai.backend import ApiSettings
-from serve.openai.fields import FieldTable
-from serve.openai.responses_request import RESPONSES_FIELDS
-from serve.parameters import ParameterError
+from serve.openai.fields import ignored_fields, inert_fields, structs_within
+from serve.openai.responses_request import ResponsesRequest
+from serve.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{name}"
-_TABLES = (
-    request_parser.CHAT_FIELDS,
-    request_parser.COMPLETION_FIELDS,
-    tokenizing.TOKENIZE_FIELDS,
-    tokenizing.DETOKENIZE_FIELDS,
-    request_parser.STREAM_OPTIONS_FIELDS,
-    request_parser.MESSAGE_FIELDS,
-    request_parser.PART_FIELDS,
-    request_parser.TOOL_FIELDS,
-    request_parser.FUNCTION_FIELDS,
-    request_parser.NAMED_CHOICE_FIELDS,
-    request_parser.FUNCTION_NAME_FIELDS,
-    request_parser.TOOL_CALL_FIELDS,
-    request_parser.CALLED_FUNCTION_FIELDS,
-    request_parser.RESPONSE_FORMAT_FIELDS,
-    request_parser.JSON_SCHEMA_FIELDS,
-    request_parser.STRUCTURED_FIELDS,
-    RESPONSES_FIELDS,
+_REQUESTS = (
+    schema.ChatRequest,
+    schema.CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
 )
 _ANSWERS = (
     responses.ChatCompletion,
@@ -51,7 +38,6 @@ _ANSWERS = (
     responses.Tokenized,
     responses.Detokenized,
 )
-_RANGE = re.compile(r"an? (?:number|integer) from (\S+) to (\S+?)(?: .*)?")
 
 ERRORS = {
     400: "The request cannot be answered; `param` names the field.",
@@ -82,10 +68,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def document(settings: ApiSettings) -> bytes:
     """Return the JSON text."""
-    structs = (*(table.struct for table in _TABLES), *_ANSWERS, ErrorBody)
+    structs = (*_REQUESTS, *_ANSWERS, ErrorBody)
     _, components = msgspec.json.schema_components(structs, ref_template=_REF)
-    for table in _TABLES:
-        _describe_fields(components[table.struct.__name__], table)
+    for struct in dict.fromkeys(each for request in _REQUESTS for each in _with_parts(request)):
+        _describe_fields(components[struct.__name__], struct)
     _describe_what_is_checked_later(components, settings)
     return msgspec.json.encode(
         {
@@ -101,34 +87,33 @@ def document(settings: ApiSettings) -> bytes:
     )
 
 
-def _describe_fields(component: dict[str, Any], table: FieldTable) -> None:
+def _with_parts(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    """Yield a struct, and those that its fields hold."""
+    yield struct
+    for kind in hints_of(struct).values():
+        for part in structs_within(kind):
+            yield from _with_parts(part)
+
+
+def _describe_fields(component: dict[str, Any], struct: type[msgspec.Struct]) -> None:
     properties = component["properties"]
     for name, found in properties.items():
-        bounded = _bounded(table.struct, name, found)
         is_required = name in component.get("required", ())
-        properties[name] = bounded if is_required else _or_null(bounded)
-    for name, accepted in table.inert.items():
+        properties[name] = found if is_required else _or_null(found)
+    for name, accepted in inert_fields(struct).items():
         properties[name] = {"enum": [*accepted, None]}
-    properties.update({name: {} for name in sorted(table.ignored)})
+    properties.update({name: {} for name in sorted(ignored_fields(struct))})
     component["additionalProperties"] = False
 
 
 def _describe_what_is_checked_later(components: dict[str, Any], settings: ApiSettings) -> None:
-    """Add what no type says: parsing checks it."""
-    messages = {"type": "array", "items": {"$ref": _REF.format(name="Message")}, "minItems": 1}
+    """Add what depends on the model."""
     length = {"type": "integer", "minimum": 1, "maximum": settings.max_model_len}
     of = {name: found["properties"] for name, found in components.items() if "properties" in found}
-    for table in _TABLES:
-        name = table.struct.__name__
-        if "model" in of[name]:
-            of[name]["model"] = {"enum": [*settings.model_names, None]}
+    for request in _REQUESTS:
+        of[request.__name__]["model"] = {"enum": [*settings.model_names, None]}
     of["CompletionRequest"]["max_tokens"] = _or_null(dict(length))
-    # That of a chat has no bounds: beside its newer name it means nothing.
     of["ChatRequest"]["max_completion_tokens"] = _or_null(dict(length))
-    of["ChatRequest"]["messages"] = messages
-    of["TokenizeRequest"]["messages"] = _or_null(dict(messages))
-    of["Message"]["role"] = {"enum": list(request_parser.ROLES)}
-    of["TextPart"]["type"] = {"enum": ["text"]}
     if settings.vocab_size is not None:
         token = {"type": "integer", "minimum": 0, "maximum": settings.vocab_size - 1}
         of["DetokenizeRequest"]["tokens"] = {"type": "array", "items": token}
@@ -139,30 +124,6 @@ def _or_null(found: dict[str, Any]) -> dict[str, Any]:
         return found
     default = {"default": found.pop("default")} if "default" in found else {}
     return {"anyOf": [found, {"type": "null"}], **default}
-
-
-def _bounded(struct: type[msgspec.Struct], name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return a number's schema with the bounds that its error names."""
-    required: dict[str, dict[str, Any]]
-    required = {"ChatRequest": {"messages": []}, "CompletionRequest": {"prompt": ""}}
-    numbers = [
-        each
-        for each in (found, *found.get("anyOf", ()))
-        if each.get("type") in ("integer", "number")
-    ]
-    if struct.__name__ not in required or not numbers:
-        return found
-    beside: dict[str, Any] = {"logprobs": True} if name == "top_logprobs" else {}
-    try:
-        struct(**{**required[struct.__name__], **beside, name: object()}).sampling_params()  # type: ignore[attr-defined]
-    except ParameterError as error:
-        if match := _RANGE.fullmatch(error.wanted):
-            bounds = {"minimum": float(match[1]), "maximum": float(match[2])}
-            for each in numbers:
-                each.update(bounds)
-    except TypeError:
-        pass  # of what is read before it is checked
-    return found
 
 
 def _paths(settings: ApiSettings) -> dict[str, Any]:
@@ -213,7 +174,7 @@ def _paths(settings: ApiSettings) -> dict[str, Any]:
         "/metrics": gets(text, 400, 401, 403, 503),
         "/openapi.json": gets(json_object, 400, 401, 403),
     }
-    if settings.debug:
+    if settings.args.debug:
         for path in ("/debug/ranks", "/debug/ingress"):
             paths[path] = gets(json_object, 400, 401, 403, 500)
     return paths

@@ -251,7 +251,7 @@ class ResponsesShape:
             "previous_response_id": None,
             "store": False,
             "temperature": given.temperature,
-            "text": self._given.text or {"format": {"type": "text"}},
+            "text": {"format": given.text.format or {"type": "text"}},
             "tool_choice": given.tool_choice or ("auto" if given.tools else "none"),
             "tools": given.tools,
             "top_p": given.top_p,
@@ -272,7 +272,7 @@ class ResponsesShape:
 
 
 def parse_responses_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ResponsesShape:
-    """Return the request in a JSON body; raises BadRequest and ParameterError."""
+    """Return the request in a JSON body; raises BadRequest and FieldError."""
     request, chat = parse_responses(body)
     try:
         answers = check_chat(chat, serving.settings, tokenizer)

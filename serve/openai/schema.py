@@ -1,26 +1,43 @@
 """The requests of the two generating endpoints, as structs of the fields that are implemented.
 
-How a body becomes one, and what is said of its other fields, is `request_parser.py`.
+How a body becomes one is `fields.py`; what no type says of it is `request_parser.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from serve.cache_salt import check_cache_salt
+from cluster.messages import MAX_BIASES, MaxTokens
+from compile.errors import FieldError, Words
+from serve.cache_salt import CacheSalt
+from serve.fields import says, words_for
 from serve.openai.errors import BadRequest
-from serve.parameters import ParameterError
-from serve.sampling import SamplingParams
+from serve.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.structured import StructuredOutputsParams
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128
+"""OpenAI's bound on `tools`; more get 400."""
+LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+"""By these OpenAI tells a client's own users apart, in its records and in its cache."""
+# Clients send an assistant's message back as they received it, with some of its fields empty, or as
+# they keep it: LiteLLM adds this one, openai's `parse` what it made of a text, and who joins a
+# stream's deltas leaves `index` in the calls.
+_OF_LITELLM = frozenset({"provider_specific_fields"})
 _GUIDED_KINDS = ("json", "regex", "choice", "grammar")
+
+Inert = dict[str, tuple[Any, ...]]
+"""Of fields that are known and not built: the values that change nothing. Null always does not."""
+LogitBias = Annotated[dict[str, TokenBias], Meta(max_length=MAX_BIASES)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`stream_options`, accepted only with `stream` true."""
+
+    INERT: ClassVar[Inert] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
     """Send one more chunk at the end, with the usage of the whole request."""
@@ -45,82 +62,80 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     """`response_format`."""
 
-    type: str
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], says("text, json_object, json_schema")
+    ]
     """`text`, `json_object` or `json_schema`."""
     json_schema: JsonSchemaFormat | None = None
     """The schema, with type `json_schema` alone."""
 
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            found = Words("one" if self.json_schema is not None else "none")
+            wanted = "one with type json_schema alone"
+            raise FieldError("response_format.json_schema", wanted, found)
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+
+class StructuredOutputs(StructuredOutputsParams, frozen=True, kw_only=True):
     """`structured_outputs`, as vLLM has it: exactly one of the fields is given."""
 
-    json: str | dict[str, Any] | bool | None = None
-    """A JSON schema, as an object or as its text."""
-    json_object: bool | None = None
-    """Any JSON object."""
-    regex: str | None = None
-    """A regular expression that the whole text matches, in Rust's syntax without look-around."""
-    choice: list[str] | None = None
-    """The text is one of these."""
-    grammar: str | None = None
-    """A context-free grammar, in Lark's form or in GBNF."""
+    INERT: ClassVar[Inert] = {
+        "structural_tag": (),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "disable_fallback": (False,),
+        "whitespace_pattern": (),
+    }
 
 
-class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
+class RequestFields(PromptFields, frozen=True, kw_only=True):
     """The fields of both endpoints. None of them is null: a null field is left out before."""
+
+    INERT: ClassVar[Inert] = {
+        # vLLM: sampling
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "early_stopping": (False,),
+        "length_penalty": (1,),
+        "watermarking": (False,),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "truncation_side": (),
+        "logprob_token_ids": (),
+        "bad_words": ([],),
+        "logits_processors": ([],),
+        "repetition_detection": (),
+        "thinking_token_budget": (),
+        # vLLM: structured output
+        "structural_tag": (),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
+        # vLLM: the request
+        "priority": (0,),
+        "request_id": (),
+        "session_id": (),
+        "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "vllm_xargs": ({},),
+        "stream_interval": (1,),
+        "return_tokens_as_token_ids": (False,),
+        "return_token_offsets": (False,),
+        "return_mm_kwargs": (True,),
+        "routed_experts_prompt_start": (0,),
+    }
 
     model: str | None = None
     """The name that is served; null: whichever that is."""
-    n: int = 1
-    """Choices for each prompt. Prompts times `n` are at most `MAX_SEQUENCES`, or as many as may be
-    alive."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together."""
-    top_k: int = 0
-    """Draw from so many of the likeliest tokens only."""
-    min_p: float = 0.0
-    """Least probability of a token that is drawn, relative to the likeliest token's."""
-    presence_penalty: float = 0.0
-    """Taken from the logit of every token that the output has; encourages repetition below 0."""
-    frequency_penalty: float = 0.0
-    """The same for each time that the output has the token."""
-    repetition_penalty: float = 1.0
-    """Makes tokens of prompt and output less likely; below 1 more likely."""
-    logit_bias: dict[str, float] = {}
+    logit_bias: LogitBias = msgspec.field(default_factory=dict)
     """A bias of at most `MAX_BIAS` either way for each of up to `MAX_BIASES` token ids, which are
     text here, as JSON's keys are."""
-    allowed_token_ids: list[int] | None = None
-    """The only tokens that may be drawn, at most as many as the vocabulary has; null allows all."""
-    seed: int | None = None
-    """Same seed, same tokens: alone, in any batch, and when the request is moved or computed again;
-    null draws one."""
-    min_tokens: int = 0
-    """Output tokens before a stop token or a stop string may end the text."""
-    max_tokens: int | None = None
-    """Output tokens at most; null: `DEFAULT_MAX_TOKENS` in a completion, what the model's length
-    leaves in a chat."""
-    stop: str | list[str] = []
-    """What ends the output: up to `MAX_STOP_STRINGS` texts of up to `MAX_STOP_CHARS` characters."""
-    stop_token_ids: list[int] = []
-    """Up to `MAX_STOP_TOKEN_IDS` tokens that end the output, beside the checkpoint's own."""
-    ignore_eos: bool = False
-    """Go on behind the checkpoint's end-of-sequence tokens."""
-    include_stop_str_in_output: bool = False
-    """Keep the stop string in the text."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
     """Accepted only with `stream` true."""
-    prompt_logprobs: int | None = None
-    """Return the log-probability of each prompt token but the first, and those of so many of the
-    likeliest tokens in its place. Not with `stream` true."""
     return_token_ids: bool = False
     """Return the ids of prompt and output tokens as well."""
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     """Find in the prefix cache only what requests with the same salt, and the same key, have left
     there: 1 to `MAX_SALT_CHARS` characters."""
     response_format: ResponseFormat | None = None
@@ -141,31 +156,14 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
     ) -> SamplingParams:
-        check_cache_salt(self.cache_salt)
         if self.stream and self.prompt_logprobs is not None:
             wanted = "none with stream true: they are given once, with the whole answer"
-            raise ParameterError("prompt_logprobs", wanted, self.prompt_logprobs)
+            raise FieldError("prompt_logprobs", wanted, self.prompt_logprobs)
         return SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            **{name: getattr(self, name) for name in PromptFields.__struct_fields__},
             logit_bias=_token_ids_of(self.logit_bias),
-            allowed_token_ids=self.allowed_token_ids,
-            seed=self.seed,
-            min_tokens=self.min_tokens,
             max_tokens=max_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
             structured_outputs=self._structured_outputs(),
         )
 
@@ -173,39 +171,41 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
         """Return what the text must be.
 
         Raises:
-            ParameterError: named as the client spelt the field.
+            FieldError: named as the client spelt the field.
         """
         found = self._structured_fields()
         if len(found) > 1:
-            raise ParameterError(found[1][0], f"none beside {found[0][0]}", "both")
+            raise FieldError(found[1], f"none beside {found[0]}", Words("both"))
         if not found:
             return None
-        [(_, fields)] = found
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        kind = found[0].removeprefix("guided_")
+        fields = {kind: getattr(self, found[0])}
+        if (wanted := self.response_format) is not None and kind == "response_format":
+            schema = wanted.json_schema
+            fields = {"json_object": True} if schema is None else {"json": schema.schema}
         try:
             return StructuredOutputsParams(**fields)
-        except ParameterError as error:
-            raise error.renamed(self._structured_spelling(error.param)) from error
+        except FieldError as error:
+            raise error.renamed(self._structured_spelling(error.field)) from error
 
-    def _structured_fields(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the fields that ask for structured output, each as `structured_outputs` has it."""
-        found: list[tuple[str, dict[str, Any]]] = []
-        wanted = self.response_format
-        if wanted is not None and wanted.json_schema is not None:
-            found.append(("response_format", {"json": wanted.json_schema.schema}))
-        elif wanted is not None and wanted.type == "json_object":
-            found.append(("response_format", {"json_object": True}))
-        if self.structured_outputs is not None:
-            found.append(("structured_outputs", msgspec.structs.asdict(self.structured_outputs)))
-        for kind in _GUIDED_KINDS:
-            if (value := getattr(self, f"guided_{kind}")) is not None:
-                found.append((f"guided_{kind}", {kind: value}))
-        return found
+    def _structured_fields(self) -> list[str]:
+        """Return the fields that ask for structured output."""
+        found = ["response_format"] if self.formats_text else []
+        others = ("structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
+        return found + [name for name in others if getattr(self, name) is not None]
+
+    @property
+    def formats_text(self) -> bool:
+        """Whether `response_format` holds the text to something."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     def _structured_spelling(self, param: str) -> str:
         """Return the JSON field behind a field of `structured_outputs`."""
         if not param.startswith("structured_outputs"):
             return param
-        name = next((name for name, _ in self._structured_fields()), param)
+        name = next(iter(self._structured_fields()), param)
         if name == "response_format" and param.endswith(".json"):
             return "response_format.json_schema.schema"
         return param if name == "structured_outputs" else name
@@ -214,7 +214,9 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a message's content."""
 
-    type: str
+    INERT: ClassVar[Inert] = {"prompt_cache_breakpoint": ()}
+
+    type: Annotated[Literal["text"], says("text", {"": "other parts are not built yet"})]
     """`text`; other parts are not built yet."""
     text: str
     """The text of the part."""
@@ -222,6 +224,8 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """The function of a call that the assistant made in an earlier turn."""
+
+    IGNORED: ClassVar[frozenset[str]] = _OF_LITELLM | {"parsed_arguments"}
 
     name: str
     """Its name."""
@@ -242,9 +246,11 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call that the assistant made in an earlier turn."""
 
+    IGNORED: ClassVar[frozenset[str]] = _OF_LITELLM | {"index"}
+
     id: str
     """What `tool_call_id` of the message with its result repeats."""
-    type: str = "function"
+    type: Literal["function"] = "function"
     """`function`."""
     function: CalledFunction
     """What was called."""
@@ -259,7 +265,18 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
-    role: str
+    INERT: ClassVar[Inert] = {
+        "refusal": (),
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+    }
+    IGNORED: ClassVar[frozenset[str]] = _OF_LITELLM | {"parsed"}
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        says(", ".join(ROLES), {"function": "not built yet"}),
+    ]
     """`system`, `developer`, `user`, `assistant` or `tool`."""
     content: str | list[TextPart] | None = None
     """A text, or a list of text parts; may be left out beside `tool_calls`."""
@@ -328,7 +345,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the model may use."""
 
-    type: str
+    type: Literal["function"]
     """`function`."""
     function: Function
     """What may be called."""
@@ -342,7 +359,7 @@ class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
 class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A `tool_choice` that names a function."""
 
-    type: str
+    type: Literal["function"]
     """`function`."""
     function: FunctionName
     """Which one."""
@@ -351,14 +368,42 @@ class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 class ChatRequest(RequestFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    INERT: ClassVar[Inert] = {
+        "echo": (False,),
+        # OpenAI
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "moderation": (),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": ("none",),
+        # vLLM
+        "documents": ([],),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "return_prompt_text": (False,),
+    }
+    # Metadata of chats that are stored, and none is.
+    IGNORED: ClassVar[frozenset[str]] = LABELS | {"metadata"}
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
     """The conversation: at least one message and at most `max_model_len`, with at most as many
     characters as `max_model_len` of the model's longest tokens."""
-    max_completion_tokens: int | None = None
-    """Wins over max_tokens, its older name."""
+    max_completion_tokens: MaxTokens | None = None
+    """Output tokens at most; null: what the model's length leaves."""
+    # Beside its newer name it means nothing, so its bounds are looked at behind that.
+    max_tokens: Annotated[int, says(words_for(MaxTokens))] | None = None
+    """The older name of `max_completion_tokens`, which wins over it."""
     logprobs: bool = False
     """Return the log-probability of each output token."""
-    top_logprobs: int = 0
+    top_logprobs: TopLogprobs = 0
     """So many of the likeliest tokens in each place, with theirs; needs `logprobs` true."""
     add_generation_prompt: bool | None = None
     """Begin the assistant's turn behind the conversation; null: unless the final message is
@@ -369,9 +414,9 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
     """Add the tokenizer's special tokens to those that the chat template writes."""
     chat_template: str | None = None
     """The name of one of the checkpoint's own; a text is refused, since it is a program."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables for the chat template."""
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
     """Functions that the model may call: up to `MAX_TOOLS`, with `MAX_TOOL_CHARS` characters. They
     count among those of `messages`."""
     tool_choice: str | NamedToolChoice | None = None
@@ -387,18 +432,18 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
         """Return the checked parameters; without a limit, output ends with the model's length.
 
         Raises:
-            ParameterError: named as the client spelt the field.
+            FieldError: named as the client spelt the field.
         """
         if self.top_logprobs and not self.logprobs:
-            raise ParameterError("top_logprobs", "logprobs to be true with it", "logprobs false")
+            raise FieldError("top_logprobs", "logprobs to be true with it", Words("logprobs false"))
         max_tokens = self.max_completion_tokens
         if max_tokens is None:
             max_tokens = self.max_tokens
         logprobs = self.top_logprobs if self.logprobs else None
         try:
             return self._sampling_params(max_tokens, logprobs)
-        except ParameterError as error:
-            raise error.renamed(self.spelling(error.param)) from error
+        except FieldError as error:
+            raise error.renamed(self.spelling(error.field)) from error
 
     def spelling(self, param: str) -> str:
         """Return the JSON field behind a parameter of sampling."""
@@ -410,11 +455,6 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
         return self._structured_spelling(spelt)
 
     @property
-    def formats_text(self) -> bool:
-        """Whether `response_format` holds the text to something."""
-        return self.response_format is not None and self.response_format.type != "text"
-
-    @property
     def forces_calls(self) -> bool:
         """Whether the output is to be calls and nothing else."""
         return self.tool_choice not in (None, "auto", "none")
@@ -423,11 +463,16 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
 class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
+    INERT: ClassVar[Inert] = {"suffix": (), "prompt_embeds": ()}
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
+
     prompt: str | list[str | int | list[int]]
     """A text, token ids, or a list of either: up to `MAX_SEQUENCES` prompts, or as many as may be
     alive. A text has at most as many characters as `max_model_len` of the model's longest
     tokens."""
-    logprobs: int | None = None
+    max_tokens: MaxTokens | None = None
+    """Output tokens at most; null: `DEFAULT_MAX_TOKENS`."""
+    logprobs: TopLogprobs | None = None
     """Return the log-probability of each output token, and those of so many of the likeliest in its
     place; 0: its own alone."""
     add_special_tokens: bool = True
@@ -440,7 +485,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         """Return the checked parameters; without a limit, output has the default one.
 
         Raises:
-            ParameterError: names the field.
+            FieldError: names the field.
         """
         max_tokens = UNSET if self.max_tokens is None else self.max_tokens
         params = self._sampling_params(max_tokens, self.logprobs)
@@ -448,7 +493,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
             return params
         if self.stream:
             wanted = "false with logprobs and stream: those of a prompt come with a whole answer"
-            raise ParameterError("echo", wanted, "true")
+            raise FieldError("echo", wanted, Words("true"))
         num_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
         return msgspec.structs.replace(params, prompt_logprobs=num_logprobs)
 
@@ -477,5 +522,5 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
 def _token_ids_of(logit_bias: dict[str, float]) -> dict[int, float]:
     for key in logit_bias:
         if not key.isdecimal() or len(key) > 10:
-            raise ParameterError("logit_bias", "token ids as keys", repr(key))
+            raise FieldError("logit_bias", "token ids as keys", key)
     return {int(key): bias for key, bias in logit_bias.items()}

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from compile.errors import FieldError, Words
 from serve.admission import Overloaded
 from serve.event_loop import Check
+from serve.fields import Source, convert
 from serve.openai.body import check_num_chars, check_values
 from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response
 from serve.openai.errors import ApiError, BadRequest
-from serve.openai.fields import FieldTable, convert, parse_fields
-from serve.openai.request_parser import chat_request
+from serve.openai.fields import parse, parse_fields
+from serve.openai.request_parser import check_turns
 from serve.openai.responses import Detokenized, Tokenized
-from serve.openai.schema import ChatRequest
-from serve.parameters import ParameterError
+from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
 from serve.sampling import too_long_a_prompt
 from serve.tokenizer import Tokenizer, TooManyTokens
 
@@ -29,11 +31,13 @@ Work = Callable[[Serving, Tokenizer, bytes, Check], msgspec.Struct]
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: `prompt` or `messages`."""
 
+    INERT: ClassVar[Inert] = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
+
     model: str | None = None
     """The name that is served; null: whichever that is."""
     prompt: str | None = None
     """A text."""
-    messages: list[Any] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     """A conversation, as in a chat completion."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens; null: to a text, and not to a conversation."""
@@ -47,7 +51,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The name of one of the checkpoint's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
-    tools: list[Any] = []
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     """Functions that the template tells the model of."""
 
     def chat(self) -> ChatRequest | None:
@@ -58,18 +62,17 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.messages is None:
             return None
-        fields = {
-            "messages": list(self.messages),
-            "add_special_tokens": bool(self.add_special_tokens),
-            "continue_final_message": self.continue_final_message,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "tools": list(self.tools),
-        }
-        given = {
-            "add_generation_prompt": self.add_generation_prompt,
-            "chat_template": self.chat_template,
-        }
-        return chat_request({**fields, **{k: v for k, v in given.items() if v is not None}})
+        chat = ChatRequest(
+            messages=self.messages,
+            add_special_tokens=bool(self.add_special_tokens),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
+        )
+        check_turns(chat)
+        return chat
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,14 +82,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The name that is served; null: whichever that is."""
     tokens: list[int]
     """Token ids."""
-
-
-TOKENIZE_FIELDS = FieldTable(
-    struct=TokenizeRequest,
-    inert={"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)},
-)
-
-DETOKENIZE_FIELDS = FieldTable(struct=DetokenizeRequest, inert={})
 
 
 async def answer(serving: Serving, request: Request, work: Work) -> Response:
@@ -115,7 +110,7 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
     """Return the tokens of a text or of a conversation.
 
     Raises:
-        BadRequest, ParameterError: names the field.
+        BadRequest, FieldError: names the field.
     """
     request = parse_tokenize(body)
     serving.require_model(request.model)
@@ -161,30 +156,22 @@ def _token_ids(
     return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
 
 
-def _renamed(error: ParameterError, request: TokenizeRequest) -> ParameterError:
+def _renamed(error: FieldError, request: TokenizeRequest) -> FieldError:
     return error if request.messages is None else error.renamed("messages")
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """Return the request for tokens in `body`.
-
-    Raises:
-        BadRequest: as of `parse_chat`; or not exactly one of prompt and messages is given.
-    """
-    request = convert(parse_fields(body, TOKENIZE_FIELDS), TokenizeRequest)
-    if (request.prompt is None) == (request.messages is None):
-        found = "neither" if request.prompt is None else "both"
-        raise BadRequest(f"prompt: wanted it or messages, found {found}", param="prompt")
+    """Return the request for tokens in `body`; raises as `fields.parse`."""
+    fields = parse_fields(body, TokenizeRequest)
+    has_prompt = "prompt" in fields
+    if has_prompt == ("messages" in fields):
+        raise FieldError("prompt", "it or messages", Words("both" if has_prompt else "neither"))
     for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
-        if request.prompt is not None and getattr(request, name):
-            raise BadRequest(f"{name}: wanted none beside a prompt, found one", param=name)
-    return request
+        if has_prompt and fields.get(name):
+            raise FieldError(name, "none beside a prompt", Words("one"))
+    return convert(fields, TokenizeRequest, Source.JSON)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
-    """Return the request for a text in `body`.
-
-    Raises:
-        BadRequest: as of `parse_chat`.
-    """
-    return convert(parse_fields(body, DETOKENIZE_FIELDS), DetokenizeRequest)
+    """Return the request for a text in `body`; raises as `fields.parse`."""
+    return parse(body, DetokenizeRequest)

@@ -10,18 +10,16 @@ from typing import Any
 
 import msgspec
 
+from compile.errors import FieldError
 from serve.openai.body import check_values
 from serve.openai.errors import BadRequest
 from serve.openai.fields import join_path
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, ToolFormat
-from serve.parameters import ParameterError
 from serve.sampling import SamplingParams
 from serve.structured import StructuredOutputsParams
 from serve.tokenizer import Tokenizer
 
-MAX_TOOLS = 128
-"""OpenAI's bound on `tools`; more get 400."""
 MAX_TOOL_CHARS = 1 << 18
 """Characters of all `tools` as JSON, which chat templates write out in full; more get 400."""
 MAX_DEPTH = 32
@@ -41,16 +39,12 @@ def check_tools(request: ChatRequest) -> None:
         BadRequest: names the field.
     """
     tools = request.tools
-    if len(tools) > MAX_TOOLS:
-        raise _refused("tools", f"at most {MAX_TOOLS}", str(len(tools)))
     num_chars = num_tool_chars(tools)
     if num_chars > MAX_TOOL_CHARS:
         raise _refused("tools", f"at most {MAX_TOOL_CHARS} characters of JSON", str(num_chars))
     names: set[str] = set()
     for i, tool in enumerate(tools):
         at = f"tools[{i}]"
-        if tool.type != "function":
-            raise _refused(f"{at}.type", "function", tool.type)
         name = tool.function.name
         if not _NAME.fullmatch(name):
             wanted = f"1 to {MAX_NAME_CHARS} letters, digits, _ or -"
@@ -67,8 +61,6 @@ def _check_choice(request: ChatRequest, names: set[str]) -> None:
     if choice is None or choice == "none":
         return
     if isinstance(choice, NamedToolChoice):
-        if choice.type != "function":
-            raise _refused("tool_choice.type", "function", choice.type)
         if choice.function.name not in names:
             wanted = "the name of one of tools"
             raise _refused("tool_choice.function.name", wanted, choice.function.name)
@@ -171,7 +163,7 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
     none.
 
     Raises:
-        BadRequest, ParameterError: the text is held to something else already, or what the tools
+        BadRequest, FieldError: the text is held to something else already, or what the tools
             define contradicts itself or is too much.
     """
     if not request.forces_calls:
@@ -183,7 +175,7 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
     schema = calls_schema(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
     try:
         calls = StructuredOutputsParams(json=schema)
-    except ParameterError as error:
+    except FieldError as error:
         raise error.renamed("tools") from error
     return msgspec.structs.replace(params, structured_outputs=calls)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from compile.aliases import split_arguments
-from compile.config import CompilationConfigError, CUDAGraphMode
+from compile.config import CUDAGraphMode
+from compile.errors import FieldError
 
 
 @pytest.mark.feature("Q01")
@@ -66,7 +67,7 @@ def test_dashed_forms_and_json_are_merged_in_depth() -> None:
     ],
 )
 def test_a_bad_form_is_one_line(arguments: list[str], line: str) -> None:
-    with pytest.raises(CompilationConfigError) as error:
+    with pytest.raises(FieldError) as error:
         split_arguments(arguments)
     assert str(error.value).startswith(line)
 

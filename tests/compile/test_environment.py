@@ -36,7 +36,7 @@ def test_the_log_level_is_a_name_of_logging(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(environment.LOG_LEVEL, "debug")
     assert environment.log_level() == logging.DEBUG
     monkeypatch.setenv(environment.LOG_LEVEL, "loud")
-    with pytest.raises(environment.EnvironmentVariableError) as caught:
+    with pytest.raises(environment.FieldError) as caught:
         environment.log_level()
     assert str(caught.value).startswith("LOCKSTEP_LOG_LEVEL: wanted one of ")
     assert str(caught.value).endswith("found 'loud'")
@@ -50,7 +50,7 @@ def test_the_compile_cache_is_on_unless_it_is_switched_off(monkeypatch: pytest.M
         monkeypatch.setenv(environment.DISABLE_COMPILE_CACHE, value)
         assert environment.is_compile_cache_disabled() is is_disabled
     monkeypatch.setenv(environment.DISABLE_COMPILE_CACHE, "no")
-    with pytest.raises(environment.EnvironmentVariableError, match="wanted 0 or 1, found 'no'"):
+    with pytest.raises(environment.FieldError, match="wanted 0 or 1, found 'no'"):
         environment.is_compile_cache_disabled()
 
 
@@ -61,5 +61,5 @@ def test_the_save_format_is_binary_unless_it_is_given(monkeypatch: pytest.Monkey
     monkeypatch.setenv(environment.COMPILE_CACHE_SAVE_FORMAT, "unpacked")
     assert environment.compile_cache_save_format() == "unpacked"
     monkeypatch.setenv(environment.COMPILE_CACHE_SAVE_FORMAT, "zip")
-    with pytest.raises(environment.EnvironmentVariableError, match="binary, unpacked, found 'zip'"):
+    with pytest.raises(environment.FieldError, match="binary, unpacked, found 'zip'"):
         environment.compile_cache_save_format()

@@ -273,7 +273,7 @@ def test_a_model_that_cannot_be_started_is_told_so_in_a_line(
     (tmp_path / "config.json").write_text("{}")
     assert explain.main([str(tmp_path)]) == 1
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("ConfigError: ") or line.startswith("ModelError: ")
+    assert line.startswith("FieldError: ")
 
 
 # --- misses -----------------------------------------------------------------------------------

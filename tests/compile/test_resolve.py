@@ -14,10 +14,10 @@ from compile.config import (
     DEFAULT_SPLITTING_OPS,
     AttentionGraphSupport,
     CompilationConfig,
-    CompilationConfigError,
     CUDAGraphMode,
 )
 from compile.dispatch import DEFAULT_NUM_TOKENS
+from compile.errors import FieldError
 from compile.resolve import PRESETS, StepLimits, resolve
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
@@ -67,7 +67,7 @@ def test_a_cpu_scores_no_padding_unless_asked_to() -> None:
 @pytest.mark.parametrize("field", ["num_warmups_full", "num_warmups_piecewise"])
 def test_a_gpu_captures_nothing_that_did_not_run_before(field: str) -> None:
     config = CompilationConfig(level=3, **{field: 0})
-    with pytest.raises(CompilationConfigError) as caught:
+    with pytest.raises(FieldError) as caught:
         resolve(config, LIMITS, preset=BOTH, device="cuda")
     line = f"compilation.{field}: wanted at least 1 with device=cuda, found 0"
     assert str(caught.value) == line
@@ -318,7 +318,7 @@ def test_a_listed_size_is_missed_though_it_is_the_default_of_another_field(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = CompilationConfig(level=3, cudagraph_mode=FULL, cudagraph_capture_sizes=(512,))
-    with pytest.raises(CompilationConfigError):
+    with pytest.raises(FieldError):
         resolve(config, StepLimits(64, 2048))
     assert len(warnings_of(caplog)) == 1
 
@@ -327,7 +327,7 @@ def test_a_listed_size_is_missed_though_it_is_the_default_of_another_field(
 @pytest.mark.parametrize("mode", [FULL, DECODE_ONLY, BOTH])
 def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> None:
     config = CompilationConfig(level=3, cudagraph_mode=mode, cudagraph_capture_sizes=(65, 100))
-    with pytest.raises(CompilationConfigError) as error:
+    with pytest.raises(FieldError) as error:
         resolve(config, StepLimits(64, 2048))
     assert str(error.value) == (
         "compilation.cudagraph_capture_sizes: wanted a size of at most 64 "
@@ -338,7 +338,7 @@ def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> N
 
 def test_a_budget_below_one_decoding_sequence_is_an_error() -> None:
     config = CompilationConfig(level=3, cudagraph_mode=FULL)
-    with pytest.raises(CompilationConfigError, match=r"^compilation\.cuda_graph_sizes: .* most 0"):
+    with pytest.raises(FieldError, match=r"^compilation\.cuda_graph_sizes: .* most 0"):
         resolve(config, StepLimits(64, 2, query_len=3))
 
 
@@ -366,7 +366,7 @@ def test_exactly_the_sizes_that_can_be_scheduled_are_kept(
     if possible:
         assert resolve(config, limits).graph_bs == tuple(sorted(possible))
         return
-    with pytest.raises(CompilationConfigError):
+    with pytest.raises(FieldError):
         resolve(config, limits)
 
 
@@ -382,14 +382,14 @@ def test_token_counts_are_sorted_deduped_and_bounded_by_the_budget(
     assert warnings_of(caplog) == [
         "compilation.capture_num_tokens: dropped 901: a step has at most 900 tokens"
     ]
-    with pytest.raises(CompilationConfigError) as error:
+    with pytest.raises(FieldError) as error:
         resolve(config, StepLimits(1, 6))
     assert str(error.value) == (
         "compilation.capture_num_tokens: wanted a size of at most 6 (tokens of the largest step), "
         "found [7, 30, 900, 901]"
     )
     for sizes in ((0,), (-1,), ()):
-        with pytest.raises(CompilationConfigError, match=r"^compilation\.capture_num_tokens: "):
+        with pytest.raises(FieldError, match=r"^compilation\.capture_num_tokens: "):
             CompilationConfig(capture_num_tokens=sizes)
 
 
@@ -397,7 +397,7 @@ def test_token_counts_matter_only_where_steps_with_prompts_are_captured() -> Non
     config = CompilationConfig(level=3, cudagraph_mode=DECODE_ONLY, capture_num_tokens=(100,))
     assert resolve(config, StepLimits(4, 8)).graph_bs == (1, 2, 4)
     for mode in (FULL, PIECEWISE, BOTH):
-        with pytest.raises(CompilationConfigError, match=r"capture_num_tokens: wanted a size of"):
+        with pytest.raises(FieldError, match=r"capture_num_tokens: wanted a size of"):
             resolve(replace(config, cudagraph_mode=mode), StepLimits(4, 8))
 
 
@@ -425,7 +425,7 @@ def test_listed_token_counts_are_bounded_by_tokens_and_not_by_sequences(
     # None of them is a batch size that a step can have, and none has to be.
     config = replace(config, cudagraph_capture_sizes=(128, 256))
     assert resolve(config, limits).capture_num_tokens == (128, 256)
-    with pytest.raises(CompilationConfigError, match="wanted a size of at most 64"):
+    with pytest.raises(FieldError, match="wanted a size of at most 64"):
         resolve(replace(config, cudagraph_mode=FULL), limits)
 
 
@@ -580,5 +580,5 @@ def test_a_server_on_a_cpu_starts_before_it_has_compiled_if_the_cache_can_keep_i
         {"reserve_graph_memory": True},
     ):
         assert resolved(**fields) == "off", fields
-    with pytest.raises(CompilationConfigError, match=r"serve_while_compiling: .* device=cuda"):
+    with pytest.raises(FieldError, match=r"serve_while_compiling: .* device=cuda"):
         resolved("cuda", serve_while_compiling="on")

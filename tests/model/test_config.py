@@ -11,9 +11,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile.errors import FieldError
 from model.config import DEFAULTS, Experts, ModelConfig
 from model.families import FAMILIES
-from model.fields import ModelError
 from model.rope import DefaultRope
 
 FAMILY_NAMES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]
@@ -317,7 +317,7 @@ def test_null_end_token_means_none() -> None:
     ],
 )
 def test_refuses_by_field_and_file(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(FieldError) as caught:
         read(**values)
     assert str(caught.value).startswith(message)
     assert str(caught.value).endswith(" in config.json")
@@ -374,7 +374,7 @@ REFUSED_EXPERTS = [
 def test_a_familys_own_fields_are_checked(
     family: str, values: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(FieldError) as caught:
         read(architectures=[f"{family}ForCausalLM"], **values)
     assert str(caught.value).startswith(message)
 
@@ -385,7 +385,7 @@ def test_unsupported_architecture_names_the_supported(architectures: object) -> 
         "architectures: wanted one of LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
         "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, found"
     )
-    with pytest.raises(ModelError, match=wanted):
+    with pytest.raises(FieldError, match=wanted):
         ModelConfig.from_dict({"architectures": architectures}, "config.json")
 
 
@@ -404,7 +404,7 @@ def test_files_that_are_not_configurations_are_named(
 ) -> None:
     if text is not None:
         write(tmp_path, "config.json", text)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(FieldError) as caught:
         ModelConfig.from_dir(tmp_path)
     assert str(caught.value).startswith(message)
     assert str(tmp_path) in str(caught.value)
@@ -430,7 +430,7 @@ def test_any_json_is_read_or_refused_in_one_line(values: dict[str, Any], family:
     values = values | {"architectures": [f"{family}ForCausalLM"]}
     try:
         config = read(**values)
-    except ModelError as error:
+    except FieldError as error:
         assert "\n" not in str(error)
         assert ": wanted " in str(error)
         assert ", found " in str(error)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compile.errors import FieldError
 from model.config import ModelConfig
 from model.families import FAMILIES
-from model.fields import ModelError
 from model.parallel import Shard
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def copy(make_checkpoint: Any, family: str, tmp_path: Path) -> Callable[..., Pat
 
 
 def refusal(load: Any, path: Path, shard: Shard | None = None) -> str:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(FieldError) as caught:
         load(path, shard)
     assert str(caught.value).endswith((str(path), str(path / "model.safetensors")))
     return str(caught.value)
@@ -151,7 +151,7 @@ def test_experts_that_ranks_do_not_divide_are_refused_by_name(
     shard: Shard, sizes: str, copy: Callable[..., Path], load: Any
 ) -> None:
     path = copy(lambda tensors: None)
-    with pytest.raises(ModelError, match=f"num_experts: wanted a multiple of {sizes}, found 6"):
+    with pytest.raises(FieldError, match=f"num_experts: wanted a multiple of {sizes}, found 6"):
         load(path, shard)
 
 
@@ -175,7 +175,7 @@ def test_the_sizes_that_a_sparse_model_names_are_those_that_its_layers_take(dp_s
             shard = Shard(0, size, data=Shard(0, dp_size, kind="dp"))
             try:
                 FAMILIES[config.architecture](config, shard, torch.float32, torch.device("meta"))
-            except ModelError:
+            except FieldError:
                 continue
             takes.append(size)
         assert config.tensor_parallel_sizes(dp_size) == takes

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.fields import ModelError
+from compile.errors import FieldError
 from model.weights import load_model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -379,7 +379,7 @@ def refusal(path: Path) -> str:
     """Return why a checkpoint is refused; empty where it is not."""
     try:
         state(path)
-    except ModelError as error:
+    except FieldError as error:
         message = str(error)
         assert "\n" not in message and ": wanted " in message and ", found " in message
         message.encode()

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from model.fields import ModelError
+from compile.errors import FieldError
 from model.kv_cache import KVCacheSpec
 
 SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
@@ -44,7 +44,7 @@ def test_pool_lives_in_given_storage() -> None:
 
 @pytest.mark.parametrize("size", [0, SPEC.block_bytes, 3 * SPEC.block_bytes + 1])
 def test_storage_of_another_size_is_refused(size: int) -> None:
-    with pytest.raises(ModelError, match=f"kv storage: wanted {3 * SPEC.block_bytes} bytes"):
+    with pytest.raises(FieldError, match=f"kv storage: wanted {3 * SPEC.block_bytes} bytes"):
         SPEC.allocate(2, CPU, storage=memoryview(bytearray(size)))
 
 
@@ -64,7 +64,7 @@ def test_layout_differs_wherever_blocks_differ() -> None:
 
 
 def test_empty_sizes_are_refused() -> None:
-    with pytest.raises(ModelError, match="head_dim: wanted an integer of at least 1, found 0"):
+    with pytest.raises(FieldError, match="head_dim: wanted an integer of at least 1, found 0"):
         dataclasses.replace(SPEC, head_dim=0)
-    with pytest.raises(ModelError, match="layer_names: wanted 3 names, found 1"):
+    with pytest.raises(FieldError, match="layer_names: wanted 3 names, found 1"):
         SPEC.views(SPEC.allocate(1, CPU), ["a"])

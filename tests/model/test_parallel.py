@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from compile.errors import FieldError
 from model.config import ModelConfig
 from model.families.llama import LlamaForCausalLM
-from model.fields import ModelError
+from model.fields import refused
 from model.layers.linear import kv_heads_of
 from model.parallel import ExpertShard, Shard
 
@@ -68,7 +69,7 @@ def test_a_grids_ranks_hold_every_expert_once() -> None:
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0)])
 def test_ranks_outside_of_the_group_are_refused(rank: int, size: int) -> None:
-    with pytest.raises(ModelError, match="shard: wanted a rank from 0 to"):
+    with pytest.raises(FieldError, match="shard: wanted a rank from 0 to"):
         Shard(rank, size)
 
 
@@ -84,14 +85,14 @@ def test_every_query_head_finds_its_kv_head() -> None:
 
 
 def test_kv_heads_that_cannot_be_spread_are_refused() -> None:
-    with pytest.raises(ModelError, match="num_key_value_heads: wanted a multiple or a divisor"):
+    with pytest.raises(FieldError, match="num_key_value_heads: wanted a multiple or a divisor"):
         kv_heads_of(3, Shard(0, 2))
 
 
 def test_errors_survive_a_process_border() -> None:
-    error = ModelError.of("field", "this", "that", "file")
+    error = refused("field", "this", "that", "file")
     again = pickle.loads(pickle.dumps(error))
-    assert type(again) is ModelError
+    assert type(again) is FieldError
     assert str(again) == "field: wanted this, found 'that' in file"
 
 
@@ -116,7 +117,7 @@ def test_the_sizes_that_a_model_names_are_those_that_its_layers_take(
     for size in range(1, num_heads + 1):
         try:
             LlamaForCausalLM(config, Shard(0, size), torch.float32, torch.device("meta"))
-        except ModelError:
+        except FieldError:
             continue
         takes.append(size)
     assert config.tensor_parallel_sizes() == takes

@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from compile.errors import FieldError
 from model import weights
-from model.fields import ModelError
 from model.kernels import packed_linear
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer
@@ -58,7 +58,7 @@ def plain_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def refusal(load: Any, path: Path) -> str:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(FieldError) as caught:
         load(path)
     message = str(caught.value)
     assert "\n" not in message
@@ -170,7 +170,7 @@ def test_a_rank_reads_its_slices_only(
 def test_ranks_that_do_not_divide_the_model_are_refused(
     size: int, make_checkpoint: Any, load: Any
 ) -> None:
-    with pytest.raises(ModelError, match=f"wanted a multiple of tensor_parallel_size={size}"):
+    with pytest.raises(FieldError, match=f"wanted a multiple of tensor_parallel_size={size}"):
         load(make_checkpoint()[0], Shard(0, size))
 
 
@@ -341,7 +341,7 @@ def test_a_rank_checks_what_it_reads(checkpoint: Path, load: Any) -> None:
 
     rewrite(checkpoint / "model.safetensors", plant)
     load(checkpoint, Shard(0, 2))
-    with pytest.raises(ModelError, match=r"tensor lm_head\.weight: wanted finite"):
+    with pytest.raises(FieldError, match=r"tensor lm_head\.weight: wanted finite"):
         load(checkpoint, Shard(1, 2))
 
 
@@ -353,7 +353,7 @@ def test_a_number_that_the_dtype_cannot_hold_is_named(checkpoint: Path) -> None:
     rewrite(checkpoint / "model.safetensors", plant)
     load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
     wanted = "tensor model.norm.weight: wanted numbers that float16 holds, found -70000.0 in"
-    with pytest.raises(ModelError, match=wanted):
+    with pytest.raises(FieldError, match=wanted):
         load_model(checkpoint, dtype=torch.float16, device="cpu")
 
 

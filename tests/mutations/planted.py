@@ -31,6 +31,13 @@ AHEAD = "tests/serve/test_llm_overlap.py"
 WIRED = "tests/serve/test_wired.py"
 REPLICAS = "tests/serve/test_app.py::test_a_pool_is_deployed_with_its_replicas"
 
+
+def replaced(argument: str) -> dict[str, str]:
+    """Return the edit by which the HTTP layer has this argument, whatever was asked for."""
+    args = f"__import__('msgspec').structs.replace(config.args, {argument})"
+    return {"args=config.args,": f"args={args},"}
+
+
 MUTATIONS = (
     Mutation(
         "ahead_feeds_the_host_token",
@@ -486,11 +493,7 @@ MUTATIONS = (
         "bodies_have_the_default_size",
         "The largest body is that of the default (R12, R22).",
         "serve/ingress.py",
-        {
-            "max_body_bytes=config.max_body_bytes,\n            request_timeout_s": (
-                "request_timeout_s"
-            ),
-        },
+        replaced("max_body_bytes=8 << 20"),
         (WIRED,),
     ),
     Mutation(
@@ -505,7 +508,7 @@ MUTATIONS = (
         "Bytes are held up to a multiple of the default's largest body (R12, R22).",
         "serve/ingress.py",
         {
-            "max_body_bytes=config.max_body_bytes,\n            retry_after_s": (
+            "max_body_bytes=config.args.max_body_bytes,\n            retry_after_s": (
                 "max_body_bytes=8 << 20,\n            retry_after_s"
             ),
         },
@@ -515,14 +518,14 @@ MUTATIONS = (
         "requests_have_the_default_time",
         "A request may take as long as by default (R12, R22).",
         "serve/ingress.py",
-        {"            request_timeout_s=config.request_timeout_s,\n": ""},
+        replaced("request_timeout_s=600.0"),
         (WIRED,),
     ),
     Mutation(
         "answers_have_the_default_size",
         "The largest answer is that of the default (R12, R22).",
         "serve/ingress.py",
-        {"            max_answer_bytes=config.max_answer_bytes,\n": ""},
+        replaced("max_answer_bytes=64 << 20"),
         (WIRED,),
     ),
     Mutation(

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import SALT_BYTES
+from compile.errors import FieldError
 from serve.arguments import parse_args
-from serve.cache_salt import MAX_SALT_CHARS, CacheSalts, check_cache_salt
+from serve.cache_salt import MAX_SALT_CHARS, CacheSalt, CacheSalts
 from serve.clients import HANDLE, Client, of_key
-from serve.config import ConfigError, deploy_config
-from serve.parameters import ParameterError
+from serve.config import deploy_config
+from serve.fields import Source, convert
 
 CLIENTS = st.text(max_size=8).map(Client)
 SALTS = st.none() | st.text(min_size=1, max_size=8)
@@ -36,9 +37,9 @@ def test_a_salt_tells_nothing_to_those_without_the_secret() -> None:
 
 @pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1)])
 def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
-    with pytest.raises(ParameterError, match=r"^cache_salt: wanted 1 to 1024 characters, found"):
-        check_cache_salt(salt)
-    check_cache_salt("x" * MAX_SALT_CHARS)
+    with pytest.raises(FieldError, match=r"^cache_salt: wanted 1 to 1024 characters, found"):
+        convert(salt, CacheSalt, Source.PYTHON, "cache_salt")
+    convert("x" * MAX_SALT_CHARS, CacheSalt, Source.PYTHON, "cache_salt")
 
 
 def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
@@ -46,5 +47,5 @@ def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
     assert deploy_config(keys).access.divides_prefix_cache
     assert not deploy_config({**keys, "prefix_cache_sharing": "all"}).access.divides_prefix_cache
     assert not deploy_config({"device": "cpu"}).access.divides_prefix_cache
-    with pytest.raises(ConfigError, match=r"^prefix_cache_sharing: wanted key or all, found 'no'"):
+    with pytest.raises(FieldError, match=r"^prefix_cache_sharing: wanted key or all, found 'no'"):
         parse_args({"prefix_cache_sharing": "no"})

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import ConfigError, SchedulerConfig
+from cluster.config import SchedulerConfig
 from compile.config import FIELDS, CompilationConfig, CUDAGraphMode, DynamicShapes
+from compile.errors import FieldError
 from serve.arguments import parse_args
 from serve.compilation import requested, resolved
 from serve.config import deploy_config, engine_config
@@ -98,7 +99,7 @@ def test_objects_are_merged_in_depth_and_a_value_twice_is_an_error() -> None:
         "inductor_compile_config": {"max_autotune": True, "triton.cudagraphs": False},
         "level": 2,
     }
-    with pytest.raises(ConfigError, match=r"^compilation\.level: wanted one value, found"):
+    with pytest.raises(FieldError, match=r"^compilation\.level: wanted one value, found"):
         parse_args({**raw, "O": "2"})
 
 
@@ -152,7 +153,7 @@ def test_objects_are_merged_in_depth_and_a_value_twice_is_an_error() -> None:
 )
 def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
     for build in (deploy_config, engine_config):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(FieldError) as caught:
             build(raw)
         assert str(caught.value).startswith(line)
         assert "\n" not in str(caught.value)
@@ -182,9 +183,7 @@ def test_pools_serve_while_they_compile_and_an_engine_in_process_does_not() -> N
     assert deploy_config({**by_yaml, "device": "cpu"}).pools[0].engine.compilation == (
         deploy_config({"device": "cpu"}).pools[0].engine.compilation
     )
-    with pytest.raises(
-        ConfigError, match=r"^compilation\.serve_while_compiling: wanted auto or of"
-    ):
+    with pytest.raises(FieldError, match=r"^compilation\.serve_while_compiling: wanted auto or of"):
         engine_config({**by_yaml, "device": "cpu"})
 
 
@@ -192,7 +191,7 @@ def test_pools_serve_while_they_compile_and_an_engine_in_process_does_not() -> N
 @pytest.mark.parametrize("name", ["mtp_eagle_one_model", "eagle3_one_model"])
 def test_speculation_with_two_model_engines_is_refused_by_the_field(name: str) -> None:
     for value in (False, "false", "False"):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(FieldError) as error:
             deploy_config({f"speculative_config.{name}": value, "O": "3"})
         assert str(error.value) == (
             f"speculative_config.{name}: wanted true (two model engines cannot be compiled as one "
@@ -204,7 +203,7 @@ def test_speculation_with_two_model_engines_is_refused_by_the_field(name: str) -
 def test_a_multimodal_checkpoint_is_refused_by_its_architecture(tmp_path: Path) -> None:
     config = {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"^model: .*architectures: .*LlavaForConditional"):
+    with pytest.raises(FieldError, match=r"^model: .*architectures: .*LlavaForConditional"):
         deploy_config({"model": str(tmp_path), "O": "3"})
 
 
@@ -253,7 +252,7 @@ def test_a_cpu_captures_pieces_of_few_tokens_and_warms_none_up_unless_asked_to()
 
 
 def test_no_size_left_is_an_error_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"^compilation\.cudagraph_capture_sizes: wanted a size"):
+    with pytest.raises(FieldError, match=r"^compilation\.cudagraph_capture_sizes: wanted a size"):
         resolved(
             {"cudagraph_capture_sizes": (65,)},
             SCHEDULER,
@@ -325,11 +324,11 @@ def test_a_level_fields_and_a_configuration_are_taken_alike() -> None:
         assert CompilationConfig(**parse_args({"compilation": built}).compilation) == config
     # A configuration says its level, a bare one that nothing is compiled.
     assert engine_config({"compilation": CompilationConfig()}).compilation.level == 0
-    with pytest.raises(ConfigError, match=r"^compilation\.level: wanted one value"):
+    with pytest.raises(FieldError, match=r"^compilation\.level: wanted one value"):
         parse_args({"compilation": config, "O": 3})
 
 
 def test_llm_checks_its_configuration_before_it_loads_anything() -> None:
     for given in (7, {"level": 7}, '{"level": 7}'):
-        with pytest.raises(ConfigError, match=r"^compilation\.level: wanted a level from 0 to 3"):
+        with pytest.raises(FieldError, match=r"^compilation\.level: wanted a level from 0 to 3"):
             LLM("/no/such/model", compilation_config=given)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError, Role
+from cluster.config import Role
+from compile.errors import FieldError
 from serve import config as config_module
 from serve.arguments import parse_args
 from serve.config import deploy_config, engine_config
@@ -30,9 +31,9 @@ def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
         assert engine.cache.gpu_memory_utilization == 0.9
         assert engine.transfer.transport == "auto"
         assert engine.transfer.lease_s == 30
-    assert config.max_queued_requests == 256
-    assert config.request_timeout_s == 600
-    assert config.max_body_bytes == 8388608
+    assert config.args.max_queued_requests == 256
+    assert config.args.request_timeout_s == 600
+    assert config.args.max_body_bytes == 8388608
 
 
 def test_a_step_has_more_tokens_on_a_gpu_and_never_fewer_than_sequences() -> None:
@@ -154,7 +155,7 @@ def test_a_model_may_have_several_names() -> None:
     ],
 )
 def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(FieldError) as caught:
         deploy_config(raw)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
@@ -173,7 +174,7 @@ def test_one_sequence_fits_into_the_smallest_pool(
     assert engine_config({**raw, "num_kv_blocks": needed}).cache.num_kv_blocks == needed
     wanted = rf"num_kv_blocks: wanted at least {needed} \(one sequence of max_model_len={length}\)"
     if needed > 1:
-        with pytest.raises(ConfigError, match=f"^{wanted}, found {needed - 1}$"):
+        with pytest.raises(FieldError, match=f"^{wanted}, found {needed - 1}$"):
             engine_config({**raw, "num_kv_blocks": needed - 1})
 
 
@@ -184,7 +185,7 @@ def test_an_empty_object_takes_nothing_back() -> None:
 def test_a_configuration_error_survives_the_way_between_processes() -> None:
     import pickle
 
-    error = pickle.loads(pickle.dumps(ConfigError("field", "this", 3)))
+    error = pickle.loads(pickle.dumps(FieldError("field", "this", 3)))
     assert (str(error), error.field) == ("field: wanted this, found 3", "field")
 
 
@@ -208,7 +209,7 @@ def test_a_cluster_with_gpus_is_not_served_on_cpus_unasked(
     if device == "cpu" or not num_gpus:
         ingress._check_device(config)
         return
-    with pytest.raises(ConfigError, match=r"^device: wanted cpu or cuda .*the cluster has 4"):
+    with pytest.raises(FieldError, match=r"^device: wanted cpu or cuda .*the cluster has 4"):
         ingress._check_device(config)
 
 
@@ -232,7 +233,7 @@ def test_ingresses_together_never_take_more_than_one_alone(
 def test_each_ingress_has_a_place_and_engines_can_tell_them_apart(
     num_seqs: int, found: int, most: int
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(FieldError) as caught:
         deploy_config({"max_num_seqs": num_seqs, "ingress.replicas": found, "O": 0})
     wanted = f"ingress.replicas: wanted 1 to {most} where {num_seqs} sequences decode at once"
     assert str(caught.value) == f"{wanted}, found {found}"

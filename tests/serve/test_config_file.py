@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
 from compile.config import CompilationConfig
+from compile.errors import FieldError
 from serve.config import deploy_config, engine_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_what_is_wrong_in_a_file_is_one_line(
 ) -> None:
     path = tmp_path / "arguments.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(FieldError) as caught:
         deploy_config({"config": str(path), **beside})
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
@@ -97,7 +97,7 @@ def test_what_is_wrong_in_a_file_is_one_line(
 @pytest.mark.feature("Q05")
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(ConfigError, match="config: wanted a YAML file, found '/"):
+        with pytest.raises(FieldError, match="config: wanted a YAML file, found '/"):
             deploy_config({"config": str(path)})
 
 
@@ -140,9 +140,9 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
 
 
 def test_an_engine_in_process_ignores_no_pool(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match="decode: wanted nothing where pools=mixed"):
+    with pytest.raises(FieldError, match="decode: wanted nothing where pools=mixed"):
         engine_config({"config": str(config_file)})
-    with pytest.raises(ConfigError, match=r"mixed\.replicas: wanted 1 for an engine in process"):
+    with pytest.raises(FieldError, match=r"mixed\.replicas: wanted 1 for an engine in process"):
         engine_config({"mixed.replicas": 2})
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from compile.errors import FieldError, Words
 from serve import grammar_process
 from serve.config import bundled_model
 from serve.grammar_process import GrammarProcess, GrammarProcessLost, Tried
-from serve.parameters import ParameterError
 from serve.structured import GrammarChecks, StructuredOutputsParams
 
 ONE_IS_FINE = StructuredOutputsParams(regex="[a-c]{3}x")
@@ -32,7 +32,8 @@ def text_of(process: GrammarProcess, wanted: StructuredOutputsParams) -> str:
     """Return a grammar as engines take it, or raise why not."""
     tried = process.compile(wanted, max_cpu_s=15.0)  # what takes 2 s on a busy machine can take 4
     if tried.error is not None:
-        raise ParameterError(*tried.error)
+        field, wanted, found = tried.error
+        raise FieldError(field, wanted, Words(found))
     assert not tried.is_over_time
     return tried.text
 
@@ -60,7 +61,7 @@ CHAIN = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
 def test_what_would_end_an_ingress_ends_its_process_and_is_refused_by_name(
     process: GrammarProcess, wanted: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ParameterError, match=message):
+    with pytest.raises(FieldError, match=message):
         text_of(process, StructuredOutputsParams(**wanted))
     assert text_of(process, ONE_IS_FINE)
 
@@ -79,7 +80,7 @@ def test_what_spends_its_budget_in_its_first_steps_is_refused(
     process: GrammarProcess, wanted: dict[str, Any]
 ) -> None:
     [kind] = wanted
-    with pytest.raises(ParameterError, match=f"structured_outputs.{kind}: "):
+    with pytest.raises(FieldError, match=f"structured_outputs.{kind}: "):
         text_of(process, StructuredOutputsParams(**wanted))
 
 
@@ -193,7 +194,7 @@ def test_the_process_ends_with_its_caller() -> None:
 
 
 def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Any) -> None:
-    with pytest.raises(ParameterError, match=r"structured_outputs.regex: .*tokenizer.json"):
+    with pytest.raises(FieldError, match=r"structured_outputs.regex: .*tokenizer.json"):
         text_of(GrammarProcess(tmp_path), ONE_IS_FINE)
 
 
@@ -203,13 +204,13 @@ def test_each_is_found_once_and_errors_are_remembered() -> None:
     def find(wanted: StructuredOutputsParams) -> str:
         asked.append(str(wanted.regex))
         if wanted.regex == "bad":
-            raise ParameterError("structured_outputs.regex", "one", "another")
+            raise FieldError("structured_outputs.regex", "one", Words("another"))
         return "text"
 
     checks = GrammarChecks(find)
     good, bad = (StructuredOutputsParams(regex=regex) for regex in ("good", "bad"))
     for _ in range(3):
         assert checks.text(good) == "text"
-        with pytest.raises(ParameterError, match="found another"):
+        with pytest.raises(FieldError, match="found another"):
             checks.text(bad)
     assert asked == ["good", "bad"]

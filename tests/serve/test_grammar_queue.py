@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile.errors import FieldError
 from serve import grammar_queue
 from serve.admission import Overloaded
 from serve.clients import UNKNOWN, Client
@@ -26,7 +27,6 @@ from serve.grammar_queue import (
     Turns,
     num_processes,
 )
-from serve.parameters import ParameterError
 from serve.structured import StructuredOutputsParams
 
 WANTED = StructuredOutputsParams(regex="a")
@@ -246,7 +246,7 @@ def test_a_lost_process_is_no_verdict_and_is_tried_again_ever_later() -> None:
 def test_what_is_not_done_soon_is_tried_with_all_time_and_then_refused_for_good() -> None:
     queue, process = queue_of(lambda budget_s: Tried(is_over_time=True, cpu_s=budget_s))
     for _ in range(2):
-        with pytest.raises(ParameterError, match="longer than 2 s to compile"):
+        with pytest.raises(FieldError, match="longer than 2 s to compile"):
             ask(queue)
     assert process.budgets == [QUICK_CPU_S, MAX_CPU_S]
 

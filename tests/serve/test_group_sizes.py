@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 from serve.config import deploy_config, engine_config
 
 
@@ -46,14 +46,14 @@ def test_groups_of_different_sizes_do_not_talk() -> None:
     ],
 )
 def test_sizes_that_cannot_be_had_are_refused_by_name(raw: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(FieldError) as error:
         deploy_config(raw)
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize("field", ["tensor_parallel_size", "data_parallel_size"])
 def test_an_engine_in_process_is_one_rank(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^mixed\.{field}: wanted 1 for an engine"):
+    with pytest.raises(FieldError, match=rf"^mixed\.{field}: wanted 1 for an engine"):
         engine_config({f"mixed.{field}": 2})
 
 
@@ -68,5 +68,5 @@ def test_data_parallel_ranks_of_a_dense_model_step_together_unless_told_otherwis
 def test_ranks_that_share_experts_cannot_step_apart(tmp_path: Path) -> None:
     fields = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=r"^lockstep: wanted on for a model with experts"):
+    with pytest.raises(FieldError, match=r"^lockstep: wanted on for a model with experts"):
         deploy_config({"model": str(tmp_path), "lockstep": "off", "decode.data_parallel_size": 2})

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.serve.config import HTTPOptions
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 from serve.app import deploy
 from serve.listening import check_free, check_same, listen
 
@@ -34,7 +34,7 @@ def test_a_ray_client_cannot_choose_the_address(address: str | None) -> None:
     context = click.Context(click.Command("build" if address is None else "run"))
     context.params["address"] = address
     where = "outside of `serve run`" if address is None else "through a Ray client"
-    with context, pytest.raises(ConfigError, match=f"^host: wanted nothing {where}"):
+    with context, pytest.raises(FieldError, match=f"^host: wanted nothing {where}"):
         listen("127.0.0.1", 9000)
 
 
@@ -44,7 +44,7 @@ def test_a_port_that_is_taken_is_named_with_its_process() -> None:
         comm = Path("/proc/self/comm").read_text().strip()
         whole = f"(end {comm}, pid {os.getpid()}, or name another one with port=), found {port}"
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):
-            with pytest.raises(ConfigError) as refused:
+            with pytest.raises(FieldError) as refused:
                 check_free(host, port)
             assert str(refused.value) == f"port: wanted one that is free {whole}"
     check_free("127.0.0.1", port)
@@ -52,7 +52,7 @@ def test_a_port_that_is_taken_is_named_with_its_process() -> None:
 
 @pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid"])
 def test_a_host_that_is_not_this_machine_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"^host: wanted an address of this machine, found"):
+    with pytest.raises(FieldError, match=r"^host: wanted an address of this machine, found"):
         check_free(host, 0)
 
 
@@ -60,5 +60,5 @@ def test_what_runs_already_is_joined_where_it_listens() -> None:
     running = HTTPOptions(host="127.0.0.1", port=8000)
     check_same({}, running)
     check_same({"host": "127.0.0.1", "port": 8000}, running)
-    with pytest.raises(ConfigError, match=r"^host: wanted 127.0.0.1, where Serve runs .* '::'$"):
+    with pytest.raises(FieldError, match=r"^host: wanted 127.0.0.1, where Serve runs .* '::'$"):
         check_same({"host": "::", "port": 8000}, running)

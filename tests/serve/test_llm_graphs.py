@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
 from cluster.rank import runner
+from compile.errors import FieldError
 from serve.llm import LLM, SamplingParams
 
 GRAPHS = {"level": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -63,5 +63,5 @@ def test_kv_that_would_leave_no_room_for_graphs_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(runner, "available_memory_bytes", lambda: 8 * 2**20)
     llm_with([4], kv_memory="8MiB")
     wanted = r"^kv_memory: wanted at most the 8388608 bytes that are available, \d+ of them for "
-    with pytest.raises(ConfigError, match=wanted + "graphs, found 8388608"):
+    with pytest.raises(FieldError, match=wanted + "graphs, found 8388608"):
         llm_with([4], kv_memory="8MiB", is_reserved=True)

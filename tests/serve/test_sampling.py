@@ -7,9 +7,22 @@ from typing import Any
 
 import pytest
 
-from cluster.messages import LogitRules, Sampling
-from serve.parameters import ParameterError
-from serve.sampling import Resolver, SamplingParams
+from cluster.messages import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_REPETITION,
+    MAX_TEMPERATURE,
+    GenerateRequest,
+    Inbound,
+    LogitRules,
+    Sampling,
+    Submit,
+    decode,
+    encode,
+)
+from compile.errors import FieldError
+from serve.sampling import MAX_STOP_TOKEN_IDS, Resolver, SamplingParams
 
 
 def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100) -> Any:
@@ -94,9 +107,38 @@ def resolve_all(
     ],
 )
 def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ParameterError, match=f"^{name}: wanted .*, found") as raised:
+    with pytest.raises(FieldError, match=f"^{name}: wanted .*, found") as raised:
         SamplingParams(**{name: value})
-    assert raised.value.param == name
+    assert raised.value.field == name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"temperature": value} for value in (0, MAX_TEMPERATURE)),
+        *({name: value} for name in ("top_p", "min_p") for value in (1e-9, 1)),
+        *({"top_k": value} for value in (-1, 0, 2**31 - 1)),
+        *({"seed": value} for value in (-(2**63), 2**64 - 1)),
+        *({"repetition_penalty": value} for value in (1 / MAX_REPETITION, MAX_REPETITION)),
+        *({"presence_penalty": value, "frequency_penalty": -value} for value in (-2, 2)),
+        {"logprobs": MAX_LOGPROBS, "prompt_logprobs": MAX_LOGPROBS},
+        {"logit_bias": {i: (-1) ** i * MAX_BIAS for i in range(MAX_BIASES)}},
+        {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))},
+        {"allowed_token_ids": list(range(2000)), "min_tokens": 90, "max_tokens": 90},
+    ],
+    ids=str,
+)
+def test_what_a_request_may_ask_for_goes_over_the_wire(given: dict[str, Any]) -> None:
+    resolver = Resolver(
+        SamplingParams(**given),
+        max_model_len=100,
+        vocab_size=2000,
+        eos_token_ids=range(256, 512),
+        grammar_text=lambda wanted: "",
+    )
+    [sampling] = resolver.choices(10)
+    request = GenerateRequest("a", [1], [], sampling, "", b"")
+    assert decode(encode(Submit(request, None)), Inbound) == Submit(request, None)
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -144,7 +186,7 @@ def test_rules_are_sent_only_where_they_change_something() -> None:
     ("name", "value"), [("logit_bias", {50: 1}), ("allowed_token_ids", [3, 50])]
 )
 def test_token_outside_of_the_vocabulary_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ParameterError, match=f"^{name}: wanted token ids from 0 to 49, found 50"):
+    with pytest.raises(FieldError, match=f"^{name}: wanted token ids from 0 to 49, found 50"):
         resolved(SamplingParams(**{name: value}))
 
 
@@ -152,7 +194,7 @@ def test_tokens_that_may_come_are_not_all_stop_tokens_before_min_tokens() -> Non
     message = "^allowed_token_ids: wanted a token that may come before min_tokens"
     for given in ({"stop_token_ids": [7]}, {}):  # 7, or the end of text
         allowed = given.get("stop_token_ids", [2, 3])
-        with pytest.raises(ParameterError, match=message):
+        with pytest.raises(FieldError, match=message):
             resolved(SamplingParams(min_tokens=3, allowed_token_ids=allowed, **given))
         assert resolved(SamplingParams(allowed_token_ids=allowed, **given)).rules is not None
         two = [*allowed, 8]
@@ -179,7 +221,7 @@ def test_one_stop_string_needs_no_list() -> None:
 
 def test_output_may_fill_the_models_length_and_no_more() -> None:
     assert resolved(SamplingParams(max_tokens=90)).max_tokens == 90
-    with pytest.raises(ParameterError, match=r"at most 90 .*100.*10 tokens.*found 91"):
+    with pytest.raises(FieldError, match=r"at most 90 .*100.*10 tokens.*found 91"):
         resolved(SamplingParams(max_tokens=91))
 
 
@@ -188,7 +230,7 @@ def test_the_default_gives_way_to_a_long_prompt() -> None:
     assert [resolved(SamplingParams(), prompt_len=n).max_tokens for n, _ in lengths] == [
         room for _, room in lengths
     ]
-    with pytest.raises(ParameterError, match=r"^max_tokens: wanted at most 15 .*found 16"):
+    with pytest.raises(FieldError, match=r"^max_tokens: wanted at most 15 .*found 16"):
         resolved(SamplingParams(max_tokens=16), prompt_len=85)
 
 
@@ -196,7 +238,7 @@ def test_the_default_gives_way_to_a_long_prompt() -> None:
 def test_min_tokens_never_gives_way(given: dict[str, Any]) -> None:
     params = SamplingParams(min_tokens=10, **given)
     assert resolved(params, prompt_len=90).rules.min_tokens == 10
-    with pytest.raises(ParameterError, match=r"^min_tokens: wanted at most 9 .*found 10"):
+    with pytest.raises(FieldError, match=r"^min_tokens: wanted at most 9 .*found 10"):
         resolved(params, prompt_len=91)
 
 
@@ -204,7 +246,7 @@ def test_min_tokens_never_gives_way(given: dict[str, Any]) -> None:
 def test_prompt_has_to_leave_room_for_a_token(given: dict[str, Any]) -> None:
     params = SamplingParams(**given)
     assert resolved(params, prompt_len=99).max_tokens == 1
-    with pytest.raises(ParameterError, match=r"^prompt: wanted at most 99 .*100.*found 100"):
+    with pytest.raises(FieldError, match=r"^prompt: wanted at most 99 .*100.*found 100"):
         resolved(params, prompt_len=100)
-    with pytest.raises(ParameterError, match=r"^prompt: wanted at least one"):
+    with pytest.raises(FieldError, match=r"^prompt: wanted at least one"):
         resolved(params, prompt_len=0)

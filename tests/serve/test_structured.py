@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cluster.messages import EngineOutput, GenerateRequest, Submit
 from cluster.rank import grammar_masks
+from compile.errors import FieldError
 from serve.llm import LLM, GenerationError, RequestOutput, SamplingParams, StructuredOutputsParams
-from serve.parameters import ParameterError
 
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "dtype": "float32", "kv_memory": "64MiB"}
 PERSON = {
@@ -336,7 +336,7 @@ def test_output_that_does_not_fit_ends_with_an_error_that_says_so(llm: LLM) -> N
 def test_what_cannot_be_held_is_refused_by_name(
     llm: LLM, wanted: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ParameterError, match=message):
+    with pytest.raises(FieldError, match=message):
         generate(llm, wanted)
     assert not llm.engine.has_unfinished
 
@@ -346,7 +346,7 @@ def test_what_cannot_be_held_is_refused_by_name(
     ("field", "value"), [("ignore_eos", True), ("min_tokens", 2), ("allowed_token_ids", [5])]
 )
 def test_what_would_leave_no_token_is_refused_by_name(llm: LLM, field: str, value: Any) -> None:
-    with pytest.raises(ParameterError, match=f"{field}: wanted none with structured output"):
+    with pytest.raises(FieldError, match=f"{field}: wanted none with structured output"):
         generate(llm, {"regex": "a"}, **{field: value})
 
 

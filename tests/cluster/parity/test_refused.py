@@ -10,9 +10,9 @@ import pytest
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
-from cluster.config import ConfigError
 from cluster.messages import Submit
 from cluster.rank.runner import ModelRunner
+from compile.errors import FieldError
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_pool_too_small_for_one_sequence_is_refused_by_name(
         replace(config, cache=replace(config.cache, num_kv_blocks=n)) for n in (needed - 1, needed)
     )
     wanted = rf"at least {needed} \(one sequence of max_model_len=256\)"
-    with pytest.raises(ConfigError, match=f"^num_kv_blocks: wanted {wanted}, found {needed - 1}$"):
+    with pytest.raises(FieldError, match=f"^num_kv_blocks: wanted {wanted}, found {needed - 1}$"):
         ModelRunner(few)
     assert ModelRunner(enough).num_blocks == needed
 

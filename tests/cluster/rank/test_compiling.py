@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch._inductor.exc import CppCompileError, InductorError
 
-from cluster.config import ConfigError, EngineConfig, Role, SchedulerConfig
+from cluster.config import EngineConfig, Role, SchedulerConfig
 from cluster.engine.changeover import CannotCompile
 from cluster.rank import compiling
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
 from cluster.rank.groups import GroupMembership
-from compile.config import (
-    AttentionGraphSupport,
-    CompilationConfig,
-    CompilationConfigError,
-    CUDAGraphMode,
-)
+from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
+from compile.errors import FieldError
 from compile.pieces.diagnose import GraphBreakError
 from compile.scope import CompileScope
 from model.parallel import Shard
@@ -138,7 +134,7 @@ def wrapped(inner: Exception) -> Exception:
 
 @pytest.mark.feature("E01", "A07", "F07")
 def test_what_a_machine_may_lack_for_a_moment_is_no_verdict_on_the_model() -> None:
-    config_error = CompilationConfigError("splitting_ops", "an op", "lockstep::nothing")
+    config_error = FieldError("compilation.splitting_ops", "an op", "lockstep::nothing")
     for error, wanted in (
         (config_error, "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"),
         (GraphBreakError("forward: wanted one graph\nmore"), None),
@@ -155,6 +151,6 @@ def test_what_a_machine_may_lack_for_a_moment_is_no_verdict_on_the_model() -> No
         wrapped(CppCompileError(["g++"], "Killed signal terminated program cc1plus")),
         MemoryError(),
         RuntimeError("can't allocate memory"),
-        ConfigError("kv_memory", "at most 5 bytes", 6),
+        FieldError("kv_memory", "at most 5 bytes", 6),
     ):
         assert as_final(error) is None

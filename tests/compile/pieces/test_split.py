@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from compile.config import DEFAULT_SPLITTING_OPS, CompilationConfigError
+from compile.config import DEFAULT_SPLITTING_OPS
 from compile.custom_op import direct_register_custom_op
+from compile.errors import FieldError
 from compile.pieces.split import (
     PieceInvariantError,
     SplitItem,
@@ -312,9 +313,9 @@ def test_any_registered_op_can_split(split: Any) -> None:
     "name", ["lockstep::no_such_op", f"{ATTENTION}.out", "nowhere::op", "toy_attention"]
 )
 def test_an_unknown_op_is_refused_by_name(split: Any, name: str) -> None:
-    with pytest.raises(CompilationConfigError) as error:
+    with pytest.raises(FieldError) as error:
         split(lambda x: x + 1, X, ops=(name,))
-    assert error.value.field == "splitting_ops" and name in str(error.value)
+    assert error.value.field == "compilation.splitting_ops" and name in str(error.value)
 
 
 @pytest.mark.feature("E01")

@@ -25,6 +25,7 @@ from cluster.counts import Counts, Ledger
 from cluster.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
 from cluster.metrics import INGRESS, MetricsSnapshot
 from serve.admission import Admission
+from serve.arguments import DeployArgs
 from serve.llm import LLM
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
@@ -244,7 +245,10 @@ def engine_app(llm: LLM, engine_backend: EngineBackend, admission: Admission) ->
 @pytest.fixture
 def settings() -> ApiSettings:
     return ApiSettings(
-        served_model_name=MODEL, max_model_len=256, max_body_bytes=20_000, retry_after_s=3
+        served_model_name=MODEL,
+        max_model_len=256,
+        args=DeployArgs(max_body_bytes=20_000),
+        retry_after_s=3,
     )
 
 
@@ -308,7 +312,10 @@ def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
     """Send one request to an app with these settings: `call_with({...}, "POST", ...)`."""
 
     def ask(limits: dict[str, Any], method: str, path: str, **kwargs: Any) -> httpx.Response:
-        settings = ApiSettings(**{"served_model_name": "m", "max_model_len": 256, **limits})
+        args = {name: limits[name] for name in limits if name in DeployArgs.__struct_fields__}
+        limits = {name: limits[name] for name in limits.keys() - args}
+        given = {"served_model_name": "m", "max_model_len": 256, **limits}
+        settings = ApiSettings(**given, args=DeployArgs(**args))
         serving = Serving(settings, backend, lambda: tokenizer, new_admission())
         return send(build_app(serving), method, path, **kwargs)
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from cluster.config import ConfigError
+from compile.errors import FieldError
 from serve.clients import UNKNOWN, Client, of_key
 from serve.config import AccessConfig, deploy_config
 from serve.ingress import Ingress
@@ -146,13 +146,13 @@ def test_keys_are_in_no_text_of_the_configuration(tmp_path: Path) -> None:
     assert "sesame" not in repr(config) and "simsim" not in repr(config)
     file = tmp_path / "keys"
     for raw in ({"api_keys": "two words"}, {"api_keys": ["ke\ty"]}, {"api_keys": [["sesame"]]}):
-        with pytest.raises(ConfigError, match=r"^api_keys") as raised:
+        with pytest.raises(FieldError, match=r"^api_keys") as raised:
             deploy_config(raw)
         assert "sesame" not in str(raised.value) and "words" not in str(raised.value)
-    with pytest.raises(ConfigError, match=r"^api_keys_file: wanted a file of keys, found"):
+    with pytest.raises(FieldError, match=r"^api_keys_file: wanted a file of keys, found"):
         deploy_config({"api_keys_file": str(file)})
     file.write_text("# none\n")
-    with pytest.raises(ConfigError, match=r"^api_keys_file: wanted at least one key"):
+    with pytest.raises(FieldError, match=r"^api_keys_file: wanted at least one key"):
         deploy_config({"api_keys_file": str(file)})
 
 

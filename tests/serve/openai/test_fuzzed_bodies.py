@@ -16,12 +16,13 @@ from starlette.applications import Starlette
 
 from serve.admission import Admission
 from serve.llm import LLM
-from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS
+from serve.openai.fields import inert_fields
+from serve.openai.schema import ChatRequest, CompletionRequest
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 NAMES = sorted(
-    {*COMPLETION_FIELDS.struct.__struct_fields__, *CHAT_FIELDS.struct.__struct_fields__}
-    | {*COMPLETION_FIELDS.inert, *CHAT_FIELDS.inert, "nothing", ""}
+    {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    | {*inert_fields(CompletionRequest), *inert_fields(ChatRequest), "nothing", ""}
 )
 STATUSES = {200, 400, 404, 429}
 """Of a body; what it is refused for has the error's shape."""

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from serve.admission import Admission
+from serve.arguments import DeployArgs
 from serve.clients import UNKNOWN
 from serve.config import AccessConfig
 from serve.openai import body as body_module
@@ -216,7 +217,9 @@ def test_a_body_that_is_refused_is_let_go_of_at_once(
     """No cycle of an error and its traceback holds it until the garbage is collected."""
     is_cut = body.startswith(b"cut")
     max_len = 20_000 if body.startswith(b'{"prompt":"hello') else 256
-    settings = ApiSettings(served_model_name="m", max_model_len=max_len, max_body_bytes=4 * MIB)
+    settings = ApiSettings(
+        served_model_name="m", max_model_len=max_len, args=DeployArgs(max_body_bytes=4 * MIB)
+    )
     app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
     if stream:
         body = body.replace(b"{", b'{"stream":true,', 1)
@@ -404,7 +407,9 @@ def test_bodies_that_wait_for_their_rest_shut_nobody_out(
     backend: Any, tokenizer: Any, make_admission: Any, access: dict[str, Any], num_bytes: int
 ) -> None:
     """Eight bodies are complete but for the last byte, and hold all bytes; a request is served."""
-    settings = ApiSettings(served_model_name="m", max_model_len=MIB, max_body_bytes=MIB)
+    settings = ApiSettings(
+        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB)
+    )
     admission = make_admission(max_body_bytes=MIB)
     serving = Serving(settings, backend, lambda: tokenizer, admission)
     app = build_app(serving, AccessConfig(**access))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from serve.arguments import DeployArgs
 from serve.config import deploy_config
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
@@ -52,7 +53,9 @@ class Thinker:
             pieces.append(ids[:size])
             ids = ids[size:]
         self.backend.pieces, self.backend.stop_token_id = [*pieces, [eos]], eos
-        options = ApiSettings(served_model_name="m", max_model_len=4000, reasoning_parser=parser)
+        options = ApiSettings(
+            served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser=parser)
+        )
         app = build_app(Serving(options, self.backend, lambda: self.tokenizer, self._admission))
         answer = self._send(app, "POST", CHAT, json={"messages": HI, **body})
         assert answer.status_code == 200, answer.text
@@ -165,7 +168,7 @@ def test_reasoning_goes_back_into_templates_that_write_it(thinker: Thinker, name
 
 def test_parsers_are_arguments_of_deploy() -> None:
     config = deploy_config({"reasoning_parser": "qwen3", "tool_call_parser": "hermes"})
-    assert (config.reasoning_parser, config.tool_call_parser) == ("qwen3", "hermes")
+    assert (config.args.reasoning_parser, config.args.tool_call_parser) == ("qwen3", "hermes")
     for name in ("reasoning_parser", "tool_call_parser"):
         with pytest.raises(ValueError, match=f"{name}: wanted one of"):
             deploy_config({name: "gpt"})

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from serve.arguments import DeployArgs
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
@@ -33,7 +34,9 @@ def app(checkpoint: Path, tmp_path: Path, backend: Any, admission: Any) -> Any:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = Tokenizer.from_dir(tmp_path)
     backend.tokenizer = tokenizer
-    settings = ApiSettings(served_model_name="m", max_model_len=4000, reasoning_parser="qwen3")
+    settings = ApiSettings(
+        served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser="qwen3")
+    )
     return build_app(Serving(settings, backend, lambda: tokenizer, admission))
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from cluster.messages import EngineOutput, GenerateRequest
+from serve.arguments import DeployArgs
 from serve.event_loop import SharedTick
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
@@ -146,7 +147,7 @@ def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_l
     backend.pieces = [[token] for token in range(40, 50)]
     backend.pause_s = 0.01
     backend.stop_token_id = -1
-    settings = msgspec.structs.replace(settings, stream_interval=interval)
+    settings = msgspec.structs.replace(settings, args=DeployArgs(stream_interval=interval))
     app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
     chunks = asyncio.run(streamed(app))
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(40, 50))

@@ -129,7 +129,15 @@ AT_SCHEMA = "response_format.json_schema.schema"
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "json_object", "json_schema": {}}}, None),
+        (
+            {
+                "response_format": {
+                    "type": "json_object",
+                    "json_schema": {"name": "s", "schema": {}},
+                }
+            },
+            "response_format.json_schema",
+        ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
@@ -147,14 +155,11 @@ AT_SCHEMA = "response_format.json_schema.schema"
         ({"guided_regex": "a", "allowed_token_ids": [70]}, "allowed_token_ids"),
     ],
 )
-def test_what_is_wrong_is_named(
-    call: Any, path: str, fields: dict[str, Any], param: str | None
-) -> None:
+def test_what_is_wrong_is_named(call: Any, path: str, fields: dict[str, Any], param: str) -> None:
     answer = call("POST", path, json={**BODIES[path], **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    wanted = param or "response_format.json_schema"
-    assert error["param"] == wanted and error["message"].startswith(wanted), error
+    assert error["param"] == param and error["message"].startswith(param), error
 
 
 # --- calls that are forced, and responses ------------------------------------------------------

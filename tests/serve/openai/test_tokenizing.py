@@ -13,9 +13,10 @@ from starlette.routing import Route
 
 from serve.clients import UNKNOWN
 from serve.openai.app import NO_TEXT
-from serve.openai.fields import FieldTable
-from serve.openai.request_parser import CHAT_FIELDS, COMPLETION_FIELDS
-from serve.openai.tokenizing import TOKENIZE_FIELDS
+from serve.openai.fields import known_fields
+from serve.openai.responses_request import ResponsesRequest
+from serve.openai.schema import ChatRequest, CompletionRequest
+from serve.openai.tokenizing import TokenizeRequest
 from serve.tokenizer import Tokenizer
 
 Call = Callable[..., Any]
@@ -66,7 +67,7 @@ def test_a_conversation_becomes_what_a_chat_completion_computes(
         ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content: wanted a"),
         ("/tokenize", {"prompt": 7}, 400, "prompt: wanted str"),
         ("/tokenize", {"prompt": "a", "tools": [{}]}, 400, "tools: wanted none"),
-        ("/tokenize", {"messages": [], "tools": [{}]}, 400, "tools[0].type: wanted a value"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "tools[0].type: wanted a value"),
         ("/tokenize", {"prompt": "a", "color": 1}, 400, "color: unknown field"),
         ("/tokenize", {"prompt": "a", "model": "b"}, 404, "model: wanted scripted, found b"),
         ("/tokenize", {"prompt": "the cat " * 400}, 400, "prompt: wanted at most"),
@@ -111,10 +112,9 @@ def test_the_document_describes_every_route_and_every_field(app: Starlette, call
     routes = {route.path.replace(":path", "") for route in app.routes if isinstance(route, Route)}
     assert set(document["paths"]) == routes - set(NO_TEXT)
     components = document["components"]["schemas"]
-    tables: tuple[FieldTable, ...] = (CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS)
-    for table in tables:
-        found = components[table.struct.__name__]
-        assert set(found["properties"]) == table.names
+    for struct in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest):
+        found = components[struct.__name__]
+        assert set(found["properties"]) == known_fields(struct)
         assert found["additionalProperties"] is False
     for component in components.values():
         jsonschema.Draft202012Validator.check_schema(component)
@@ -168,6 +168,20 @@ def test_answers_have_the_schema_that_the_document_gives(
         ({"stop": ["a", "b"]}, True),
         ({"max_completion_tokens": 0}, False),
         ({"seed": "x"}, False),
+        ({"top_p": 0}, False),
+        ({"top_k": -2}, False),
+        ({"min_tokens": -1}, False),
+        ({"cache_salt": ""}, False),
+        ({"logit_bias": {"5": 101}}, False),
+        ({"logit_bias": {"5": -100}}, True),
+        ({"allowed_token_ids": []}, False),
+        ({"stop": [""]}, False),
+        ({"stop_token_ids": [-1]}, False),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "king", "content": "a"}]}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}, False),
+        ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, False),
+        ({"response_format": {"type": "xml"}}, False),
     ],
 )
 def test_the_document_accepts_what_the_server_accepts(

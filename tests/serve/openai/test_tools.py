@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from serve.admission import Admission
+from serve.arguments import DeployArgs
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
@@ -96,7 +97,9 @@ class Model:
         self.oracle = AutoTokenizer.from_pretrained(path)
         self.tokenizer = Tokenizer.from_dir(path)
         self.backend = backend
-        self.settings = ApiSettings(served_model_name="m", max_model_len=100_000, **options)
+        self.settings = ApiSettings(
+            served_model_name="m", max_model_len=100_000, args=DeployArgs(**options)
+        )
         serving = Serving(self.settings, backend, lambda: self.tokenizer, admission)
         self.app: Starlette = build_app(serving)
         self._runner = asyncio.Runner()
@@ -506,7 +509,8 @@ FUNCTION = {"type": "function", "function": {"name": "weather"}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": "weather"}, "tools", "wanted array"),
     ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "found none"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].function", "found none"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "found web_search"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "found none"),
     ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "found custom"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "found none"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),

@@ -1,0 +1,34 @@
+"""The error of everything that a user may set: an argument, a variable, a file, a request."""
+
+from __future__ import annotations
+
+
+class Words(str):
+    """What was found, in words. A message has them as they are, and any other value as its repr."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class FieldError(ValueError):
+    """A field holds what cannot be used. The message is `FIELD: wanted ..., found ...`."""
+
+    def __init__(self, field: str, wanted: str, found: object) -> None:
+        super().__init__(f"{field}: wanted {wanted}, found {found!r}")
+        self.field = field
+        """The whole path by which the user knows it."""
+        self.wanted = wanted
+        self.found = found
+
+    def __reduce__(self) -> tuple[type[FieldError], tuple[str, str, object]]:
+        return FieldError, (self.field, self.wanted, self.found)
+
+    def at(self, prefix: str) -> FieldError:
+        """Return the same error of a field that belongs to `prefix`; either may be empty."""
+        return self.renamed(".".join(filter(None, (prefix, self.field))))
+
+    def renamed(self, field: str) -> FieldError:
+        """Return the same error under the name by which the user knows the field."""
+        return FieldError(field, self.wanted, self.found)
