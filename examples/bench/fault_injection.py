@@ -24,6 +24,8 @@ import msgspec
 
 from cluster.group_messages import ToPeer
 from cluster.messages import StepAgreement, StepKind, StepPlan, Vote, decode
+from compile.config import CUDAGraphMode
+from compile.dispatch import BatchDescriptor
 
 if TYPE_CHECKING:
     from cluster.actors.rank_actor import RankActor
@@ -192,6 +194,8 @@ def _diverge(rank: Any, fault: Fault) -> None:
             return struct
         fault.tell(step)
         value = another(getattr(struct, fault.field))
+        if fault.field == "mode":  # a frame with a mode past the last one would be refused
+            value %= CUDAGraphMode.FULL.value + 1
         return msgspec.structs.replace(struct, **{fault.field: value})
 
     def of_agreement(agreed: StepAgreement, *_: Any) -> Any:
@@ -210,6 +214,8 @@ def _diverge(rank: Any, fault: Fault) -> None:
 
 def another(value: Any) -> Any:
     """Return another value of the same type."""
+    if isinstance(value, BatchDescriptor):
+        return value._replace(num_tokens=value.num_tokens + 1)
     if isinstance(value, tuple):
         return (another(value[0]), *value[1:])
     return not value if isinstance(value, bool) else value + 1
