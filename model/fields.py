@@ -1,164 +1,225 @@
-"""Typed fields of a checkpoint's JSON files, and the error for what cannot be used.
+"""How values from outside become structs, and what an error says of a value that cannot.
 
-A file comes from outside. It may be damaged or not be a file at all, and a number in it may be
-large enough to build a model for hours. All of it ends in a `FieldError`.
+A field is declared once: its type has the bounds (`Meta`), and the words for them where the bounds
+alone would not do. From it msgspec checks the value, an error says what was wanted, and
+`/openapi.json` and serve/REFERENCE.md are written. Arguments of `deploy`, requests and a
+checkpoint's files are all read this way.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from compile.errors import FieldError, Words
 
-LARGEST = 1 << 28
-"""Bound of every integer: the bytes of a product of two still fit in 64 bits."""
-MAX_JSON_BYTES = 64 << 20
-"""Bound of a JSON file: an index of a million tensors is as large."""
+T = TypeVar("T")
+
+LARGEST_INDEX = 2**31 - 1
+"""A bound of integers that is none to a user."""
+_AT = re.compile(r" - at `(key` in `)?\$(.*)`")
+_KEY = re.compile(r"\.([^.\[]+)|\[([^\]]+)\]")
+_INDICES = re.compile(r"(\[[^\]]+\])+$")
+_MISSING = re.compile(r"Object missing required field `(.+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+)`")
+_OTHER_TYPE = re.compile(r"Expected (.+), got (.+)")
+_LENGTH = re.compile(r"Expected `(\w+)` of length (<=|>=) (\d+)")
 
 
-def refused(field: str, wanted: str, found: object, source: Path | str) -> FieldError:
-    """Return the error for `field` of a file, in one line of readable length."""
-    # Words are whole: they may end with what matters.
-    shown = found if isinstance(found, Words) else _cut(_repr(found))
-    return FieldError(_line(_cut(field)), _line(wanted), Words(_line(f"{shown} in {source}")))
+def says(words: str, hints: Mapping[str, str] | None = None) -> Meta:
+    """Return what a field's type says of its values, where bounds alone would not do.
+
+    Args:
+        hints: what an error adds for some words that were found, and for others (the empty one).
+    """
+    return Meta(extra={"wanted": words, "hints": hints or {}})
 
 
-def _line(text: str) -> str:
-    # JSON may hold halves of surrogate pairs, which no terminal or socket takes.
-    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+def at_least(least: int | float) -> Meta:
+    """Return the bound of a number; one that is no integer is finite as well."""
+    most = sys.float_info.max if isinstance(least, float) else None
+    return Meta(ge=least, le=most, extra={"wanted": f"a finite number of at least {least:g}"})
 
 
-def _repr(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:
-        # Python refuses to write integers of thousands of digits.
-        return f"a {type(value).__name__} of thousands of digits"
+class Source(Enum):
+    """Where a value comes from, and so what an error says if it has another type."""
+
+    ARGUMENT = "argument"
+    """Of the command line or YAML, where text stands for numbers, true and false too: the type is
+    wanted, and the value is quoted."""
+    JSON = "json"
+    """Of a request's body: the type is wanted, and a type was found."""
+    PYTHON = "python"
+    """Of a call, or of a checkpoint's files: what is wanted in words, and the value is quoted."""
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a regular file, or a link to one, holds.
+def convert(found: Any, kind: type[T], source: Source, at: str = "") -> T:
+    """Return `found`, which is at `at` in what a user gave, as a `kind`.
 
     Raises:
-        FieldError: the file cannot be read, is not JSON, holds something else, or names a key
-            twice.
-    """
-    check_file(path)
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise refused(path.name, f"at most {MAX_JSON_BYTES} bytes", size, path)
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except FieldError:
-        raise
-    except OSError as error:
-        found = error.strerror or type(error).__name__
-        raise refused(path.name, "a readable file", Words(found), path) from error
-    except (ValueError, RecursionError) as error:
-        raise refused(path.name, "JSON", Words(_cut(str(error))), path) from error
-    if not isinstance(value, dict):
-        raise refused(path.name, "a JSON object", value, path)
-    return value
-
-
-def check_file(path: Path) -> None:
-    """Refuse what is not a regular file: opening a pipe or a device might never return.
-
-    Links are followed: caches store a checkpoint's files as links to their contents.
-
-    Raises:
-        FieldError: names the file.
+        FieldError: names the field by its path, as in `messages[0].content`.
     """
     try:
-        path.stat()
-    except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        raise refused(path.name, "a readable file", Words(found), path) from error
-    if not path.is_file():
-        kind = "a directory" if path.is_dir() else "something else"
-        raise refused(path.name, "a regular file", Words(kind), path)
+        return msgspec.convert(found, kind, strict=source is not Source.ARGUMENT)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, FieldError):  # of a struct's own check
+            raise error.__cause__ from None
+        # In no variable: with its traceback it would keep the value until garbage is collected.
+        raise _refused(str(error), found, kind, source).at(at) from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{_cut(twice)!r} named twice")
-    return values
+def words_for(kind: Any) -> str:
+    """Return what is wanted of a field of this type; empty where its type says all."""
+    return next(filter(None, (_words(bare, metas) for bare, metas in members(kind))), "")
 
 
-class Fields:
-    """Reads typed fields of one file; a field that is absent takes the family's default."""
-
-    def __init__(
-        self, values: Mapping[str, Any], defaults: Mapping[str, Any], source: Path | str
-    ) -> None:
-        self.values = values
-        self.defaults = defaults
-        self.source = source
-
-    def value(self, name: str) -> Any:
-        """Return a field as it stands in the file, or its default."""
-        return self.values.get(name, self.defaults[name])
-
-    def integer(self, name: str, minimum: int = 1, maximum: int = LARGEST) -> int:
-        """Return a field that is an integer within the bounds; all of these raise FieldError."""
-        return whole_number(name, self.value(name), self.source, minimum, maximum)
-
-    def optional_integer(self, name: str, minimum: int = 1) -> int | None:
-        """Return a field that is an integer or null."""
-        return None if self.value(name) is None else self.integer(name, minimum)
-
-    def number(self, name: str) -> float:
-        """Return a field that is a number above 0."""
-        return positive_number(name, self.value(name), self.source)
-
-    def flag(self, name: str) -> bool:
-        """Return a flag; one that the family does not know is off, whatever the file says."""
-        return name in self.defaults and boolean(name, self.value(name), self.source)
-
-    def choice(self, name: str, choices: Iterable[str]) -> str:
-        """Return a field that is one of these texts."""
-        value = self.value(name)
-        if not isinstance(value, str) or value not in choices:
-            raise refused(name, " or ".join(choices), value, self.source)
-        return value
+def _words(bare: Any, metas: list[Meta]) -> str:
+    for meta in metas:
+        if meta.extra is not None:
+            return str(meta.extra["wanted"])
+    if bare is bool:
+        return "true or false"
+    if bare in (int, float) and metas:
+        return _range(bare, metas)
+    if get_origin(bare) is Literal:
+        *others, last = map(str, get_args(bare))
+        return f"{', '.join(others)} or {last}" if others else last
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        return f"one of {', '.join(str(member.value) for member in bare)}"
+    return ""
 
 
-def whole_number(
-    name: str, value: object, source: Path | str, minimum: int = 1, maximum: int = LARGEST
-) -> int:
-    """Return `value` if it is an integer within the bounds."""
-    if type(value) is not int or value < minimum:
-        raise refused(name, f"an integer of at least {minimum}", value, source)
-    if value > maximum:
-        raise refused(name, f"an integer of at most {maximum}", value, source)
-    return value
+@cache
+def hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of a struct's fields, with their bounds."""
+    return get_type_hints(kind, include_extras=True)
 
 
-def boolean(name: str, value: object, source: Path | str) -> bool:
-    """Return `value` if it is true or false."""
-    if not isinstance(value, bool):
-        raise refused(name, "true or false", value, source)
-    return value
+def _range(bare: type, metas: list[Meta]) -> str:
+    noun = "an integer" if bare is int else "a number"
+    least, above, most = [
+        next((bound for meta in metas if (bound := getattr(meta, name)) is not None), None)
+        for name in ("ge", "gt", "le")
+    ]
+    if least is None:
+        return f"{noun} above {_shown(above)} and at most {_shown(most)}"
+    if most is None or most == LARGEST_INDEX:
+        return f"{noun} from {_shown(least)} up"
+    return f"{noun} from {_shown(least)} to {_shown(most)}"
 
 
-def positive_number(name: str, value: object, source: Path | str) -> float:
-    """Return `value` as a float if it is a finite number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+def _shown(bound: int | float | None) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+def members(kind: Any) -> Iterator[tuple[Any, list[Meta]]]:
+    """Yield the types that a type stands for, each with the bounds of its values."""
+    if get_origin(kind) is Annotated:
+        bare, *metas = get_args(kind)
+        for each, inner in members(bare):
+            yield each, [*metas, *inner]
+    elif get_origin(kind) in (Union, UnionType):
+        for member in get_args(kind):
+            yield from members(member)
+    else:
+        yield kind, []
+
+
+def _refused(message: str, found: Any, kind: Any, source: Source) -> FieldError:
+    """Return the error for one of msgspec's, as «Expected `str`, got `int` - at `$.a[0].b`»."""
+    at = _AT.search(message)
+    text, is_key, path = (message[: at.start()], at[1], at[2]) if at else (message, None, "")
+    words = ""
+    for name, index in _KEY.findall(path):
+        kind, found = _inner(kind, found, name or index)
+        words = words_for(kind) or words
+    if is_key:
+        kind, found = _unfit(found, kind, 0)
+        words = words_for(kind) or words
+    field = path.removeprefix(".")
+    if missing := _MISSING.fullmatch(text):
+        field = f"{field}.{missing[1]}" if field else missing[1]
+        return FieldError(field, "a value", Words("none"))
+    if unknown := _UNKNOWN.fullmatch(text):
+        [names] = [b.__struct_encode_fields__ for b, _ in members(kind) if is_struct(b)]
+        field = f"{field}.{unknown[1]}" if field else unknown[1]
+        return FieldError(field, f"one of {', '.join(names)}", found[unknown[1]])
+    if other := _OTHER_TYPE.fullmatch(text.replace("`", "")):
+        if source is Source.PYTHON:
+            return FieldError(_INDICES.sub("", field), words or other[1], found)
+        return FieldError(field, other[1], Words(other[2]) if source is Source.JSON else found)
+    field = _INDICES.sub("", field)
+    if length := _LENGTH.fullmatch(text):
+        return FieldError(field, *_of_length(length, kind, found))
+    numbers = [bare for bare, _ in members(kind) if bare in (int, float)]
+    if numbers and source is not Source.PYTHON:
+        found = msgspec.convert(found, numbers[0], strict=False)
+    hint = _hint(kind, found) if isinstance(found, str) else ""
+    shown = Words(f"{found}{hint}") if source is Source.JSON else found
+    return FieldError(field, words_for(kind) or text, shown)
+
+
+def _hint(kind: Any, found: str) -> str:
+    for _, metas in members(kind):
+        for meta in metas:
+            hints = (meta.extra or {}).get("hints", {})
+            if hint := hints.get(found, hints.get("", "")):
+                return f"; {hint}"
+    return ""
+
+
+def _of_length(bound: re.Match[str], kind: Any, found: Any) -> tuple[str, object]:
+    """Return what is wanted of a length, and what was found."""
+    noun, sign, limit = bound.groups()
+    of_noun = {"str": str, "array": list, "object": dict}[noun]
+    pairs = [pair for pair in members(kind) if (get_origin(pair[0]) or pair[0]) is of_noun]
+    words = _words(*pairs[0])
+    if noun == "str" and words:
+        return words, len(found)
+    if noun == "str" and sign == "<=":
+        return f"texts of at most {limit} characters", Words(f"{len(found)} characters")
+    if noun == "str":
+        return "texts of at least one character", Words("an empty one")
+    if sign == "<=":
+        return f"at most {limit}", len(found)
+    return (words, found) if words else ("at least one", Words("none"))
+
+
+def _inner(kind: Any, found: Any, key: str) -> tuple[Any, Any]:
+    """Return the type and the value of a field, or of an item."""
+    for bare, _ in members(kind):
+        if is_struct(bare) and isinstance(found, dict):
+            index = bare.__struct_encode_fields__.index(key)
+            return hints_of(bare)[bare.__struct_fields__[index]], found.get(key)
+        if get_origin(bare) in (list, tuple) and isinstance(found, list | tuple):
+            return get_args(bare)[0], found[int(key)]
+        if get_origin(bare) is dict and isinstance(found, dict):
+            return _unfit(found, bare, 1)
+    return Any, found
+
+
+def _unfit(found: dict[Any, Any], kind: Any, which: int) -> tuple[Any, Any]:
+    """Return the type of a dictionary's keys (0) or values (1), and the first that has another."""
+    [kind] = [get_args(bare)[which] for bare, _ in members(kind) if get_origin(bare) is dict]
+    return kind, next(pair[which] for pair in found.items() if not _fits(pair[which], kind))
+
+
+def _fits(found: Any, kind: Any) -> bool:
     try:
-        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
-    if not (math.isfinite(number) and number > 0):
-        raise refused(name, "a number above 0", value, source)
-    return number
+        msgspec.convert(found, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def is_struct(kind: Any) -> bool:
+    """Return whether a type is a struct."""
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

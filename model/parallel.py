@@ -231,6 +231,16 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where one rank's part of a model is computed, and in which dtype: parameters' and
+    activations'."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shard: Shard = Shard()
+
+
+@dataclass(frozen=True)
 class ExpertShard:
     """One rank's place among all ranks that hold a model's experts.
 
@@ -251,6 +261,11 @@ class ExpertShard:
 
     tensor: Shard
     data: Shard
+
+    @classmethod
+    def of(cls, shard: Shard) -> ExpertShard:
+        """Return the grid in which a rank has this shard."""
+        return cls(shard, shard.data or Shard())
 
     @property
     def size(self) -> int:

@@ -1,38 +1,51 @@
 """Rotary position embedding as a configuration describes it, one class for each kind.
 
-These are numbers only, checked when they are read, in either spelling (`rope_parameters`, or the
-older `rope_scaling` beside `rope_theta`). `model.layers.rotary` computes angles from them.
+These are numbers only, checked when they are read, in either spelling (`rope_parameters`, as
+transformers 5 writes it, or the older `rope_scaling` beside `rope_theta`). `model.layers.rotary`
+computes angles from them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from model.fields import LARGEST, Fields, boolean, positive_number, refused, whole_number
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
-# What files of any kind carry; each kind reads its own and ignores the rest, as transformers does.
-_KNOWN_KEYS = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "finetuned",
-    "high_freq_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_theta",
-    "rope_type",
-    "truncate",
-    "type",
-}
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+from compile.errors import FieldError
+from model.fields import says, words_for
+
+LARGEST = 1 << 28
+"""Bound of every integer: the bytes of a product of two still fit in 64 bits."""
+Size = Annotated[int, Meta(ge=1, le=LARGEST)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max), says("a number above 0")]
+_ZeroIsNone = Annotated[float, Meta(ge=0, le=sys.float_info.max), says("a number above 0")]
+WholeHead = Annotated[float, Meta(ge=1, le=1), says("1 (no family here turns a part of a head)")]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What files of any kind carry; each kind reads its own and ignores the rest, as transformers
+    does."""
+
+    rope_type: RopeType | None = None
+    older_type: RopeType | None = msgspec.field(name="type", default=None)
+    rope_theta: Positive | None = None
+    factor: Positive | UnsetType | None = UNSET
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: _ZeroIsNone | None = None
+    beta_slow: _ZeroIsNone | None = None
+    mscale: _ZeroIsNone | None = None
+    mscale_all_dim: _ZeroIsNone | None = None
+    truncate: bool = True
+    original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: WholeHead | None = None
+    finetuned: Any = None
 
 
 @dataclass(frozen=True)
@@ -110,118 +123,71 @@ def longest_context(rope: Rope, max_position_embeddings: int) -> int:
     return max(max_position_embeddings, int(min(scaled, LARGEST)))
 
 
-def read_rope(fields: Fields, max_position_embeddings: int, head_dim: int) -> Rope:
-    """Read `rope_parameters`, as transformers 5 writes it, or the older `rope_scaling`.
+def read_rope(
+    given: RopeParameters,
+    name: str,
+    *,
+    theta: float,
+    max_position_embeddings: int,
+    original_len: int | None,
+    head_dim: int,
+) -> Rope:
+    """Return the embedding that parameters of a file describe.
+
+    Args:
+        name: what the file calls the parameters.
+        theta, original_len: the file's own fields; the parameters' base beats the first, and their
+            length is beaten by the second.
 
     Raises:
-        FieldError: names the field and the file.
+        FieldError: names the field.
     """
-    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    reader = _Parameters(name, fields, max_position_embeddings, head_dim)
-    match reader.kind:
+    theta = given.rope_theta or theta
+    original_len = original_len or given.original_max_position_embeddings or max_position_embeddings
+
+    def number(key: str) -> float:
+        value = getattr(given, key)
+        if not isinstance(value, float):
+            raise FieldError(f"{name}.{key}", words_for(Positive), None)
+        return value
+
+    match given.rope_type or given.older_type:
         case "linear":
-            return LinearRope(reader.theta, reader.number("factor"))
+            return LinearRope(theta, number("factor"))
         case "dynamic":
-            return reader.dynamic()
+            if head_dim == 2:
+                raise FieldError("head_dim", "above 2 for rope_type dynamic", 2)
+            return DynamicRope(theta, number("factor"), max_position_embeddings)
         case "llama3":
-            return reader.llama3()
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            if high <= low:
+                wanted = f"a number above low_freq_factor={low:g}"
+                raise FieldError(f"{name}.high_freq_factor", wanted, high)
+            return Llama3Rope(theta, number("factor"), low, high, original_len)
         case "yarn":
-            return reader.yarn()
+            if theta == 1:
+                raise FieldError("rope_theta", "other than 1 for rope_type yarn", 1)
+            is_implied = given.factor is None
+            factor = max_position_embeddings / original_len if is_implied else number("factor")
+            return YarnRope(
+                theta=theta,
+                factor=factor,
+                attention_factor=_attention_factor(given, factor),
+                beta_fast=given.beta_fast or 32.0,
+                beta_slow=given.beta_slow or 1.0,
+                truncate=given.truncate,
+                original_len=original_len,
+            )
         case _:
-            return DefaultRope(reader.theta)
+            return DefaultRope(theta)
 
 
-class _Parameters:
-    """One file's rotary parameters."""
-
-    def __init__(
-        self, name: str, fields: Fields, max_position_embeddings: int, head_dim: int
-    ) -> None:
-        self.name = name
-        self.fields = fields
-        self.source: Path | str = fields.source
-        self.max_positions = max_position_embeddings
-        self.head_dim = head_dim
-        self.values: Mapping[str, Any] = fields.values.get(name) or {}
-        if not isinstance(self.values, dict):
-            raise refused(name, "an object or null", self.values, self.source)
-        self.kind = self.values.get("rope_type", self.values.get("type", "default"))
-        if self.kind not in ROPE_TYPES:
-            wanted = f"rope_type {', '.join(ROPE_TYPES)}"
-            raise refused(name, wanted, self.kind, self.source)
-        unknown = sorted(set(self.values) - _KNOWN_KEYS)
-        if unknown:
-            wanted = f"only {', '.join(sorted(_KNOWN_KEYS))}"
-            raise refused(name, wanted, unknown, self.source)
-        self._check_partial()
-        self.theta = self._theta()
-
-    def number(self, key: str) -> float:
-        """Return a number above 0 that the file must give."""
-        return positive_number(f"{self.name}.{key}", self.values.get(key), self.source)
-
-    def optional(self, key: str) -> float | None:
-        """Return a number above 0; None where the file gives none, or 0."""
-        value = self.values.get(key)
-        is_absent = value is None or (value == 0 and not isinstance(value, bool))
-        return None if is_absent else self.number(key)
-
-    def dynamic(self) -> DynamicRope:
-        if self.head_dim == 2:
-            raise refused("head_dim", "above 2 for rope_type dynamic", 2, self.source)
-        return DynamicRope(self.theta, self.number("factor"), self.max_positions)
-
-    def llama3(self) -> Llama3Rope:
-        low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
-        if high <= low:
-            wanted = f"a number above low_freq_factor={low:g}"
-            raise refused(f"{self.name}.high_freq_factor", wanted, high, self.source)
-        return Llama3Rope(self.theta, self.number("factor"), low, high, self._original_len())
-
-    def yarn(self) -> YarnRope:
-        if self.theta == 1:
-            raise refused("rope_theta", "other than 1 for rope_type yarn", 1, self.source)
-        original_len = self._original_len()
-        if "factor" in self.values and self.values["factor"] is None:
-            factor = self.max_positions / original_len
-        else:
-            factor = self.number("factor")
-        truncate = self.values.get("truncate", True)
-        return YarnRope(
-            theta=self.theta,
-            factor=factor,
-            attention_factor=self._attention_factor(factor),
-            beta_fast=self.optional("beta_fast") or 32.0,
-            beta_slow=self.optional("beta_slow") or 1.0,
-            truncate=boolean(f"{self.name}.truncate", truncate, self.source),
-            original_len=original_len,
-        )
-
-    def _attention_factor(self, factor: float) -> float:
-        if self.values.get("attention_factor") is not None:
-            return self.number("attention_factor")
-        mscale, of_all_dims = self.optional("mscale"), self.optional("mscale_all_dim")
-        if mscale and of_all_dims:
-            return _mscale(factor, mscale) / _mscale(factor, of_all_dims)
-        return _mscale(factor, 1.0)
-
-    def _original_len(self) -> int:
-        """Return the length before scaling; a field of the file itself beats the parameter."""
-        key = "original_max_position_embeddings"
-        value = self.fields.values.get(key, self.values.get(key, self.max_positions))
-        return whole_number(key, value, self.source)
-
-    def _theta(self) -> float:
-        theta = self.values.get("rope_theta")
-        theta = self.fields.value("rope_theta") if theta is None else theta
-        return positive_number("rope_theta", theta, self.source)
-
-    def _check_partial(self) -> None:
-        key = "partial_rotary_factor"
-        partial = self.values.get(key, self.fields.values.get(key))
-        if partial not in (None, 1):
-            wanted = "1 (no family here turns a part of a head)"
-            raise refused(key, wanted, partial, self.source)
+def _attention_factor(given: RopeParameters, factor: float) -> float:
+    if given.attention_factor is not None:
+        return given.attention_factor
+    if given.mscale and given.mscale_all_dim:
+        return _mscale(factor, given.mscale) / _mscale(factor, given.mscale_all_dim)
+    return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -12,22 +12,21 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 
 from compile.errors import FieldError, Words
 from model.config import ModelConfig
-from model.families import FAMILIES
-from model.fields import check_file, read_json, refused
+from model.files import check_file, read_json, refused
 from model.layers.decoder import CausalLM
 from model.layers.slices import WeightSlice
-from model.parallel import Shard
+from model.parallel import Placement, Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -49,19 +48,9 @@ class Extremes(NamedTuple):
     high: torch.Tensor
 
 
-class Loadable(Protocol):
-    """A model that describes its weights."""
-
-    def weight_slices(self, names: Collection[str]) -> Iterator[WeightSlice]:
-        """Describe every tensor that a checkpoint must hold that has tensors of these names."""
-
-    def is_ignored(self, tensor_name: str) -> bool:
-        """Return whether a checkpoint may hold this tensor although no parameter wants it."""
-
-
 @torch.no_grad()
 def load_weights(
-    model: Loadable,
+    model: CausalLM,
     checkpoint_dir: Path | str,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -119,7 +108,7 @@ def has_own_head(checkpoint_dir: Path) -> bool:
 
 
 def _plan(
-    wanted: dict[str, WeightSlice], files: dict[str, Path], model: Loadable, directory: Path
+    wanted: dict[str, WeightSlice], files: dict[str, Path], model: CausalLM, directory: Path
 ) -> dict[Path, list[WeightSlice]]:
     """Return what to read from which file, after comparing names, shapes and dtypes."""
     by_file: dict[Path, list[WeightSlice]] = {path: [] for path in files.values()}
@@ -134,7 +123,9 @@ def _plan(
             present = set(file.keys())
             for name in sorted(present | listed):
                 if not model.is_ignored(name):
-                    _check_name(name, name in wanted, name in listed, type(model).__name__, path)
+                    _check_name(
+                        name, name in wanted, name in listed, model.config.architecture, path
+                    )
             for piece in pieces:
                 _check(piece, file, present, path)
                 _check_halves(piece.name, file.get_slice(piece.name).get_dtype(), halves, path)
@@ -295,7 +286,8 @@ def load_model(
     Raises:
         FieldError: the checkpoint cannot be used, or not by this many ranks.
     """
-    model, config = _described_model(checkpoint_dir, shard, dtype, torch.device(device))
+    place = Placement(dtype, torch.device(device), shard)
+    model, config = _described_model(checkpoint_dir, place)
     load_weights(model, checkpoint_dir, progress)
     return model.eval(), config
 
@@ -312,7 +304,8 @@ def blank_model(
     Raises:
         FieldError: the checkpoint cannot be used, or not by this many ranks.
     """
-    model, config = _described_model(checkpoint_dir, shard, dtype, torch.device("cpu"))
+    place = Placement(dtype, torch.device("cpu"), shard)
+    model, config = _described_model(checkpoint_dir, place)
     files = _tensor_files(Path(checkpoint_dir))
     slices = model.weight_slices(files.keys())
     for layer, name in dict.fromkeys(piece.home for piece in slices):
@@ -326,9 +319,7 @@ def blank_model(
     return model.eval(), config
 
 
-def _described_model(
-    checkpoint_dir: Path | str, shard: Shard, dtype: torch.dtype, device: torch.device
-) -> tuple[CausalLM, ModelConfig]:
+def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[CausalLM, ModelConfig]:
     """Return a model whose parameters have no memory yet, as its checkpoint has it."""
     config = ModelConfig.from_dir(checkpoint_dir)
     if config.tie_word_embeddings and has_own_head(Path(checkpoint_dir)):
@@ -340,4 +331,4 @@ def _described_model(
         config = replace(config, tie_word_embeddings=False)
     # A configuration that is not its checkpoint's may describe a model larger than memory: it takes
     # none before its weights were compared.
-    return FAMILIES[config.architecture](config, shard, dtype, device), config
+    return CausalLM(config, place), config

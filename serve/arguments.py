@@ -26,9 +26,9 @@ from cluster.config import (
     TransferConfig,
 )
 from compile.errors import FieldError
+from model.fields import Source, at_least, convert, hints_of, says, words_for
 from serve.compilation import as_object, given_fields, refuse_speculation
 from serve.config_file import read_file
-from serve.fields import Source, at_least, convert, hints_of, says, words_for
 from serve.routing import Routing
 
 _MAX_BYTES = 1 << 63

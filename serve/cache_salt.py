@@ -18,8 +18,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from cluster.messages import SALT_BYTES
+from model.fields import says
 from serve.clients import Client
-from serve.fields import says
 
 MAX_SALT_CHARS = 1024
 """Of a request's `cache_salt`."""

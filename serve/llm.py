@@ -27,10 +27,10 @@ from cluster.messages import (
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
+from model.fields import Source, convert
 from serve.cache_salt import CacheSalt, CacheSalts
 from serve.clients import UNKNOWN
 from serve.config import engine_config
-from serve.fields import Source, convert
 from serve.sampling import Resolver, SamplingParams
 from serve.structured import GrammarChecks, StructuredOutputsParams, check
 from serve.text import StopStrings, TextStream

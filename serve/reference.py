@@ -28,9 +28,9 @@ from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
 from compile.aliases import SECTIONS
 from compile.config import FIELDS, KINDS, CompilationConfig
 from compile.resolve import PRESETS
+from model.fields import hints_of, words_for
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
 from serve.compilation import requested
-from serve.fields import hints_of, words_for
 from serve.openai import responses_request, schema, tokenizing
 from serve.openai.fields import ignored_fields, inert_fields
 

@@ -33,7 +33,7 @@ from cluster.messages import (
     TopP,
 )
 from compile.errors import FieldError, Words
-from serve.fields import LARGEST_INDEX, Source, convert, hints_of, says, words_for
+from model.fields import LARGEST_INDEX, Source, convert, hints_of, says, words_for
 from serve.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64

@@ -18,6 +18,7 @@ from model.kernels.elementwise import rotate
 from model.kv_cache import KVCacheSpec
 from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
+from model.parallel import Placement
 
 BLOCK_SIZE = 16
 
@@ -286,9 +287,9 @@ def part_rope(at: Setting) -> Iterator[Row]:
 def part_elementwise(at: Setting) -> Iterator[Row]:
     """Norms and the gate of the MLP."""
     n, hidden, inner = at.pick(4096, 64), at.pick(4096, 256), at.pick(14336, 512)
-    norm = RMSNorm(hidden, 1e-5, dtype=torch.bfloat16, device=at.device)
+    norm = RMSNorm(hidden, 1e-5, Placement(torch.bfloat16, at.device))
     norm.weight = torch.nn.Parameter(at.randn(hidden), requires_grad=False)
-    wide = RMSNorm(hidden, 1e-5, dtype=torch.float32, device=torch.device("cpu"))
+    wide = RMSNorm(hidden, 1e-5, Placement(torch.float32, torch.device("cpu")))
     wide.weight = torch.nn.Parameter(norm.weight.float().cpu(), requires_grad=False)
     x, residual = at.randn(n, hidden), at.randn(n, hidden)
     wanted = wide(x.float().cpu()).to(at.device)

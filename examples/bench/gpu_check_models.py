@@ -18,10 +18,10 @@ from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
-from model.families.llama import LlamaForCausalLM
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
-from model.parallel import Shard
+from model.layers.decoder import CausalLM
+from model.parallel import Placement
 from model.weights import load_model
 
 BLOCK_SIZE = 16
@@ -94,7 +94,7 @@ def save_random_qwen3(at: Setting, folder: Path) -> None:
 class Session:
     """A model over a paged cache, with one row of the block table per sequence."""
 
-    model: LlamaForCausalLM
+    model: CausalLM
     dtype: torch.dtype
     device: torch.device
     num_seqs: int
@@ -233,13 +233,13 @@ def part_runner(at: Setting) -> Iterator[Row]:
     )
 
 
-def random_model(at: Setting) -> LlamaForCausalLM:
+def random_model(at: Setting) -> CausalLM:
     """Return a random model in bfloat16, made on the device."""
     with tempfile.TemporaryDirectory() as name:
         config = {"architectures": ["LlamaForCausalLM"], **checkpoint_config(at, large=True)}
         (Path(name) / "config.json").write_text(json.dumps(config))
         model_config = ModelConfig.from_dir(name)
-    model = LlamaForCausalLM(model_config, Shard(), torch.bfloat16, at.device)
+    model = CausalLM(model_config, Placement(torch.bfloat16, at.device))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = 0.02 * at.randn(*parameter.shape)

@@ -33,7 +33,7 @@ from model.kernels.native import native_library
 from model.kernels.packed_linear import can_pack
 from model.layers.linear import MergedColumnParallelLinear
 from model.weights import load_model
-from model.parallel import Shard
+from model.parallel import Placement, Shard
 
 torch.set_num_threads(1)
 path, rank, ranks, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -41,7 +41,7 @@ dtype = getattr(torch, dtype)
 # What a process allocates once, however small its model: the kernels and oneDNN's own code.
 native_library()
 small = MergedColumnParallelLinear(
-    256, 256, 1, bias=False, shard=Shard(), dtype=dtype, device=torch.device("cpu")
+    256, 256, 1, Placement(dtype, torch.device("cpu")), bias=False
 )
 small.allocate("weight").zero_()
 small.loaded("weight")

@@ -1,14 +1,13 @@
-"""What decoder-only families share: the pre-norm layer, the stack of them, and the head.
+"""Decoder-only models: the pre-norm layer, the stack of them, and the head.
 
-A family hands in its attention and MLP modules; nothing here asks which family it is.
+A configuration and the row of its family (`model.families`) say how they are built.
 
 Shapes: T tokens, N rows to score, E hidden size, V vocabulary, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Protocol
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -16,58 +15,35 @@ from torch import nn
 from compile.context import static_forward_context
 from compile.pieces.decorator import support_torch_compile
 from model.config import ModelConfig
+from model.families import FAMILIES
 from model.layers.attention import Attention
+from model.layers.grouped_query import GroupedQueryAttention
 from model.layers.linear import VocabParallelEmbedding
+from model.layers.mlp import GatedMLP
+from model.layers.moe import SparseMLP
 from model.layers.norm import RMSNorm
 from model.layers.rotary import RotaryEmbedding
 from model.layers.slices import WeightedLayer, WeightSlice
-from model.parallel import Shard
-
-
-class SelfAttention(Protocol):
-    """A family's attention: projections and rotary positions around a layer's `Attention`."""
-
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [T, E]; cos, sin: [T, 1, D / 2]"""
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
-
-
-class FeedForward(Protocol):
-    """A family's part of a layer that works on each token alone."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, E]"""
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
+from model.parallel import Placement
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        self_attn: SelfAttention,
-        mlp: FeedForward,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.mlp = mlp
+        self.input_layernorm = RMSNorm(hidden, eps, place)
+        self.self_attn = GroupedQueryAttention(config, layer, place)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, place)
+        self.mlp = _mlp(config, layer, place)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [T, E]; cos, sin: [T, 1, D / 2]"""
         attended = self.self_attn(self.input_layernorm(x), cos, sin)
         normed, x = self.post_attention_layernorm.add(attended, x)
-        return x + self.mlp(normed)
+        out: torch.Tensor = x + self.mlp(normed)
+        return out
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Describe the checkpoint's tensors."""
@@ -77,31 +53,29 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.weight_slices(f"{name}.mlp")
 
 
+def _mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | SparseMLP:
+    hidden, experts = config.hidden_size, config.experts
+    if experts is None or not experts.is_sparse[layer]:
+        return GatedMLP(hidden, config.intermediate_size, place, bias=config.mlp_bias)
+    names = FAMILIES[config.architecture].expert_names
+    assert names is not None
+    return SparseMLP(hidden, experts, names, place)
+
+
 @support_torch_compile
 class Decoder(nn.Module):
     """Tokens and positions to hidden states."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: list[DecoderLayer],
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            shard=shard,
-            dtype=dtype,
-            device=device,
-            scores=config.tie_word_embeddings,
+            config.vocab_size, config.hidden_size, place, scores=config.tie_word_embeddings
         )
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, place) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, device=place.device)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions: [T]. Returns [T, E]."""
@@ -127,31 +101,15 @@ class CausalLM(nn.Module):
     Invariant: modules and layer names follow the checkpoint's tensor names.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        make_layer: Callable[[int], DecoderLayer],
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Build the model; `make_layer` returns the layer of an index."""
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.config = config
-        layers = [make_layer(i) for i in range(config.num_layers)]
-        self.model = Decoder(config, layers, shard=shard, dtype=dtype, device=device)
+        self.model = Decoder(config, place)
         self.lm_head = (
             self.model.embed_tokens
             if config.tie_word_embeddings
             else VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden_size,
-                shard=shard,
-                dtype=dtype,
-                device=device,
-                looks_up=False,
-                scores=True,
+                config.vocab_size, config.hidden_size, place, looks_up=False, scores=True
             )
         )
 

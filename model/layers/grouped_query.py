@@ -13,44 +13,28 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
+from model.families import FAMILIES
 from model.layers.attention import Attention
 from model.layers.linear import QKVParallelLinear, RowParallelLinear
 from model.layers.norm import RMSNorm
 from model.layers.slices import WeightSlice
-from model.parallel import Shard
+from model.parallel import Placement
 
 
 class GroupedQueryAttention(nn.Module):
     """The attention of one layer. Its window, if it has one, is the configuration's for it."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        normalises_heads: bool = False,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Build one rank's heads of layer `layer`.
-
-        Args:
-            normalises_heads: queries and keys go through a norm that all heads share.
-        """
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        """Build one rank's heads of layer `layer`."""
         super().__init__()
-        head_dim = config.head_dim
+        family, head_dim = FAMILIES[config.architecture], config.head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
             head_dim,
-            bias=qkv_bias,
-            shard=shard,
-            dtype=dtype,
-            device=device,
+            place,
+            bias=family.has_qkv_bias or config.attention_bias,
         )
         self.attn = Attention(
             self.qkv_proj.num_heads,
@@ -60,17 +44,12 @@ class GroupedQueryAttention(nn.Module):
             sliding_window=config.layer_windows[layer],
         )
         self.q_norm = self.k_norm = None
-        if normalises_heads:
+        if family.has_head_norms:
             # Every head has the same norm, so every rank holds all of it.
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, place)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, place)
         self.o_proj = RowParallelLinear(
-            config.num_heads * head_dim,
-            config.hidden_size,
-            bias=output_bias,
-            shard=shard,
-            dtype=dtype,
-            device=device,
+            config.num_heads * head_dim, config.hidden_size, place, bias=config.attention_bias
         )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from compile.errors import FieldError
 from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
 from model.layers.slices import WeightedLayer, WeightSlice, whole
-from model.parallel import Shard
+from model.parallel import Placement, Shard
 
 
 class Linear(WeightedLayer):
@@ -36,14 +36,9 @@ class Linear(WeightedLayer):
     handle: torch.Tensor | None
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, out_features: int, place: Placement, *, bias: bool
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(place)
         self.weight = self.declare(out_features, in_features)
         self.bias = self.declare(out_features) if bias else None
         self.register_buffer("handle", None, persistent=False)
@@ -78,10 +73,8 @@ class Linear(WeightedLayer):
 class ReplicatedLinear(Linear):
     """All of one tensor on every rank, without a bias."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(in_features, out_features, False, dtype, device)
+    def __init__(self, in_features: int, out_features: int, place: Placement) -> None:
+        super().__init__(in_features, out_features, place, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, I]. Returns [T, O]."""
@@ -105,14 +98,9 @@ class _ColumnSplit(Linear):
     """Outputs of several checkpoint tensors, this rank's part of each, one after the other."""
 
     def __init__(
-        self,
-        in_features: int,
-        columns: Sequence[_Columns],
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, columns: Sequence[_Columns], place: Placement, *, bias: bool
     ) -> None:
-        super().__init__(in_features, sum(part.size for part in columns), bias, dtype, device)
+        super().__init__(in_features, sum(part.size for part in columns), place, bias=bias)
         self._columns = tuple(columns)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,19 +125,11 @@ class MergedColumnParallelLinear(_ColumnSplit):
     """Several tensors of equal size in one product, each split evenly."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_parts: int,
-        *,
-        bias: bool,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, out_features: int, num_parts: int, place: Placement, *, bias: bool
     ) -> None:
-        size = shard.divide("intermediate_size", out_features)
-        columns = _Columns(out_features, shard.rank * size, size)
-        super().__init__(in_features, [columns] * num_parts, bias, dtype, device)
+        size = place.shard.divide("intermediate_size", out_features)
+        columns = _Columns(out_features, place.shard.rank * size, size)
+        super().__init__(in_features, [columns] * num_parts, place, bias=bias)
 
 
 class QKVParallelLinear(_ColumnSplit):
@@ -165,19 +145,18 @@ class QKVParallelLinear(_ColumnSplit):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        place: Placement,
         *,
         bias: bool,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        shard = place.shard
         self.num_heads = shard.divide("num_attention_heads", num_heads)
         self.num_kv_heads, first = kv_heads_of(num_kv_heads, shard)
         self.head_dim = head_dim
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
         queries = _Columns(num_heads * head_dim, shard.rank * q_size, q_size)
         keys = _Columns(num_kv_heads * head_dim, first * head_dim, kv_size)
-        super().__init__(hidden_size, [queries, keys, keys], bias, dtype, device)
+        super().__init__(hidden_size, [queries, keys, keys], place, bias=bias)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views q [T, H, D] and k, v [T, Hkv, D] of the layer's output."""
@@ -206,18 +185,11 @@ class RowParallelLinear(Linear):
     """Inputs split evenly; the ranks' results are summed, and the bias is added once."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, out_features: int, place: Placement, *, bias: bool
     ) -> None:
-        size = shard.divide("in_features", in_features)
-        super().__init__(size, out_features, bias, dtype, device)
-        self._shard = shard
+        size = place.shard.divide("in_features", in_features)
+        super().__init__(size, out_features, place, bias=bias)
+        self._shard = place.shard
         self._in_features = in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,20 +222,18 @@ class VocabParallelEmbedding(Linear):
         self,
         vocab_size: int,
         hidden_size: int,
+        place: Placement,
         *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
         looks_up: bool = True,
         scores: bool = False,
     ) -> None:
-        rows_per_rank = -(-vocab_size // shard.size)
-        super().__init__(hidden_size, rows_per_rank, False, dtype, device)
-        self._shard = shard
+        rows_per_rank = -(-vocab_size // place.shard.size)
+        super().__init__(hidden_size, rows_per_rank, place, bias=False)
+        self._shard = place.shard
         self._looks_up, self._scores = looks_up, scores
         self._vocab_size = vocab_size
-        self._rows = shard.slice(vocab_size)
-        first_row = torch.tensor(self._rows.start, device=device)
+        self._rows = self._shard.slice(vocab_size)
+        first_row = torch.tensor(self._rows.start, device=place.device)
         self.register_buffer("first_row", first_row, persistent=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -13,29 +13,20 @@ from torch import nn
 from model.kernels import dispatch, elementwise
 from model.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from model.layers.slices import WeightSlice
-from model.parallel import Shard
+from model.parallel import Placement
 
 
 class GatedMLP(nn.Module):
     """Two projections up, one of which gates the other, and one down."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, hidden_size: int, intermediate_size: int, place: Placement, *, bias: bool
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, intermediate_size, 2, bias=bias, shard=shard, dtype=dtype, device=device
+            hidden_size, intermediate_size, 2, place, bias=bias
         )
-        self.down_proj = RowParallelLinear(
-            intermediate_size, hidden_size, bias=bias, shard=shard, dtype=dtype, device=device
-        )
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, place, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, E]"""

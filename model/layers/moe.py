@@ -15,7 +15,6 @@ I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,26 +22,16 @@ from torch import nn
 from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.config import Experts
+from model.families import ExpertNames
 from model.kernels import dispatch
 from model.kernels.packed_linear import PackedWeight, can_pack
 from model.layers.linear import ReplicatedLinear
 from model.layers.slices import WeightedLayer, WeightSlice
-from model.parallel import ExpertShard, Shard
+from model.parallel import ExpertShard, Placement, Shard
 
 CHUNK_TOKENS = 4096
 """Of each data-parallel rank at once: what all ranks' tokens take here is bounded, however long
 their steps are."""
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """What the checkpoints of a family call an expert's tensors."""
-
-    block: str
-    """The sparse MLP within its layer."""
-    gate: str
-    up: str
-    down: str
 
 
 FUSED = "mlp.experts"
@@ -63,13 +52,11 @@ class ExpertWeights(WeightedLayer):
         parts: int,
         out_features: int,
         in_features: int,
-        *,
-        shard: ExpertShard,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """Describe matrices that join `parts` tensors of `out_features` outputs each."""
-        super().__init__(dtype, device)
+        super().__init__(place)
+        shard = ExpertShard.of(place.shard)
         num_local = shard.divide(num_experts)
         self.weight = self.declare(num_local, parts * out_features, in_features)
         self.register_buffer("handles", None, persistent=False)
@@ -120,27 +107,16 @@ class SparseMLP(nn.Module):
     """A router and its experts, in place of a layer's gated MLP."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        experts: Experts,
-        names: ExpertNames,
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, hidden_size: int, experts: Experts, names: ExpertNames, place: Placement
     ) -> None:
         super().__init__()
         self._experts, self._names = experts, names
-        grid = ExpertShard(shard, shard.data or Shard())
-        self._groups = (shard.group_name, grid.data.group_name)
+        grid = ExpertShard.of(place.shard)
+        self._groups = (grid.tensor.group_name, grid.data.group_name)
         count, size = experts.num_experts, experts.intermediate_size
-        self.gate = ReplicatedLinear(hidden_size, count, dtype=dtype, device=device)
-        self.gate_up_proj = ExpertWeights(
-            count, 2, size, hidden_size, shard=grid, dtype=dtype, device=device
-        )
-        self.down_proj = ExpertWeights(
-            count, 1, hidden_size, size, shard=grid, dtype=dtype, device=device
-        )
+        self.gate = ReplicatedLinear(hidden_size, count, place)
+        self.gate_up_proj = ExpertWeights(count, 2, size, hidden_size, place)
+        self.down_proj = ExpertWeights(count, 1, hidden_size, size, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, E], equal on the ranks of a tensor-parallel group. Returns [T, E], equal too."""

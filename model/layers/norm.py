@@ -8,15 +8,14 @@ import torch
 
 from model.kernels import dispatch, elementwise
 from model.layers.slices import WeightedLayer, WeightSlice, whole
+from model.parallel import Placement
 
 
 class RMSNorm(WeightedLayer):
     """Scale rows to unit mean square in float32, then by a weight in the model's dtype."""
 
-    def __init__(
-        self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(dtype, device)
+    def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
+        super().__init__(place)
         self.eps = eps
         self.weight = self.declare(hidden_size)
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from model.parallel import Placement
+
 
 class WeightedLayer(nn.Module):
     """A layer whose parameters come from a checkpoint.
@@ -23,10 +25,10 @@ class WeightedLayer(nn.Module):
     Invariant: between construction and `allocate`, a parameter has its shape and dtype alone.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, place: Placement) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.dtype = place.dtype
+        self.device = place.device
 
     def declare(self, *shape: int) -> nn.Parameter:
         """Return a parameter without memory, to be assigned to an attribute."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from compile.errors import FieldError, Words
-from serve.fields import Source, convert, hints_of, is_struct, members
+from model.fields import Source, convert, hints_of, is_struct, members
 from serve.openai.errors import BadRequest
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from model.fields import hints_of
 from serve import page
-from serve.fields import hints_of
 from serve.openai import responses, schema
 from serve.openai.backend import ApiSettings
 from serve.openai.fields import ignored_fields, inert_fields, structs_within

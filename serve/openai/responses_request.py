@@ -13,8 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from cluster.messages import MaxTokens
 from compile.errors import FieldError, Words
+from model.fields import says
 from serve.cache_salt import CacheSalt
-from serve.fields import says
 from serve.openai.fields import convert_object, join_path, parse
 from serve.openai.schema import (
     LABELS,

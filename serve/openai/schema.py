@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from cluster.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
+from model.fields import says, words_for
 from serve.cache_salt import CacheSalt
-from serve.fields import says, words_for
 from serve.openai.errors import BadRequest
 from serve.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.structured import StructuredOutputsParams

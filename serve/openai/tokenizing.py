@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compile.errors import FieldError, Words
+from model.fields import Source, convert
 from serve.admission import Overloaded
 from serve.event_loop import Check
-from serve.fields import Source, convert
 from serve.openai.body import check_num_chars, check_values
 from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response

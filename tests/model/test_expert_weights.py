@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
 from model.config import ModelConfig
-from model.families import FAMILIES
-from model.parallel import Shard
+from model.layers.decoder import CausalLM
+from model.parallel import Placement, Shard
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 6, "intermediate_size": 20},
@@ -174,7 +174,7 @@ def test_the_sizes_that_a_sparse_model_names_are_those_that_its_layers_take(dp_s
         for size in range(1, 13):
             shard = Shard(0, size, data=Shard(0, dp_size, kind="dp"))
             try:
-                FAMILIES[config.architecture](config, shard, torch.float32, torch.device("meta"))
+                CausalLM(config, Placement(torch.float32, torch.device("meta"), shard))
             except FieldError:
                 continue
             takes.append(size)

@@ -8,7 +8,7 @@ import sys
 CODE = """
 import sys
 import model.kv_cache, model.weights, model.sampler
-found = [name for name in ("ray", "transformers", "tokenizers", "msgspec") if name in sys.modules]
+found = [name for name in ("ray", "transformers", "tokenizers", "zmq") if name in sys.modules]
 sys.exit(f"imported: {found}" if found else 0)
 """
 

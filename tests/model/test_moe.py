@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from compile.context import DPMetadata, ForwardContext, forward_context
 from model.config import Experts
+from model.families import ExpertNames
 from model.kernels import sparse_mlp
 from model.kernels.packed_linear import PackedWeight, can_pack
 from model.layers import moe
-from model.layers.moe import ExpertNames, SparseMLP
-from model.parallel import ExpertShard, Shard
+from model.layers.moe import SparseMLP
+from model.parallel import ExpertShard, Placement, Shard
 
 CPU = torch.device("cpu")
 NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
@@ -60,9 +61,8 @@ class Layer:
     def module(self, shard: Shard) -> SparseMLP:
         """Return this rank's part of the layer, loaded."""
         experts = Experts(len(self.down), self.top_k, self.down.shape[2], self.norm, (True,))
-        mlp = SparseMLP(
-            self.router.shape[1], experts, NAMES, shard=shard, dtype=torch.float32, device=CPU
-        )
+        place = Placement(torch.float32, CPU, shard)
+        mlp = SparseMLP(self.router.shape[1], experts, NAMES, place)
         mlp.gate.allocate("weight").copy_(self.router)
         mlp.gate.loaded("weight")
         for layer, tensor in ((mlp.gate_up_proj, self.gate_up), (mlp.down_proj, self.down)):

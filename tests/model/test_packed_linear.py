@@ -17,7 +17,7 @@ from model.kernels import native
 from model.kernels import packed_linear as module
 from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
 from model.layers.linear import Linear, MergedColumnParallelLinear, VocabParallelEmbedding
-from model.parallel import Shard
+from model.parallel import Placement
 from model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -271,7 +271,7 @@ def test_an_entry_goes_with_its_owner() -> None:
 
 def layer(seed: int, dtype: torch.dtype = torch.float32) -> MergedColumnParallelLinear:
     """A loaded layer with random weights."""
-    made = MergedColumnParallelLinear(48, 96, 1, bias=True, shard=Shard(), dtype=dtype, device=CPU)
+    made = MergedColumnParallelLinear(48, 96, 1, Placement(dtype, CPU), bias=True)
     generator = torch.Generator().manual_seed(seed)
     for name in ("weight", "bias"):
         target = made.allocate(name)

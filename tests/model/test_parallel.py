@@ -10,10 +10,10 @@ import torch
 
 from compile.errors import FieldError
 from model.config import ModelConfig
-from model.families.llama import LlamaForCausalLM
-from model.fields import refused
+from model.files import refused
+from model.layers.decoder import CausalLM
 from model.layers.linear import kv_heads_of
-from model.parallel import ExpertShard, Shard
+from model.parallel import ExpertShard, Placement, Shard
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 7, 8, 509])
@@ -116,7 +116,7 @@ def test_the_sizes_that_a_model_names_are_those_that_its_layers_take(
     takes = []
     for size in range(1, num_heads + 1):
         try:
-            LlamaForCausalLM(config, Shard(0, size), torch.float32, torch.device("meta"))
+            CausalLM(config, Placement(torch.float32, torch.device("meta"), Shard(0, size)))
         except FieldError:
             continue
         takes.append(size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from model.config import ModelConfig
 from model.kernels.elementwise import rotate
 from model.layers.rotary import RotaryEmbedding, inverse_frequencies
-from model.rope import ROPE_TYPES, DynamicRope, YarnRope
+from model.rope import DynamicRope, RopeType, YarnRope
 
+ROPE_TYPES = get_args(RopeType)
 SCALINGS = [kind for kind in ROPE_TYPES if kind != "default"]
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from cluster.messages import SALT_BYTES
 from compile.errors import FieldError
+from model.fields import Source, convert
 from serve.arguments import parse_args
 from serve.cache_salt import MAX_SALT_CHARS, CacheSalt, CacheSalts
 from serve.clients import HANDLE, Client, of_key
 from serve.config import deploy_config
-from serve.fields import Source, convert
 
 CLIENTS = st.text(max_size=8).map(Client)
 SALTS = st.none() | st.text(min_size=1, max_size=8)

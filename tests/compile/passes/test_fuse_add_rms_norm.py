@@ -20,12 +20,11 @@ from compile.passes.graph_pass import operation
 from compile.passes.manager import PassManager
 from compile.resolve import StepLimits, resolve
 from model.config import ModelConfig
-from model.families.llama import LlamaForCausalLM
 from model.kernels import dispatch, elementwise
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
-from model.parallel import Shard
+from model.parallel import Placement, Shard
 
 T, E, L, VOCAB = 5, 16, 2, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.15}
@@ -187,7 +186,7 @@ def tiny_llama(dtype: torch.dtype, shard: Shard | None = None) -> CausalLM:
         "num_key_value_heads": 1,
     }
     config = ModelConfig.from_dict(fields, "config.json")
-    model = LlamaForCausalLM(config, shard or Shard(), dtype, torch.device("cpu"))
+    model = CausalLM(config, Placement(dtype, torch.device("cpu"), shard or Shard()))
     generator = torch.Generator().manual_seed(0)
     for piece in model.weight_slices():
         target = piece.target()

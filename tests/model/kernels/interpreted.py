@@ -42,6 +42,7 @@ from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
 from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
+from model.parallel import Placement
 from model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -264,7 +265,7 @@ def check_rope(rng: random.Random) -> None:
 
 def check_norm(rng: random.Random) -> None:
     dtype, size = rng.choice(list(TOLERANCE)), rng.choice([1, 16, 33, 100, 896, 1024])
-    norm = RMSNorm(size, rng.choice([1e-6, 1e-5, 1e-2]), dtype=dtype, device=CPU)
+    norm = RMSNorm(size, rng.choice([1e-6, 1e-5, 1e-2]), Placement(dtype, CPU))
     norm.weight = torch.nn.Parameter(torch.randn(size, dtype=dtype), requires_grad=False)
     num_tokens = rng.randint(1, 9)
     x, residual = torch.randn(2, num_tokens, 2 * size, dtype=dtype)[..., :size]

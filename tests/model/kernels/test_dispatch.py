@@ -26,6 +26,7 @@ from model.layers import attention, moe
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
+from model.parallel import Placement
 
 H, HKV, D, BLOCK = 8, 2, 16, 4
 KERNELS = {
@@ -152,7 +153,7 @@ def test_splits_fill_the_device_and_no_more(
 @pytest.mark.feature("Y02")
 def test_other_layers_on_a_gpu_launch_kernels(launches: list[Any]) -> None:
     with FakeTensorMode():
-        norm = RMSNorm(32, 1e-5, dtype=torch.bfloat16, device=torch.device("cpu"))
+        norm = RMSNorm(32, 1e-5, Placement(torch.bfloat16, torch.device("cpu")))
         # The ops' own bodies: under a fake mode the ops themselves only compute shapes.
         dispatch._rms_norm(empty(7, 32), norm.weight, norm.eps)
         dispatch._rms_norm(empty(7, 3, 32), norm.weight, norm.eps)
@@ -226,8 +227,7 @@ def traced_ops(function: Any, *args: torch.Tensor) -> list[str]:
 
 
 def test_a_traced_graph_has_the_ops_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    norm = RMSNorm(32, 1e-5, dtype=torch.float32, device=cpu)
+    norm = RMSNorm(32, 1e-5, Placement(torch.float32, torch.device("cpu")))
     norm.allocate("weight").fill_(1.0)
     x = torch.randn(7, 32)
 
@@ -264,7 +264,7 @@ def test_tracing_is_told_that_the_residual_is_written() -> None:
 
 def test_a_rank_without_a_gpu_does_not_import_triton() -> None:
     code = (
-        "import sys, torch; before = set(sys.modules); import model.families.llama;"
+        "import sys, torch; before = set(sys.modules); import model.weights;"
         "sys.exit(sorted(m for m in set(sys.modules) - before if m.startswith('triton')) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import pytest
 from msgspec import Meta
 
 from compile.errors import FieldError
-from serve.fields import Source, at_least, convert, says, words_for
+from model.fields import Source, at_least, convert, says, words_for
 
 ARGUMENT, JSON, PYTHON = Source.ARGUMENT, Source.JSON, Source.PYTHON
 Size = Annotated[int, Meta(ge=1, le=8)]

@@ -1,0 +1,129 @@
+"""The one table of model families, by Hugging Face architecture name.
+
+All are pre-norm decoders with grouped-query attention, rotary positions and gated MLPs or experts.
+A row holds what is particular to one: the fields of its `config.json`, with the values of those
+that a file leaves out, and how its layers differ. The Hugging Face transformers library is not
+imported here; a test compares the values with the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What the checkpoints of a family call an expert's tensors."""
+
+    block: str
+    """The sparse MLP within its layer."""
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is particular to an architecture."""
+
+    defaults: Mapping[str, Any]
+    """Values of the fields that `config.json` leaves out. A field of other families alone is
+    ignored."""
+    has_qkv_bias: bool = False
+    """Queries, keys and values have biases whatever `attention_bias` says."""
+    has_head_norms: bool = False
+    """Each head of queries and keys is normalised before it is turned."""
+    expert_names: ExpertNames | None = None
+    """None for a dense family."""
+
+
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MISTRAL = _SHARED | {
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN = _SHARED | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+_QWEN_LAYERS = {"max_window_layers": 28, "layer_types": None}
+
+FAMILIES: dict[str, Family] = {
+    # Touvron et al., 2023. Biases are the configuration's choice.
+    "LlamaForCausalLM": Family(
+        _SHARED
+        | {
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+    ),
+    # Jiang et al., 2023. Every layer has the sliding window, where there is one.
+    "MistralForCausalLM": Family(_MISTRAL),
+    # Jiang et al., 2024. Every layer has experts; a token's weights are scaled to the sum 1.
+    "MixtralForCausalLM": Family(
+        _MISTRAL
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "num_experts": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    # Yang et al., 2024. Layers slide from `max_window_layers` on, or as `layer_types` says.
+    "Qwen2ForCausalLM": Family(_QWEN | _QWEN_LAYERS, has_qkv_bias=True),
+    # Yang et al., 2025. The head dim does not follow from the hidden size.
+    "Qwen3ForCausalLM": Family(
+        _QWEN | _QWEN_LAYERS | {"head_dim": 128, "attention_bias": False}, has_head_norms=True
+    ),
+    # Yang et al., 2025. The configuration says which layers have experts.
+    "Qwen3MoeForCausalLM": Family(
+        _QWEN
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        has_head_norms=True,
+        expert_names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    ),
+}
