@@ -2,9 +2,6 @@
 
 A file appears whole or not at all, and one whose content changed afterwards is recognised: text
 carries its own checksum in the first line.
-
-Code is loaded only from directories in which no other user except root may place a file. The check
-is who could have written, not what was written.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -97,29 +93,3 @@ def _acquire(descriptor: int, deadline: float) -> bool:
             return False
         else:
             return True
-
-
-ROOT = 0
-"""May replace the program itself; a cache that is built into an image is root's."""
-
-
-class PrivateDirectoryError(RuntimeError):
-    """Another user could place a file. The message is one line: `PATH: wanted ..., found ...`."""
-
-
-def make_private(directory: Path) -> Path:
-    """Return `directory`, which is made if it is missing, once no other user can write to it.
-
-    Raises:
-        PrivateDirectoryError: it belongs to another user than us or root, or others may write.
-        OSError: it cannot be made.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid not in (os.geteuid(), ROOT):
-        wanted, found = f"a directory of user {os.geteuid()}", f"one of user {status.st_uid}"
-        raise PrivateDirectoryError(f"{directory}: wanted {wanted}, found {found}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        wanted, mode = "a directory that only its owner writes", stat.filemode(status.st_mode)
-        raise PrivateDirectoryError(f"{directory}: wanted {wanted}, found {mode}")
-    return directory

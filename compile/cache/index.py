@@ -29,9 +29,7 @@ from pathlib import Path
 from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, unpack
 from compile.cache.disk import (
     CorruptFileError,
-    PrivateDirectoryError,
     file_lock,
-    make_private,
     read_checked,
     write_atomic,
     write_checked,
@@ -50,6 +48,7 @@ from compile.cache.key import (
 from compile.config import CompilationConfig
 from compile.counters import COLD, cache_misses, counter
 from compile.environment import cache_root, compile_cache_save_format, is_compile_cache_disabled
+from compile.machine import PrivateDirectoryError, make_private
 from compile.scope import CompileScope, Shape
 
 VERSION = 1

@@ -15,7 +15,6 @@ each field of the configuration is sorted by name into one of two lists below.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import importlib.util
 import platform
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from compile.environment import codegen_variables, cxx
+from compile.machine import processor
 from compile.passes.manager import PassManager
 from compile.scope import CompileScope
 
@@ -215,14 +215,6 @@ def _changed_files(old: str, new: str) -> str:
 
 VERSION_TIMEOUT_S = 30.0
 """A compiler answers in milliseconds; one that hangs is treated as missing."""
-
-
-@functools.cache
-def processor() -> str:
-    """Return model and features of the processor: `-march=native` compiles for both."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    fields = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
-    return "\n".join(line for line in lines if line.split("\t")[0].strip() in fields)
 
 
 def compiler_version() -> str:

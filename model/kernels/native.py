@@ -26,9 +26,8 @@ from pathlib import Path
 
 import torch
 
-from compile.cache.disk import PrivateDirectoryError, make_private
-from compile.cache.key import processor as _processor
 from compile.environment import cache_root, cxx
+from compile.machine import PrivateDirectoryError, make_private, processor
 
 SOURCES = Path(__file__).parent / "cpp"
 CODE = ["-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math"]
@@ -44,13 +43,16 @@ class NativeError(RuntimeError):
     """The kernels cannot be had. The message is one line: `FIELD: wanted ..., found ...`."""
 
 
+_FAILURES = (NativeError, PrivateDirectoryError, OSError, subprocess.SubprocessError)
+
+
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
     """Return the kernels, built if need be; None, and a line in the log, where that fails."""
     try:
         # Torch's OpenMP is loaded with torch; the library finds it by name.
         library = ctypes.CDLL(str(build_library(cache_root() / "native")))
-    except (NativeError, OSError, subprocess.SubprocessError) as error:
+    except _FAILURES as error:
         message = str(error).splitlines()[0]
         logger.warning("C++ kernels are off, torch functions stand in: %s", message)
         return None
@@ -62,12 +64,13 @@ def build_library(directory: Path) -> Path:
     """Return the library in `directory`, which is made if it is missing.
 
     Raises:
-        NativeError: there is no compiler, it refuses the sources, or the directory is not ours.
+        NativeError: there is no compiler, or it refuses the sources.
+        PrivateDirectoryError: another user could place the code that we load.
         OSError: the directory cannot be written.
     """
     compiler = _compiler()
     version = _run([compiler, "--version"]).splitlines()[0]
-    _make_private(directory)
+    make_private(directory)
     path = directory / f"kernels-{_key(version)}.so"
     if not _is_whole(path):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
@@ -102,17 +105,9 @@ def _compiler() -> str:
     return found
 
 
-def _make_private(directory: Path) -> None:
-    """Refuse a directory in which another user could place the code that we load."""
-    try:
-        make_private(directory)
-    except PrivateDirectoryError as error:
-        raise NativeError(str(error)) from error
-
-
 def _key(version: str) -> str:
     """Return a hash of everything that decides the machine code."""
-    parts = [version, *FLAGS, platform.machine(), _processor()]
+    parts = [version, *FLAGS, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile.machine import PrivateDirectoryError
 from model.kernels import native
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -93,7 +94,7 @@ def test_what_decides_the_code_decides_the_key(
     if part == "flags":
         monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-g"])
     elif part == "processor":
-        monkeypatch.setattr(native, "_processor", lambda: "another")
+        monkeypatch.setattr(native, "processor", lambda: "another")
     else:
         for source in native.SOURCES.iterdir():
             (tmp_path / source.name).write_bytes(source.read_bytes() + b"\n")
@@ -130,7 +131,9 @@ def test_a_compiler_that_fails_is_no_reason_to_stop(
 
 def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(native.NativeError, match="wanted a directory that only its owner writes"):
+    with pytest.raises(
+        PrivateDirectoryError, match="a directory that only its owner writes"
+    ):
         native.build_library(tmp_path)
 
 
@@ -139,8 +142,8 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    monkeypatch.setattr("compile.cache.disk.ROOT", owner + 2)
-    with pytest.raises(native.NativeError, match=f"wanted a directory of user {owner + 1}"):
+    monkeypatch.setattr("compile.machine.ROOT", owner + 2)
+    with pytest.raises(PrivateDirectoryError, match=f"wanted a directory of user {owner + 1}"):
         native.build_library(tmp_path)
 
 

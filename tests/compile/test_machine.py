@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compile.cache.disk import PrivateDirectoryError, make_private
+from compile.machine import PrivateDirectoryError, make_private
 
 
 def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_directory_of_another_user_is_refused(
 ) -> None:
     owner = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    monkeypatch.setattr("compile.cache.disk.ROOT", owner + 2)
+    monkeypatch.setattr("compile.machine.ROOT", owner + 2)
     with pytest.raises(PrivateDirectoryError, match=f"found one of user {owner}"):
         make_private(tmp_path)
 
@@ -45,7 +45,7 @@ def test_a_directory_of_root_is_taken_unless_others_write_to_it(
     """As in an image, which root builds and another user runs."""
     owner = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    monkeypatch.setattr("compile.cache.disk.ROOT", owner)
+    monkeypatch.setattr("compile.machine.ROOT", owner)
     tmp_path.chmod(0o755)
     assert make_private(tmp_path) == tmp_path
     tmp_path.chmod(0o775)

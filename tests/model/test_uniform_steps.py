@@ -1,53 +1,28 @@
-"""A step that judges drafts replays a graph of its query length and finds what single steps do."""
+"""A step of several tokens of each sequence replays a graph of its query length."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from compile.config import CUDAGraphMode
-from compile.context import BatchDescriptor, ForwardContext, forward_context, get_forward_context
+from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.graphs.capture import capture_window
 from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.graphs.wrapper import CUDAGraphWrapper
 from model.layers.attention import AttentionMetadata
-from model.speculation import SpecDecodeMetadata
 
 CPU = torch.device("cpu")
 FULL = CUDAGraphMode.FULL
 MAX_BLOCKS_PER_SEQ = 16
-DRAFTS = st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6)
 
 
-@given(DRAFTS)
-def test_every_row_of_the_logits_judges_one_draft_or_is_a_bonus(drafts: list[list[int]]) -> None:
-    found = SpecDecodeMetadata.of(drafts, 4, CPU)
-    # Rows as the batch has them: who computed them, and how far in its sequence.
-    rows = [(i, j) for i, tokens in enumerate(drafts) for j in range(len(tokens) + 1)]
-    judged = [rows[k] for k in found.target_logits_indices.tolist()]
-    assert judged == [(i, j) for i, tokens in enumerate(drafts) for j in range(len(tokens))]
-    assert found.draft_token_ids.tolist() == [drafts[i][j] for i, j in judged]
-    bonus = [rows[k] for k in found.bonus_logits_indices.tolist()]
-    assert bonus == [(i, len(tokens)) for i, tokens in enumerate(drafts)]
-    assert found.num_draft_tokens_np.tolist() == [len(tokens) for tokens in drafts]
-    starts = [0, *found.cu_num_draft_tokens.tolist()]
-    for i, tokens in enumerate(drafts):
-        assert found.draft_token_ids[starts[i] : starts[i + 1]].tolist() == tokens
-
-
-def test_more_drafts_than_a_step_can_judge_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"drafts: wanted at most num_spec_steps=1 .*, found 2"):
-        SpecDecodeMetadata.of([[1], [1, 2]], 1, CPU)
-
-
-def verifying(paged: Any, query_len: int) -> Any:
+def replaying(paged: Any, query_len: int) -> Any:
     """Return a class of runners whose steps of `query_len` tokens each replay a full graph."""
 
-    class Verifying(paged):  # type: ignore[misc]
+    class Replaying(paged):  # type: ignore[misc]
         wrapper: CUDAGraphWrapper | None = None
 
         @torch.inference_mode()
@@ -93,13 +68,13 @@ def verifying(paged: Any, query_len: int) -> Any:
             with capture_window(), forward_context(self.context):
                 self.wrapper(*self.inputs)
 
-    return Verifying
+    return Replaying
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
+@pytest.mark.parametrize("query_len", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_seqs", [1, 3])
-def test_a_replayed_step_of_drafts_finds_the_tokens_of_single_steps(
-    make_checkpoint: Any, load: Any, paged: Any, num_drafts: int, num_seqs: int
+def test_a_replayed_step_of_several_tokens_finds_those_of_single_steps(
+    make_checkpoint: Any, load: Any, paged: Any, query_len: int, num_seqs: int
 ) -> None:
     model, config = load(make_checkpoint()[0])
     numbers = torch.Generator().manual_seed(0)
@@ -107,29 +82,18 @@ def test_a_replayed_step_of_drafts_finds_the_tokens_of_single_steps(
         str(i): torch.randint(config.vocab_size, (5 + i,), generator=numbers)
         for i in range(num_seqs)
     }
-    single, several = paged(model), verifying(paged, 1 + num_drafts)(model)
+    single, several = paged(model), replaying(paged, query_len)(model)
     tokens = {name: logits[-1].argmax() for name, logits in single.step(prompts).items()}
     several.step(prompts)
     for _ in range(3):
-        # What single steps generate, of which the drafts are the middle.
         runs = {name: [token] for name, token in tokens.items()}
-        for _ in range(num_drafts + 1):
+        for _ in range(query_len):
             logits = single.step({name: run[-1].reshape(1) for name, run in runs.items()})
             for name, run in runs.items():
                 run.append(logits[name][-1].argmax())
-        drafts = [[int(token) for token in runs[name][1:-1]] for name in prompts]
-        metadata = SpecDecodeMetadata.of(drafts, num_drafts, CPU)
         found = several.step({name: torch.stack(run[:-1]) for name, run in runs.items()})
-        rows = torch.cat([found[name] for name in prompts]).argmax(dim=1)
-        assert torch.equal(rows[metadata.target_logits_indices], metadata.draft_token_ids)
-        bonus = rows[metadata.bonus_logits_indices]
-        assert torch.equal(bonus, torch.stack([runs[name][-1] for name in prompts]))
-        tokens = {name: runs[name][-1] for name in prompts}
-    key = BatchDescriptor(num_seqs * (num_drafts + 1), num_seqs, True)
+        for name, run in runs.items():
+            assert torch.equal(found[name].argmax(dim=1), torch.stack(run[1:]))
+        tokens = {name: run[-1] for name, run in runs.items()}
+    key = BatchDescriptor(num_seqs * query_len, num_seqs, True)
     assert several.wrapper.num_replays == {key: 3}
-
-
-def test_a_forward_context_carries_the_drafts_to_whoever_judges_them() -> None:
-    metadata = SpecDecodeMetadata.of([[1, 2], []], 2, CPU)
-    with forward_context(ForwardContext(spec_decode_metadata=metadata)):
-        assert get_forward_context().spec_decode_metadata is metadata
