@@ -17,7 +17,7 @@ BUNDLED = "serve/bundled/tiny"
 READS = """
 import json
 from pathlib import Path
-from model.kernels.native import SOURCES
+from model.kernels.cpu.native import SOURCES
 from serve import page
 from serve.config import bundled_model
 from serve.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def test_a_wheel_has_every_file_of_the_packages_and_the_model_and_no_other(wheel
             assert archive.read(name) == path.read_bytes(), name
     assert {"serve/page/page.html", "serve/page/page.css", "serve/page/page.js"} <= found
     assert f"{BUNDLED}/chat_template.jinja" in found
-    assert any(name.startswith("model/kernels/cpp/") for name in found)
+    assert any(name.startswith("model/kernels/cpu/cpp/") for name in found)
 
 
 def test_what_is_read_at_run_time_is_found_beside_an_installed_package(

@@ -31,7 +31,7 @@ from compile.pieces.split import PieceInvariantError
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.scope import ArtifactExchange, CompileScope
 from model.config import ModelConfig
-from model.kernels.packed_linear import can_pack
+from model.kernels.cpu.packed_linear import can_pack
 from model.parallel import Shard
 
 log = logging.getLogger("lockstep.compile")

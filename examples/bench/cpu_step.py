@@ -35,7 +35,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from compile.context import ForwardContext, forward_context
-from model.kernels import cpu_attention, dispatch, paged_attention
+from model.kernels import dispatch, paged_attention
+from model.kernels.cpu import attention as cpu_attention
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM

@@ -215,8 +215,8 @@ def prefills(
             if other_tiles is None:
                 dispatch.paged_prefill(q, k, v, *args)
                 return
-            from model.kernels import triton_prefill
-            from model.kernels.triton_tiles import arch_of
+            from model.kernels.triton import prefill as triton_prefill
+            from model.kernels.triton.tiles import arch_of
 
             group = cache.num_heads // cache.num_kv_heads
             arch = arch_of(q.device)

@@ -38,15 +38,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from model.kernels import (
-    triton_decode,
-    triton_elementwise,
-    triton_experts,
-    triton_filters,
-    triton_prefill,
-    triton_rope,
-    triton_routing,
-)
+from model.kernels.triton import decode as triton_decode
+from model.kernels.triton import elementwise as triton_elementwise
+from model.kernels.triton import experts as triton_experts
+from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import prefill as triton_prefill
+from model.kernels.triton import rope as triton_rope
+from model.kernels.triton import routing as triton_routing
 
 KERNEL_MODULES = (
     triton_decode,

@@ -29,8 +29,8 @@ HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 8, 32000
 CHILD = """
 import sys
 import torch
-from model.kernels.native import native_library
-from model.kernels.packed_linear import can_pack
+from model.kernels.cpu.native import native_library
+from model.kernels.cpu.packed_linear import can_pack
 from model.layers.linear import MergedColumnParallelLinear
 from model.weights import load_model
 from model.parallel import Placement, Shard

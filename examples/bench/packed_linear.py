@@ -25,9 +25,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from model.kernels import packed_linear
-from model.kernels.native import native_function
-from model.kernels.packed_linear import PackedWeight
+from model.kernels.cpu import packed_linear
+from model.kernels.cpu.native import native_function
+from model.kernels.cpu.packed_linear import PackedWeight
 
 Product = Callable[[torch.Tensor, int], torch.Tensor]
 """Of an input and a number of a weight."""

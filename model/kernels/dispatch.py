@@ -19,8 +19,10 @@ import torch
 
 from compile.custom_op import direct_register_custom_op
 from compile.passes.fuse_add_rms_norm import OP_NAME as FUSED_ADD_RMS_NORM
-from model.kernels import cpu_attention, cpu_elementwise, filters, sparse_mlp
-from model.kernels.native import native_library
+from model.kernels import filters, sparse_mlp
+from model.kernels.cpu import attention as cpu_attention
+from model.kernels.cpu import elementwise as cpu_elementwise
+from model.kernels.cpu.native import native_library
 
 
 def uses_triton(x: torch.Tensor) -> bool:
@@ -45,7 +47,7 @@ def write_kv(
 ) -> None:
     """Write tokens into their slots; see `paged_attention.write_kv`."""
     if uses_triton(k):
-        from model.kernels import triton_rope
+        from model.kernels.triton import rope as triton_rope
 
         triton_rope.write_kv(k, v, k_cache, v_cache, slot_mapping)
     else:
@@ -72,7 +74,7 @@ def rope_and_write_kv(
         slot_mapping: int64 [T], block * B + offset
     """
     if uses_triton(q):
-        from model.kernels import triton_rope
+        from model.kernels.triton import rope as triton_rope
 
         args = (cos, sin, k_cache, v_cache, slot_mapping)
         return triton_rope.rope_and_write_kv(q, k, v, *args), k
@@ -94,7 +96,7 @@ def paged_decode(
     """Attend from one token per sequence; see `paged_attention.paged_decode`."""
     args = (q, k_cache, v_cache, block_table, seq_lens, scale, out, sliding_window)
     if uses_triton(q):
-        from model.kernels import triton_decode
+        from model.kernels.triton import decode as triton_decode
 
         triton_decode.paged_decode(*args)
     else:
@@ -120,7 +122,7 @@ def paged_prefill(
     """
     where = (k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     if uses_triton(q):
-        from model.kernels import triton_prefill
+        from model.kernels.triton import prefill as triton_prefill
 
         triton_prefill.paged_prefill(q, *where, scale, out, sliding_window)
     else:
@@ -135,7 +137,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each token's experts; see `sparse_mlp.route`."""
     if uses_triton(router_logits):
-        from model.kernels import triton_routing
+        from model.kernels.triton import routing as triton_routing
 
         return triton_routing.route(router_logits, top_k, norm_topk_prob)
     return sparse_mlp.route(router_logits, top_k, norm_topk_prob)
@@ -158,7 +160,7 @@ def expert_mlp(
         operands = (gate_up, down, intermediate_size, first_expert)
         return sparse_mlp.packed_expert_mlp(x, experts, weights, *operands)
     if uses_triton(x):
-        from model.kernels import triton_experts
+        from model.kernels.triton import experts as triton_experts
 
         return triton_experts.expert_mlp(x, experts, weights, gate_up, down, first_expert)
     return sparse_mlp.expert_mlp(x, experts, weights, gate_up, down, first_expert)
@@ -172,7 +174,7 @@ def filter_top_k_top_p(
 ) -> torch.Tensor:
     """Set tokens outside of top-k and top-p to -inf; see `filters.filter_top_k_top_p`."""
     if uses_triton(logits):
-        from model.kernels import triton_filters
+        from model.kernels.triton import filters as triton_filters
 
         return triton_filters.filter_top_k_top_p(logits, top_k, top_p)
     return filters.filter_top_k_top_p(logits, top_k, top_p)
@@ -184,7 +186,7 @@ def filter_top_k_top_p(
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not uses_triton(x):
         return cpu_elementwise.rms_norm(x, weight, eps)
-    from model.kernels import triton_elementwise
+    from model.kernels.triton import elementwise as triton_elementwise
 
     return triton_elementwise.rms_norm(x, weight, eps)
 
@@ -198,7 +200,7 @@ def _add_rms_norm(
 ) -> torch.Tensor:
     if not uses_triton(x):
         return cpu_elementwise.add_rms_norm(x, residual, weight, eps)
-    from model.kernels import triton_elementwise
+    from model.kernels.triton import elementwise as triton_elementwise
 
     return triton_elementwise.add_rms_norm(x, residual, weight, eps)
 
@@ -212,7 +214,7 @@ def _add_rms_norm_fake(
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if not uses_triton(gate_up):
         return cpu_elementwise.silu_and_mul(gate_up)
-    from model.kernels import triton_elementwise
+    from model.kernels.triton import elementwise as triton_elementwise
 
     return triton_elementwise.silu_and_mul(gate_up)
 
@@ -224,7 +226,7 @@ def _silu_and_mul_fake(gate_up: torch.Tensor) -> torch.Tensor:
 def _fused_add_rms_norm_cuda(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from model.kernels import triton_elementwise
+    from model.kernels.triton import elementwise as triton_elementwise
 
     return triton_elementwise.fused_add_rms_norm(x, residual, weight, eps)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from model.kernels.cpu.packed_linear import packed_product
 from model.kernels.elementwise import silu_and_mul
-from model.kernels.packed_linear import packed_product
 
 Products = Callable[[torch.Tensor, int], torch.Tensor]
 """Multiplies tokens [T, I] with the matrix of the expert of a number. Returns [T, O]."""

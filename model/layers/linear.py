@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from compile.errors import FieldError
-from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
+from model.kernels.cpu.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement, Shard
 

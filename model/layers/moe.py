@@ -24,7 +24,7 @@ from compile.custom_op import direct_register_custom_op
 from model.config import Experts
 from model.families import ExpertNames
 from model.kernels import dispatch
-from model.kernels.packed_linear import PackedWeight, can_pack
+from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers.linear import ReplicatedLinear
 from model.layers.slices import WeightedLayer, WeightSlice
 from model.parallel import ExpertShard, Placement, Shard

@@ -16,7 +16,8 @@ import transformers
 
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
-from model.kernels import dispatch, native
+from model.kernels import dispatch
+from model.kernels.cpu import native
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM

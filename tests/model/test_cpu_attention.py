@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.kernels import cpu_attention, native, packed_linear
 from model.kernels import paged_attention as twin
+from model.kernels.cpu import attention as cpu_attention
+from model.kernels.cpu import native, packed_linear
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.kernels import cpu_elementwise, elementwise
-from model.kernels.native import native_function
+from model.kernels import elementwise
+from model.kernels.cpu import elementwise as cpu_elementwise
+from model.kernels.cpu.native import native_function
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 """Sums are taken in another order, an exponential ends in another bit; a bfloat16 may then round to

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.kernels import cpu_elementwise
-from model.kernels.native import native_function
+from model.kernels.cpu import elementwise as cpu_elementwise
+from model.kernels.cpu.native import native_function
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 """Sums are taken in another order; a bfloat16 may then round to its neighbour."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.kernels.packed_linear import can_pack
+from model.kernels.cpu.packed_linear import can_pack
 
 BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench" / "load_memory.py"
 

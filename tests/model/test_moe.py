@@ -17,7 +17,7 @@ from compile.context import DPMetadata, ForwardContext, forward_context
 from model.config import Experts
 from model.families import ExpertNames
 from model.kernels import sparse_mlp
-from model.kernels.packed_linear import PackedWeight, can_pack
+from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers import moe
 from model.layers.moe import SparseMLP
 from model.parallel import ExpertShard, Placement, Shard

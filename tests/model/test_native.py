@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compile.machine import PrivateDirectoryError
-from model.kernels import native
+from model.kernels.cpu import native
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -131,9 +131,7 @@ def test_a_compiler_that_fails_is_no_reason_to_stop(
 
 def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(
-        PrivateDirectoryError, match="a directory that only its owner writes"
-    ):
+    with pytest.raises(PrivateDirectoryError, match="a directory that only its owner writes"):
         native.build_library(tmp_path)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import dispatch
-from model.kernels.packed_linear import PackedWeight, can_pack
+from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.mlp import silu_and_mul
 from model.parallel import Shard

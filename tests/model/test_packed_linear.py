@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.kernels import native
-from model.kernels import packed_linear as module
-from model.kernels.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
+from model.kernels.cpu import native
+from model.kernels.cpu import packed_linear as module
+from model.kernels.cpu.packed_linear import PackedWeight, can_pack, packed_linear, packed_rows
 from model.layers.linear import Linear, MergedColumnParallelLinear, VocabParallelEmbedding
 from model.parallel import Placement
 from model.weights import load_model
@@ -426,7 +426,7 @@ def test_a_model_gives_the_same_logits_without(
         choose("oneDNN", torch.float32, monkeypatch)
     if off == "kernels":
         monkeypatch.setattr(module, "native_function", lambda *_: None)
-        monkeypatch.setattr("model.kernels.cpu_attention.native_function", lambda *_: None)
-        monkeypatch.setattr("model.kernels.cpu_attention.native_library", lambda: None)
+        monkeypatch.setattr("model.kernels.cpu.attention.native_function", lambda *_: None)
+        monkeypatch.setattr("model.kernels.cpu.attention.native_library", lambda: None)
     torch.testing.assert_close(logits(), wanted, atol=1e-4, rtol=1e-4)
     assert can_pack(torch.float32, CPU)

@@ -14,8 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels import dispatch, triton_filters
+from model.kernels import dispatch
 from model.kernels.dispatch import filter_top_k_top_p
+from model.kernels.triton import filters as triton_filters
 from model.sampler import (
     Adjustments,
     Penalties,

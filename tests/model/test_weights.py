@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from compile.errors import FieldError
 from model import weights
-from model.kernels import packed_linear
+from model.kernels.cpu import packed_linear
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer
 from model.parallel import Shard

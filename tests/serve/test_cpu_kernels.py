@@ -13,7 +13,9 @@ import pytest
 import torch
 import transformers
 
-from model.kernels import cpu_attention, cpu_elementwise, native
+from model.kernels.cpu import attention as cpu_attention
+from model.kernels.cpu import elementwise as cpu_elementwise
+from model.kernels.cpu import native
 from serve.llm import LLM, SamplingParams
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

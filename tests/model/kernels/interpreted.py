@@ -22,21 +22,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, forward_context
-from model.kernels import (
-    dispatch,
-    filters,
-    packed_linear,
-    paged_attention,
-    sparse_mlp,
-    triton_decode,
-    triton_elementwise,
-    triton_experts,
-    triton_filters,
-    triton_prefill,
-    triton_rope,
-    triton_routing,
-)
+from model.kernels import dispatch, filters, paged_attention, sparse_mlp
+from model.kernels.cpu import packed_linear
 from model.kernels.elementwise import rotate
+from model.kernels.triton import decode as triton_decode
+from model.kernels.triton import elementwise as triton_elementwise
+from model.kernels.triton import experts as triton_experts
+from model.kernels.triton import filters as triton_filters
+from model.kernels.triton import prefill as triton_prefill
+from model.kernels.triton import rope as triton_rope
+from model.kernels.triton import routing as triton_routing
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM

@@ -12,16 +12,13 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
-from model.kernels import (
-    dispatch,
-    paged_attention,
-    triton_decode,
-    triton_elementwise,
-    triton_experts,
-    triton_prefill,
-    triton_rope,
-    triton_routing,
-)
+from model.kernels import dispatch, paged_attention
+from model.kernels.triton import decode as triton_decode
+from model.kernels.triton import elementwise as triton_elementwise
+from model.kernels.triton import experts as triton_experts
+from model.kernels.triton import prefill as triton_prefill
+from model.kernels.triton import rope as triton_rope
+from model.kernels.triton import routing as triton_routing
 from model.layers import attention, moe
 from model.layers.attention import Attention, AttentionMetadata
 from model.layers.mlp import silu_and_mul

@@ -16,7 +16,7 @@ import functools
 import torch
 
 from model.kernels import paged_attention as twin
-from model.kernels.native import int64_array, native_function, native_library
+from model.kernels.cpu.native import int64_array, native_function, native_library
 
 MAX_HEAD_DIM = 256
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 
 from compile.custom_op import direct_register_custom_op
-from model.kernels.native import int64_array, native_function, native_library
+from model.kernels.cpu.native import int64_array, native_function, native_library
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 """What the packers know. Plain products read the weight at a fraction of the memory's rate, and

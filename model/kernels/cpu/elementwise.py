@@ -16,7 +16,7 @@ import torch
 
 from compile.passes.fuse_add_rms_norm import add_rms_norm as added_twin
 from model.kernels import elementwise as twin
-from model.kernels.native import int64_array, native_function
+from model.kernels.cpu.native import int64_array, native_function
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

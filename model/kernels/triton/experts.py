@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from compile.pieces.shapes import next_pow2
-from model.kernels.triton_routing import sort_pairs
-from model.kernels.triton_tiles import MIN_DOT
+from model.kernels.triton.routing import sort_pairs
+from model.kernels.triton.tiles import MIN_DOT
 
 SUM_COLUMNS = 1024
 """Of one token's sum, at most, in one program."""

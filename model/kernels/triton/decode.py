@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton_tiles import LOG2_E, decode_tiles, softmax_step
+from model.kernels.triton.tiles import LOG2_E, decode_tiles, softmax_step
 
 MIN_SPLIT_TOKENS = 256
 """A shorter split would cost more to join than to compute in another program's row."""

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.triton_tiles import (
+from model.kernels.triton.tiles import (
     LOG2_E,
     AttentionTiles,
     arch_of,

@@ -1,0 +1,1 @@
+"""Kernels for a CPU: C++ where it is built, torch functions elsewhere."""
