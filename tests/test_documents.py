@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -89,7 +91,24 @@ def test_every_command_exists_and_has_its_options(document: str) -> None:
     assert unknown == []
 
 
+def test_the_readme_quotes_the_step_as_it_is() -> None:
+    lines = (ROOT / "cluster" / "engine" / "engine.py").read_text(encoding="utf-8").splitlines()
+    [step] = [
+        node
+        for engine in ast.parse("\n".join(lines)).body
+        if isinstance(engine, ast.ClassDef) and engine.name == "Engine"
+        for node in engine.body
+        if isinstance(node, ast.FunctionDef) and node.name == "step"
+    ]
+    docstring, *statements = step.body
+    assert isinstance(docstring, ast.Expr)
+    head = lines[step.lineno - 1 : docstring.lineno - 1]
+    body = lines[statements[0].lineno - 1 : step.end_lineno]
+    quote = textwrap.dedent("\n".join(head + body))
+    assert f"```python\n{quote}\n```" in text_of("README.md")
+
+
 def test_every_package_and_folder_of_commands_is_looked_at() -> None:
     folders = {str(Path(document).parent) for document in DOCUMENTS}
     assert {".", "serve", "cluster", "model", "compile", "examples/bench"} <= folders
-    assert "serve/REFERENCE.md" in DOCUMENTS
+    assert "serve/docs/reference/arguments.md" in DOCUMENTS

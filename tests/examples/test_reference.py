@@ -1,4 +1,4 @@
-"""serve/REFERENCE.md is what `python -m serve.reference` prints, and leaves nothing out."""
+"""serve/docs/reference/ is what `examples/reference.py` writes, and leaves nothing out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import msgspec
 import pytest
 
 from cluster.metrics import METRICS, PREFIX
+from compile import environment
 from compile.config import FIELDS
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.openai.errors import ApiError
 from serve.openai.fields import ignored_fields, inert_fields
 from serve.openai.responses_request import ResponsesRequest
 from serve.openai.schema import (
@@ -31,7 +33,8 @@ from serve.openai.schema import (
 from serve.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = ROOT / "serve" / "REFERENCE.md"
+DESCRIBED = ("arguments", "compilation", "requests")
+PAGES = ROOT / "serve" / "docs" / "reference"
 STRUCTS = (
     *(DeployArgs, PoolArgs, IngressArgs, KVArgs),
     *(ChatRequest, CompletionRequest, StreamOptions, Message, TextPart, ResponsesRequest),
@@ -41,13 +44,14 @@ STRUCTS = (
 
 
 def reference(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "serve.reference", *arguments]
+    command = [sys.executable, ROOT / "examples" / "reference.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def rows() -> list[list[str]]:
-    """Return the cells of all tables in the committed file."""
-    lines = REFERENCE.read_text(encoding="utf-8").splitlines()
+def rows(page: str = "*") -> list[list[str]]:
+    """Return the cells of all tables in the committed pages."""
+    paths = sorted(PAGES.glob(f"{page}.md"))
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         for line in lines
@@ -58,25 +62,25 @@ def rows() -> list[list[str]]:
 def meanings() -> dict[str, list[str]]:
     """Return the last cells of the rows that begin with a name."""
     found: dict[str, list[str]] = {}
-    for row in rows():
+    for row in [row for page in DESCRIBED for row in rows(page)]:
         found.setdefault(row[0].strip("`"), []).append(row[-1])
     return found
 
 
-def test_the_committed_file_is_what_the_command_prints() -> None:
-    printed = reference()
-    assert printed.returncode == 0, printed.stderr
-    assert printed.stdout == REFERENCE.read_text(encoding="utf-8")
+def test_the_committed_pages_are_what_the_command_writes() -> None:
+    checked = reference("--check")
+    assert checked.returncode == 0, checked.stderr
 
 
-def test_the_check_tells_a_file_that_is_not_up_to_date(tmp_path: Path) -> None:
-    assert reference("--check").returncode == 0
-    old = tmp_path / "REFERENCE.md"
-    text = REFERENCE.read_text(encoding="utf-8")
-    old.write_text(text.replace("`max_num_seqs`", "`max_seqs`"), encoding="utf-8")
-    checked = reference("--check", old)
+def test_the_check_names_pages_that_are_not_up_to_date(tmp_path: Path) -> None:
+    for path in PAGES.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        (tmp_path / path.name).write_text(text.replace("`max_num_seqs`", "`max_seqs`"))
+    (tmp_path / "old.md").write_text("# Of an earlier version\n")
+    checked = reference("--check", "--folder", tmp_path)
     assert checked.returncode == 1
-    assert checked.stderr.startswith(f"{old}: wanted what `python -m serve.reference` prints")
+    assert checked.stderr.startswith(f"{tmp_path}: wanted what `python examples/reference.py`")
+    assert checked.stderr.endswith("found other ['arguments.md', 'old.md']\n")
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
@@ -90,7 +94,7 @@ def test_every_compilation_field_has_a_meaning() -> None:
 
 def test_every_field_without_effect_is_listed_with_what_it_accepts() -> None:
     kinds = ("both", "chat", "texts", "responses")
-    listed = {row[0].strip("`"): row[1] for row in rows() if row[-1] in kinds}
+    listed = {row[0].strip("`"): row[1] for row in rows("requests") if row[-1] in kinds}
     known = (ChatRequest, CompletionRequest, ResponsesRequest)
     inert = {name for struct in known for name in inert_fields(struct)}
     ignored = {name for struct in known for name in ignored_fields(struct)}
@@ -101,7 +105,7 @@ def test_every_field_without_effect_is_listed_with_what_it_accepts() -> None:
 
 @pytest.mark.feature("R15")
 def test_every_metric_is_listed_with_its_meaning() -> None:
-    listed = {row[0].strip("`"): row for row in rows() if row[0].startswith("`lockstep:")}
+    listed = {row[0].strip("`"): row for row in rows("metrics")[1:]}
     assert set(listed) == {PREFIX + metric.name for metric in METRICS}
     for metric in METRICS:
         kind, labels, _, meaning = listed[PREFIX + metric.name][1:]
@@ -109,9 +113,22 @@ def test_every_metric_is_listed_with_its_meaning() -> None:
         assert [label.strip("` ") for label in labels.split(",") if label] == list(metric.labels)
 
 
+def test_every_status_is_listed_with_its_type() -> None:
+    listed = {int(row[0]): row[1].strip("`") for row in rows("errors")[1:]}
+    assert listed == {kind.status: kind.type for kind in ApiError.__subclasses__()}
+
+
+def test_every_variable_that_is_read_is_listed() -> None:
+    declared = vars(environment).items()
+    read = {value for name, value in declared if name.isupper() and isinstance(value, str)}
+    assert {row[0].strip("`") for row in rows("environment")[1:]} == read
+
+
 def test_bounds_and_values_are_those_of_the_code() -> None:
-    by_name = {row[0].strip("`"): row for row in reversed(rows())}
-    assert by_name["temperature"][3] == "a number from 0 to 1e+06"
-    assert by_name["top_logprobs"][3] == "an integer from 0 to 20"
-    assert by_name["MAX_STOP_STRINGS"][1:3] == ["`64`", "`serve/sampling.py`"]
-    assert by_name["max_body_bytes"][2] == "`8388608` (8 MiB)"
+    fields = {row[0].strip("`"): row for row in reversed(rows("requests"))}
+    assert fields["temperature"][3] == "a number from 0 to 1e+06"
+    assert fields["top_logprobs"][3] == "an integer from 0 to 20"
+    limits = {row[0].strip("`"): row for row in rows("limits")}
+    assert limits["MAX_STOP_STRINGS"][1:3] == ["`64`", "`serve/sampling.py`"]
+    arguments = {row[0].strip("`"): row for row in rows("arguments")}
+    assert arguments["max_body_bytes"][2] == "`8388608` (8 MiB)"
