@@ -25,11 +25,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
-from compile.aliases import SECTIONS
-from compile.config import FIELDS, KINDS, CompilationConfig
+from compile.config import FIELDS, WANTED, CompilationConfig
 from compile.resolve import PRESETS
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.compilation import requested
+from serve.compilation import SECTIONS, requested
 from serve.fields import hints_of, words_for
 from serve.openai import responses_request, schema, tokenizing
 from serve.openai.fields import ignored_fields, inert_fields
@@ -185,7 +184,7 @@ def _fields(kind: type, *, has_bounds: bool = False, without: tuple[str, ...] = 
 
 def _bounds(kind: type, name: str) -> str:
     if kind is CompilationConfig:
-        return KINDS[name].wanted
+        return WANTED[name]
     return words_for(hints_of(kind)[name])
 
 
