@@ -1,22 +1,23 @@
 """Compilation levels, graph modes and `CompilationConfig`.
 
-A configuration is validated when it is built, never when it is used, so every
-`CompilationConfig` is a legal one. What depends on the scheduler (sizes) and on the pool (the
-preset mode) is filled in by `compile.resolve`, which returns a new one.
+A configuration is checked when it is built, never when it is used, so every `CompilationConfig` is
+a legal one. What depends on the scheduler (sizes) and on the pool (the preset mode) is filled in by
+`compile.resolve`, which returns a new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum
-from functools import partial
-from typing import Annotated, Any, Literal, get_type_hints
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from compile import validate
 from compile.environment import SaveFormat
 from compile.errors import FieldError
-from compile.validate import Options
 
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """Among `compile_sizes`: stands for all sizes of that field."""
@@ -28,18 +29,134 @@ DEFAULT_WARMUPS = {"num_warmups_full": 1, "num_warmups_piecewise": 3}
 DEFAULT_SPLITTING_OPS = ("lockstep::unified_attention_with_output", "lockstep::mla_attention")
 """Attention: its metadata changes with each step. A model need not have both."""
 
-Count = Annotated[int, validate.whole_number(0)]
-Directory = Annotated[str, validate.path()]
-Sizes = Annotated[tuple[int, ...], validate.sizes()]
-GraphSizes = Annotated[tuple[int, ...], validate.sizes(default=DEFAULT_GRAPH_SIZES)]
+MAX_SIZE = 1 << 20
+"""Of a batch. A larger one is a typing error, and a rule that fills sizes in would not end."""
+_OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
+"""`namespace::name` or `namespace.name`, with or without an overload."""
+
+
+class Options(Mapping[str, Any]):
+    """A mapping that cannot be changed, unlike a dict, and can be pickled, unlike a proxy."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = dict(content)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._content.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._content)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Which values of its type a field may hold, and in which form it keeps them.
+
+    Invariant: `keep` returns what is kept unchanged, and raises ValueError for what cannot be used.
+    """
+
+    wanted: str
+    is_met: Callable[[Any], bool] = lambda value: True
+    keep: Callable[[Any], Any] = lambda value: value
+
+
+def _are_sizes(sizes: tuple[int, ...]) -> bool:
+    return all(1 <= size <= MAX_SIZE for size in sizes)
+
+
+def _are_ascending(sizes: tuple[int, ...]) -> bool:
+    return list(sizes) == sorted(set(sizes)) and all(size >= 1 for size in sizes)
+
+
+def _are_apart(ranges: tuple[tuple[int, int], ...]) -> bool:
+    are_ranges = all(1 <= first <= last for first, last in ranges)
+    return are_ranges and all(one[1] < other[0] for one, other in pairwise(sorted(ranges)))
+
+
+def _are_different_names(names: tuple[str, ...]) -> bool:
+    return all(map(str.isidentifier, names)) and len(set(names)) == len(names)
+
+
+def _flat(options: Mapping[Any, Any]) -> Options:
+    """Return options by name; an object inside an object is a dotted name."""
+    pairs = list(_flatten(options))
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(options)
+    return Options(found)
+
+
+def _flatten(options: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if not isinstance(key, str):
+            raise ValueError(key)
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return what survives JSON, hashing and a trip to another process; ValueError for others."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, bool | int | float | str | None) or not is_finite:
+        raise ValueError(value)
+    return value
+
+
+Level = Annotated[int, Bound("a level from 0 to 3", lambda level: 0 <= level <= 3, int)]
+Count = Annotated[int, Bound("a whole number of at least 0", lambda count: count >= 0)]
+Directory = Annotated[str, Bound("a path")]
+_SIZES = f"a list of whole numbers from 1 to {MAX_SIZE}"
+Sizes = Annotated[tuple[int, ...], Bound(_SIZES, lambda sizes: sizes and _are_sizes(sizes))]
+GraphSizes = Annotated[
+    tuple[int, ...], Bound(_SIZES, _are_sizes, lambda sizes: sizes or DEFAULT_GRAPH_SIZES)
+]
 CompileSizes = Annotated[
     tuple[int | str, ...],
-    validate.list_of(
-        lambda size: size == CAPTURE_SIZES or validate.is_size(size),
+    Bound(
         f'a list of whole numbers of at least 1 and "{CAPTURE_SIZES}"',
+        lambda sizes: all(
+            size >= 1 if isinstance(size, int) else size == CAPTURE_SIZES for size in sizes
+        ),
     ),
 ]
-CompilerOptions = Annotated[Mapping[str, Any], validate.options()]
+CapturedSizes = Annotated[
+    tuple[int, ...], Bound("ascending whole numbers of at least 1", _are_ascending)
+]
+Ranges = Annotated[
+    tuple[tuple[int, int], ...],
+    Bound(
+        "a list of pairs [first, last] that do not overlap",
+        _are_apart,
+        lambda ranges: tuple(sorted(ranges)),
+    ),
+]
+OpNames = Annotated[
+    tuple[str, ...],
+    Bound(
+        "a list of ops such as lockstep::name",
+        lambda names: all(map(_OP_NAME.fullmatch, names)),
+        lambda names: tuple(n if "::" in n else n.replace(".", "::", 1) for n in names),
+    ),
+]
+PassNames = Annotated[
+    tuple[str, ...], Bound("a list of different names of passes", _are_different_names)
+]
+CompilerOptions = Annotated[
+    Mapping[str, Any],
+    Bound("an object of plain values (text, numbers, true, false, null, lists)", keep=_flat),
+]
 PoolPolicy = Literal["shared", "per_bucket"]
 SealPolicy = Literal["warn", "strict"]
 EarlyPolicy = Literal["auto", "on", "off"]
@@ -123,14 +240,16 @@ class DynamicShapes(Enum):
 class CompilationConfig:
     """How forwards are compiled and captured.
 
-    Invariant: every field is legal by itself and with the others. `resolve` fills in what is
-    None here and drops sizes that no step can have; `graph_bs` is set by it alone.
+    Invariant: every field is legal by itself and with the others. Lists are kept as tuples and
+    names as members, so what means the same is equal and hashes the same, and what `to_dict`
+    returns builds an equal one. `resolve` fills in what is None here and drops sizes that no step
+    can have; `graph_bs` is set by it alone.
 
     Raises:
         FieldError: with the field, what was found and what is wanted.
     """
 
-    level: Annotated[int, validate.whole_number(0, 3, wanted="a level from 0 to 3")] = 0
+    level: Level = 0
     """0: as written; 1: traced; 2: compiled whole; 3: split at attention and compiled in pieces."""
     use_cudagraph: bool = True
     """False: nothing is captured, whatever the mode; compilation is unaffected."""
@@ -140,7 +259,7 @@ class CompilationConfig:
     """One value N: 1, 2, 4, 8 and every 16th up to N. Several: these. Empty: the default."""
     cudagraph_mode: CUDAGraphMode | None = None
     """None: the pool's preset; without one PIECEWISE at level 3, NONE below."""
-    splitting_ops: Annotated[tuple[str, ...], validate.op_names()] | None = None
+    splitting_ops: OpNames | None = None
     """Where graphs are split, as `lockstep::name`; None at level 3: attention."""
     cudagraph_copy_inputs: bool = False
     """Copy inputs of pieces into static buffers first; PIECEWISE only."""
@@ -158,7 +277,7 @@ class CompilationConfig:
 
     compiler: Literal["auto", "inductor", "inductor_standalone", "eager"] = "auto"
     """auto, inductor, inductor_standalone or eager."""
-    compile_ranges: Annotated[tuple[tuple[int, int], ...], validate.ranges()] = ()
+    compile_ranges: Ranges = ()
     """Token ranges (first, last) with pieces of their own beside the general ones."""
     compile_lazily: bool = False
     """Compile a listed size when it is met for the second time, not before ready."""
@@ -197,21 +316,21 @@ class CompilationConfig:
     """on: if the cache lacks a piece, serve eagerly at once and compile in another process; the
     group goes over between steps. off: compile, then serve. auto: on in a server's pools on a CPU,
     if the cache can keep what is compiled; off in `LLM`."""
-    passes: Annotated[tuple[str, ...], validate.different_names("passes")] | None = None
+    passes: PassNames | None = None
     """Graph passes by name, in order; None: those that the compiler does not do better itself."""
 
-    graph_bs: Annotated[tuple[int, ...], validate.ascending()] = ()
+    graph_bs: CapturedSizes = ()
     """Ascending batch sizes that are captured. Filled in by `resolve`."""
 
     def __post_init__(self) -> None:
-        for name, kind in KINDS.items():
-            value = validate.accepted(f"compilation.{name}", kind, getattr(self, name))
-            object.__setattr__(self, name, value)
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, _kept(value, kind))
+            except ValueError:
+                raise FieldError(f"compilation.{name}", WANTED[name], value) from None
         _check_mode(self)
         _check_combinations(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(CompilationConfig, **self.to_dict()), ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON has them, in the order in which they are declared."""
@@ -230,26 +349,55 @@ class CompilationConfig:
         return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
 
 
-KINDS = {
-    name: validate.kind_of(annotation)
-    for name, annotation in get_type_hints(CompilationConfig, include_extras=True).items()
-}
-"""What each field may hold."""
+_KINDS = get_type_hints(CompilationConfig, include_extras=True)
 
-FIELDS = tuple(name for name in KINDS if name != "graph_bs")
+
+def _words(kind: Any) -> str:
+    """Return what is wanted of a field of this type."""
+    arguments = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return str(arguments[1].wanted)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(arguments)}"
+    if NoneType in arguments:
+        return f"{_words(arguments[0])}, or null"
+    return "true or false" if kind is bool else f"one of {', '.join(kind.__members__)}"
+
+
+WANTED = {name: _words(kind) for name, kind in _KINDS.items()}
+"""What each field may hold, in words."""
+
+FIELDS = tuple(name for name in _KINDS if name != "graph_bs")
 """What may be asked for, in the order in which it is declared."""
 
 
-def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields as they are kept, from text, JSON, YAML or Python.
-
-    Text is read as JSON if the field does not hold text. Each field is checked by itself;
-    the configuration that is built from them checks them together.
+def _kept(value: Any, kind: Any) -> Any:
+    """Return a value, or what JSON has in its place, as a field of this type keeps it.
 
     Raises:
-        FieldError: a field is unknown or holds what cannot be used.
+        ValueError: the value is not of this type or not within its bounds.
     """
-    return validate.read(given, {name: KINDS[name] for name in FIELDS}, "compilation")
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bare, bound = arguments
+        value = _kept(value, bare)
+        if not bound.is_met(value):
+            raise ValueError(value)
+        return bound.keep(value)
+    if NoneType in arguments:
+        return None if value is None else _kept(value, arguments[0])
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return tuple(_kept(item, of) for item, of in zip(value, kinds, strict=True))
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
+        return _kept(kind.__members__.get(value.upper()), kind)
+    if origin is Literal:
+        fits = value in arguments
+    else:
+        fits = isinstance(value, kind if origin in (None, UnionType) else origin)
+    if not fits or isinstance(value, bool) is not (kind is bool):
+        raise ValueError(value)
+    return value
 
 
 def _check_mode(config: CompilationConfig) -> None:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 
-from compile.aliases import split_arguments
+from serve.arguments import split_dashed
 from serve.llm import LLM, SamplingParams
 
 
 def main(arguments: list[str]) -> None:
     """Ask the bundled model (or another checkpoint) three questions."""
-    compilation, others = split_arguments(arguments)
+    compilation, others = split_dashed(arguments)
     files = [other for other in others if other.startswith("config=")]
     checkpoints = [other for other in others if other not in files]
     options = {"config": files[0].removeprefix("config=")} if files else {"max_num_seqs": 4}
-    llm = LLM(*checkpoints[:1], compilation_config=compilation or None, **options)
+    llm = LLM(*checkpoints[:1], **compilation, **options)
     questions = ["What is 12 + 30?", "Count from 3 to 9.", "What day comes after Monday?"]
     for question in questions:
         messages = [{"role": "user", "content": question}]

@@ -26,12 +26,11 @@ import msgspec
 
 from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
 from compile import environment
-from compile.aliases import SECTIONS
-from compile.config import FIELDS, KINDS, CompilationConfig
+from compile.config import FIELDS, WANTED, CompilationConfig
 from compile.resolve import PRESETS
 from model.fields import hints_of, words_for
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.compilation import requested
+from serve.compilation import SECTIONS, requested
 from serve.openai import openapi, responses, responses_request, schema, tokenizing
 from serve.openai.errors import ApiError
 from serve.openai.fields import ignored_fields, inert_fields
@@ -303,7 +302,7 @@ def _fields(
 
 def _bounds(kind: type, name: str) -> str:
     if kind is CompilationConfig:
-        return KINDS[name].wanted
+        return WANTED[name]
     return words_for(hints_of(kind)[name])
 
 

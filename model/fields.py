@@ -2,8 +2,8 @@
 
 A field is declared once: its type has the bounds (`Meta`), and the words for them where the bounds
 alone would not do. From it msgspec checks the value, an error says what was wanted, and
-`/openapi.json` and the pages in serve/docs/reference are written. Arguments of `deploy`, requests and a
-checkpoint's files are all read this way.
+`/openapi.json` and the pages in serve/docs/reference are written. Arguments of `deploy`, requests
+and a checkpoint's files are all read this way.
 """
 
 from __future__ import annotations

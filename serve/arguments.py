@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -27,7 +27,13 @@ from cluster.config import (
 )
 from compile.errors import FieldError
 from model.fields import Source, at_least, convert, hints_of, says, words_for
-from serve.compilation import as_object, given_fields, refuse_speculation
+from serve.compilation import (
+    CudaGraphConfig,
+    TorchCompileConfig,
+    as_object,
+    given_fields,
+    refuse_speculation,
+)
 from serve.config_file import read_file
 from serve.routing import Routing
 
@@ -39,6 +45,10 @@ ALIASES = {
     "compilation_config": ("compilation",),
 }
 """The paths that other spellings of an argument stand for."""
+_DASHED = re.compile(
+    r"-O=?(?P<level>\d+)?|(-cc|--compilation[-_]config)(?P<path>(\.[\w.]+)?)(=(?P<value>.*))?",
+    re.DOTALL,
+)
 
 
 Positive = Annotated[int, Meta(ge=1), says("a whole number of at least 1")]
@@ -162,9 +172,9 @@ class DeployArgs(_Strict, frozen=True):
     """Compile and capture nothing."""
     compilation: dict[str, Any] = {}
     """`compilation.*`, alias `cc.*`: fields of `CompilationConfig`, those that are given."""
-    torch_compile_config: dict[str, Any] | UnsetType | None = UNSET
+    torch_compile_config: TorchCompileConfig | UnsetType | None = UNSET
     """Compilation fields as TensorRT-LLM spells them; null: compilation is off."""
-    cuda_graph_config: dict[str, Any] | UnsetType | None = UNSET
+    cuda_graph_config: CudaGraphConfig | UnsetType | None = UNSET
     """Graph fields as TensorRT-LLM spells them; null: decode steps replay no full graphs."""
     speculative_config: dict[str, Any] | None = None
     """Refused by name: speculation is not built yet."""
@@ -258,12 +268,37 @@ def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
         if error.field.startswith(_SECRET):
             raise FieldError(error.field, error.wanted, "what is not repeated here") from None
         raise
-    names = ("torch_compile_config", "cuda_graph_config")
-    sections = {name: getattr(args, name) for name in names if getattr(args, name) is not UNSET}
-    fields = given_fields(args.compilation, **sections)
+    fields = given_fields(args.compilation, args.torch_compile_config, args.cuda_graph_config)
     args = msgspec.structs.replace(args, compilation=fields, config=None)  # which is read
     refuse_speculation(args.speculative_config or {})
     return args
+
+
+def split_dashed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return compilation fields as vLLM's command line spells them, and all other arguments.
+
+    `-O3` is a level, `-cc.cudagraph_mode=FULL` one field, `-cc '{"level": 3}'` several.
+
+    Raises:
+        FieldError: a value is missing, or a field is given twice.
+    """
+    nested: dict[str, Any] = {}
+    given: set[tuple[str, ...]] = set()
+    others: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument == "--":
+            return nested, [*others, argument, *waiting]
+        if (found := _DASHED.fullmatch(argument)) is None:
+            others.append(argument)
+            continue
+        key = "O" if found["path"] is None else f"cc{found['path']}"
+        value = found["level"] or found["value"]
+        if value is None and not waiting:
+            raise FieldError(argument, "a value", "the end of the line")
+        _add(nested, key, waiting.pop(0) if value is None else value, given)
+    return nested, others
 
 
 def parse_bytes(field: str, value: int | str) -> int:
@@ -291,24 +326,29 @@ def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
     given: set[tuple[str, ...]] = set()
     in_file = read_file(raw["config"]) if raw.get("config") is not None else {}
     for key, value in (*raw.items(), *in_file.items()):
-        head, *rest = str(key).split(".")
-        path = (*ALIASES.get(head, (head,)), *rest)
-        value = _text_value(value)
-        _insert(nested, path, as_object(value) if path == ("compilation",) else value, given)
+        _add(nested, str(key), value, given)
     return nested
+
+
+def _add(nested: dict[str, Any], key: str, value: Any, given: set[tuple[str, ...]]) -> None:
+    """Put the value of an argument, which may be text and an alias, at its path."""
+    head, *rest = key.split(".")
+    path = (*ALIASES.get(head, (head,)), *rest)
+    value = _text_value(value)
+    _insert(nested, path, as_object(value) if path == ("compilation",) else value, given)
 
 
 def _insert(
     nested: dict[str, Any], path: tuple[str, ...], value: Any, given: set[tuple[str, ...]]
 ) -> None:
     """Put a value at its path; a path that is given twice, in whatever spelling, is an error."""
+    is_mentioned = any(known[: len(path)] == path for known in given)
     if isinstance(value, dict):
         for key, inner in value.items():
             _insert(nested, (*path, *str(key).split(".")), inner, given)
-        is_mentioned = any(known[: len(path)] == path for known in given)
         if value or is_mentioned:
             return
-    if path in given:
+    elif is_mentioned:
         raise FieldError(".".join(path), "one value", "it twice")
     given.add(path)
     for key in path[:-1]:

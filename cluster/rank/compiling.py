@@ -20,7 +20,7 @@ from cluster.config import EngineConfig
 from cluster.engine.changeover import CannotCompile
 from cluster.rank.groups import GroupMembership
 from compile.cache.key import sources_hash
-from compile.cache.manager import StandardToolchain
+from compile.cache.manager import Toolchain
 from compile.config import AttentionGraphSupport, CompilationConfig, CompilationLevel
 from compile.environment import cc, cxx
 from compile.errors import FieldError
@@ -84,7 +84,7 @@ def rank_scope(
         tp_rank=group.shard.rank,
         dp_rank=dp_rank,
         key_factors=_key_factors(config, group.shard),
-        toolchain=StandardToolchain(pools, progress),
+        toolchain=Toolchain(pools, progress),
         max_num_tokens=limits.max_num_batched_tokens,
         exchange=exchange,
     )

@@ -37,7 +37,7 @@ from compile.graphs.capture import note_late_compile
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
 from compile.passes.manager import PassManager
-from compile.scope import CompileScope, Opened, Runnable, Shape
+from compile.scope import CompileScope, Runnable, Shape
 
 STATIC_OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
 """For pieces of one size: tuning finds the best kernel for it. A range has no best one."""
@@ -89,7 +89,8 @@ class CompilerManager:
         """Why pieces were compiled although there is a cache."""
         self.timings_s: dict[str, float] = {"compile": 0.0, "load": 0.0}
         """Seconds spent compiling and loading, altogether."""
-        self._cache = cache
+        self.cache = cache
+        """Keeps the forward's plan and its pieces; without one nothing is read or written."""
         self._exchange = scope.exchange if scope.config.share_artifacts else None
         self.passes = PassManager.from_names(scope.config.passes or ())
         """Rewrite each piece before, or inside of, its compiler."""
@@ -168,7 +169,7 @@ class CompilerManager:
     ) -> Runnable | None:
         """Return a stored piece; None, and the reason in the log, if there is none to use."""
         name = self._find(piece)
-        if self._cache is None or name is None or name in self._unusable:
+        if self.cache is None or name is None or name in self._unusable:
             return None
         started = time.perf_counter()
         try:
@@ -186,9 +187,9 @@ class CompilerManager:
         return found
 
     def _find(self, piece: _Piece) -> str | None:
-        if self._cache is None:
+        if self.cache is None:
             return None
-        return self._cache.find(piece.key, self.compiler.name)
+        return self.cache.find(piece.key, self.compiler.name)
 
     def _miss(self, piece: _Piece, reason: str) -> None:
         self.misses.append(f"{piece}: {reason}")
@@ -200,15 +201,15 @@ class CompilerManager:
     @contextlib.contextmanager
     def _compiling(self, piece: _Piece) -> Iterator[bool]:
         """Hold the right to compile a piece; yield whether others may have compiled it."""
-        if self._cache is None:
+        if self.cache is None:
             yield False
             return
-        with self._cache.compiling(piece.key):
+        with self.cache.compiling(piece.key):
             yield True
 
     def _fetched(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Return what a rank elsewhere has compiled; compile it here if none has."""
-        cache, exchange = self._cache, self._exchange
+        cache, exchange = self.cache, self._exchange
         if cache is None or exchange is None:
             return self._compiled(piece, graph, inputs)
         key = f"{cache.hash}/{self.compiler.name}/{piece.key}"
@@ -231,7 +232,7 @@ class CompilerManager:
         note_late_compile(str(piece))
         started = time.perf_counter()
         counter.num_backend_compilations += 1
-        key = None if self._cache is None else piece.key
+        key = None if self.cache is None else piece.key
         options = self.options(piece.shape)
         if self.compiler.name == EagerAdaptor.name:
             graph = copy.deepcopy(graph)
@@ -243,12 +244,12 @@ class CompilerManager:
             wanted = f"a runnable from {self.compiler.name}"
             raise RuntimeError(f"{piece}: wanted {wanted}, found none")
         logger.info("compiled %s in %.2f s", piece, self._took("compile", started))
-        if self._cache is not None:
+        if self.cache is not None:
             self._store(piece, handle)
         return found
 
     def _store(self, piece: _Piece, handle: Handle | None) -> None:
-        assert self._cache is not None
+        assert self.cache is not None
         if handle is None:
             if not self._has_warned:
                 self._has_warned = True
@@ -259,14 +260,14 @@ class CompilerManager:
         self._record(piece, handle[1])
 
     def _log(self, what: str, piece: _Piece, name: str) -> None:
-        assert self._cache is not None
-        path, compiler = self._cache.artifact_path(name), self.compiler.name
+        assert self.cache is not None
+        path, compiler = self.cache.artifact_path(name), self.compiler.name
         logger.debug("%s %s from %s: key %s, path %s", what, piece, compiler, piece.key, path)
 
     def _record(self, piece: _Piece, name: str) -> None:
-        assert self._cache is not None
-        self._cache.record(piece.shape, piece.index, self.compiler.name, piece.key, name)
-        if path := self._cache.unpack(name, piece.index, piece.shape):
+        assert self.cache is not None
+        self.cache.record(piece.shape, piece.index, self.compiler.name, piece.key, name)
+        if path := self.cache.unpack(name, piece.index, piece.shape):
             logger.debug("unpack %s: key %s, path %s", piece, piece.key, path)
 
     def _enter_again(self, piece: _Piece) -> None:
@@ -288,11 +289,8 @@ def _bytes_of(cache: CompileCache, name: str | None) -> bytes | None:
         return None
 
 
-class StandardToolchain:
-    """The toolchain of a serving process: compilers behind a cache, pieces behind graphs.
-
-    It opens the cache on disk, and captures pieces into the pools of the process.
-    """
+class Toolchain:
+    """Opens a forward's compilers and cache, and captures its pieces into a process's pools."""
 
     def __init__(
         self, pools: GraphPools, progress: Callable[[int, int], None] | None = None
@@ -303,17 +301,21 @@ class StandardToolchain:
 
     def open(
         self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
-    ) -> Opened | None:
-        """Return compilers and cache; see `Toolchain.open`."""
+    ) -> CompilerManager | None:
+        """Return compilers and cache of the forward called `prefix`.
+
+        Before tracing `traced_files` is None: the answer is None unless an earlier start left a
+        forward that a warm start can use.
+        """
         cache = CompileCache.open(scope, prefix, traced_files)
         if traced_files is None and cache is None:
             return None
-        return Opened(CompilerManager(scope, cache, progress=self._progress), cache)
+        return CompilerManager(scope, cache, progress=self._progress)
 
     def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
         """Return a piece that is captured and replayed as the forward context says."""
         return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, trims_pool=is_first)
 
     def keep_outputs(self, op: Runnable) -> Runnable:
-        """Return one call of an eager op, its outputs at fixed addresses."""
+        """Return one call of an eager op between captured pieces; its outputs stay in place."""
         return StableOutputs(op)

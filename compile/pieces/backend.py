@@ -78,9 +78,10 @@ from compile.report import (
     CompileReport,
     PieceReport,
 )
-from compile.scope import CompileScope, Opened, Runnable
+from compile.scope import CompileScope, Runnable
 
 if TYPE_CHECKING:
+    from compile.cache.manager import CompilerManager
     from compile.pieces.dynamo import Trace
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class PiecewiseCompiler:
         Args:
             traced_files: called when the graph arrives; the files that it was traced from.
         """
-        self.opened: Opened | None = None
+        self.manager: CompilerManager | None = None
         self.graph: fx.GraphModule
         self.split_gm: fx.GraphModule
         self.items: list[SplitItem] = []
@@ -139,8 +140,8 @@ class PiecewiseCompiler:
         counter.num_graphs_seen += 1
         config = self._scope.config
         self._read(graph)
-        self.opened = self._toolchain.open(self._scope, self._prefix, tuple(self._traced_files()))
-        if self.opened is None:
+        self.manager = self._toolchain.open(self._scope, self._prefix, tuple(self._traced_files()))
+        if self.manager is None:
             raise BackendError("toolchain: wanted compilers for traced files, found None")
         self.write_readable(DYNAMO_GRAPH, lambda: readable(graph))
         started = time.perf_counter()
@@ -192,7 +193,7 @@ class PiecewiseCompiler:
 
     def report(self, trace: Trace, *, keeps_guards: bool) -> CompileReport:
         """Return what tracing and compiling found out, for people."""
-        assert self.opened is not None
+        assert self.manager is not None
         conditions = tuple(f"{guard.expression} ({guard.where})" for guard in self.guards)
         others = tuple(f"{number} x {kind}" for kind, number in trace.dropped_guards.items())
         return CompileReport(
@@ -206,14 +207,14 @@ class PiecewiseCompiler:
                 "split": self.split_s,
                 "compile": trace.compile_s - self.split_s,
             },
-            misses=tuple(self.opened.manager.misses),
+            misses=tuple(self.manager.misses),
         )
 
     def report_break(self, error: GraphBreakError) -> None:
         """Write down what tracing broke on, when no graph arrived that could be compiled."""
         files = tuple(self._traced_files())
-        if self.opened is None:
-            self.opened = self._toolchain.open(self._scope, self._prefix, files)
+        if self.manager is None:
+            self.manager = self._toolchain.open(self._scope, self._prefix, files)
         report = CompileReport(self._prefix, traced_files=files, graph_breaks=(str(error),))
         self.write_readable(REPORT, report.to_json)
 
@@ -225,8 +226,8 @@ class PiecewiseCompiler:
     def directories(self) -> list[Path]:
         """Return where readable files go: next to the cache's plan, and into the dump path."""
         found = []
-        if self.opened is not None and self.opened.cache is not None:
-            found.append(Path(self.opened.cache.directory))
+        if self.manager is not None and self.manager.cache is not None:
+            found.append(self.manager.cache.directory)
         dump = self._scope.config.debug_dump_path
         if dump:
             rank = f"rank_{self._scope.tp_rank}_{self._scope.dp_rank}"
@@ -287,11 +288,11 @@ class PiecewiseCompiler:
 
     def save(self, plan: ForwardPlan, trace: Trace) -> None:
         """Keep a plan in the cache, and write it for readers."""
-        assert self.opened is not None
+        assert self.manager is not None
         code = trace.code
         self.write_readable(TRANSFORMED_CODE, lambda: _transformed(code, plan))
-        if self.opened.cache is not None:
-            self.opened.cache.save_plan(plan.to_json())
+        if self.manager.cache is not None:
+            self.manager.cache.save_plan(plan.to_json())
 
     def _piece_plan(self, name: str, submod: str) -> PiecePlan:
         backend = self.backends[submod]
@@ -303,14 +304,14 @@ class PiecewiseCompiler:
         `__dict__` wins over the registered submodule, which stays where `state_dict` and
         `named_children` look for it.
         """
-        assert self.opened is not None
+        assert self.manager is not None
         backend = PiecewiseBackend(
             index=index,
             num_graphs=num_graphs,
             tokens=find_tokens(example_inputs, self.symbol.node.expr),
             shapes=PieceShapes.of(self._scope.config),
             key=canonical_key(item.graph, example_inputs),
-            manager=self.opened.manager,
+            manager=self.manager,
             graph=item.graph,
             example_inputs=example_inputs,
         )

@@ -270,14 +270,14 @@ class TracedForward:
         if self._scope.config.compile_lazily:
             return
         started = time.perf_counter()
-        opened = self._toolchain.open(self._scope, self.tag, None)
-        text = opened.cache.load_plan() if opened is not None and opened.cache else None
-        if opened is None or text is None:
+        manager = self._toolchain.open(self._scope, self.tag, None)
+        text = manager.cache.load_plan() if manager is not None and manager.cache else None
+        if manager is None or text is None:
             return
         try:
             plan = ForwardPlan.from_json(text)
             _check_fits(plan, module, given)
-            pieces = yield from load_pieces(self._scope, opened.manager, plan)
+            pieces = yield from load_pieces(self._scope, manager, plan)
             self._bind(plan, module, pieces)
         except Exception as error:
             logger.warning("%s: traced again, because its plan is of no use: %s", self.tag, error)

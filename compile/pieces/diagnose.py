@@ -19,7 +19,7 @@ import re
 import sysconfig
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import MethodType
@@ -40,15 +40,18 @@ Each time is code to compile; 64 covers intended loops over heads and experts.""
 
 _OPAQUE = "hide it in an op (compile.custom_op.direct_register_custom_op)"
 _VALUE = "compute it before the forward and pass it as a tensor, or " + _OPAQUE
+_ANY_SIZE = "write it for any number of tokens, or " + _OPAQUE
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason for a break. `pattern` is searched in torch's message and in the line of source."""
+    """A reason for a break: `pattern` is searched in the line of source and in torch's message."""
 
     what: str
     pattern: str
     remedy: str
+    ops: tuple[str, ...] = ()
+    """Refused even if torch can trace them: their result, or its shape, waits for the device."""
 
 
 CAUSES = (
@@ -63,18 +66,19 @@ CAUSES = (
         r"[Dd]ata-dependent branching",
         "use torch.where, or decide before the forward",
     ),
-    Cause("tolist", r"\.tolist\(", _VALUE),
-    Cause("item", r"\.item\(|_local_scalar_dense", _VALUE),
+    Cause("tolist", r"\.tolist\(", _VALUE, ("tolist",)),
+    Cause("item", r"\.item\(|_local_scalar_dense", _VALUE, ("item", "_local_scalar_dense")),
     Cause("int or float of a tensor", r"\b(int|float|bool)\(", _VALUE),
-    Cause("nonzero", r"nonzero|masked_select|\bunique\(", "use torch.where with three arguments"),
     Cause(
-        "a branch on a size",
-        r"[Dd]ata-dependent|specializ",
-        "write it for any number of tokens, or " + _OPAQUE,
+        "nonzero",
+        r"nonzero|masked_select|\bunique\(",
+        "use torch.where with three arguments",
+        ("nonzero", "masked_select", "unique", "unique_consecutive", "bincount"),
     ),
+    Cause("a branch on a size", r"[Dd]ata-dependent|specializ", _ANY_SIZE),
     Cause("a native call", r"ctypes|pybind|nanobind|C/C\+\+|builtin", _OPAQUE),
 )
-_OTHER = Cause("a graph break", "", "move it out of the forward, or " + _OPAQUE)
+"""In the order in which they are looked for."""
 
 _TORCH = os.path.dirname(torch.__file__)
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -88,9 +92,6 @@ _BREAKS = {
     "FailOnRecompileLimitHit",
 }
 """What torch raises by name: some of these classes moved between its versions."""
-
-_READS = {"item": "item", "tolist": "tolist", "_local_scalar_dense": "item"}
-_SIZED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "bincount"}
 
 
 class GraphBreakError(RuntimeError):
@@ -110,29 +111,26 @@ def explained(error: Exception, forward: MethodType) -> GraphBreakError | None:
         return None
     frame = _user_frame(getattr(error, "real_stack", None) or _frames(str(error)))
     line = "" if frame is None else _source(frame)
-    cause = _cause(str(error), line)
-    where = f"{forward.__qualname__}" if frame is None else _place(frame)
-    return GraphBreakError(_break(cause, where, line, _context(error)))
+    where = forward.__qualname__ if frame is None else _place(frame)
+    cause = _cause(line) or _cause(str(error).split("from user code")[0])
+    return GraphBreakError(_break(cause or _unknown(str(error)), where, line))
 
 
-def _break(cause: Cause, where: str, line: str, context: str = "") -> str:
-    found = cause.what if cause is not _OTHER or not context else context
-    code = f" `{line}`" if line else ""
-    return f"forward: wanted one graph, found {found} at {where}{code}; to change: {cause.remedy}"
+def _break(cause: Cause, where: str, line: str) -> str:
+    found = f"{cause.what} at {where}" + (f" `{line}`" if line else "")
+    return f"forward: wanted one graph, found {found}; to change: {cause.remedy}"
 
 
-def _cause(message: str, line: str) -> Cause:
-    """Find the first cause that the source shows, else the first that the message names."""
-    for text in (line, message.split("from user code")[0]):
-        for cause in CAUSES:
-            if text and re.search(cause.pattern, text):
-                return cause
-    return _OTHER
+def _cause(text: str) -> Cause | None:
+    """Return the first cause that a text shows."""
+    return next((cause for cause in CAUSES if re.search(cause.pattern, text)), None)
 
 
-def _context(error: Exception) -> str:
-    match = re.search(r"Developer debug context: (.*)", str(error))
-    return match.group(1).strip() if match else str(error).strip().split("\n")[0]
+def _unknown(message: str) -> Cause:
+    """Return the cause that torch's message is about, in torch's words."""
+    context = re.search(r"Developer debug context: (.*)", message)
+    what = context[1].strip() if context else message.strip().split("\n")[0]
+    return Cause(what or "a graph break", "", "move it out of the forward, or " + _OPAQUE)
 
 
 def _frames(text: str) -> list[FrameSummary]:
@@ -171,12 +169,10 @@ def check_stays_on_device(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         name = str(name).split(".")[0]
-        what = _READS.get(name) or (name if name in _SIZED_BY_VALUES else None)
-        if node.op in ("call_method", "call_function") and what is not None:
+        cause = next((cause for cause in CAUSES if name in cause.ops), None)
+        if node.op in ("call_method", "call_function") and cause is not None:
             where, line = traced_at(node)
-            named = _cause("", line) if line else _OTHER
-            cause = next((c for c in CAUSES if c.what == what), _OTHER)
-            raise GraphBreakError(_break(cause if named is _OTHER else named, where, line, what))
+            raise GraphBreakError(_break(_cause(line) or cause, where, line))
 
 
 def traced_at(node: fx.Node) -> tuple[str, str]:
@@ -202,10 +198,10 @@ def find_token_symbol(graph: fx.GraphModule) -> torch.SymInt:
             if is_symbolic(size):
                 symbol: torch.SymInt = size
                 return symbol
-            wanted = "any number of tokens"
             found = f"{size} taken for granted{_specialised_at(value)}"
-            remedy = next(c.remedy for c in CAUSES if c.what == "a branch on a size")
-            raise SpecialisedError(f"forward: wanted {wanted}, found {found}; to change: {remedy}")
+            raise SpecialisedError(
+                f"forward: wanted any number of tokens, found {found}; to change: {_ANY_SIZE}"
+            )
     names = ", ".join(node.name for node in placeholders(graph)[:8])
     wanted = f"an argument {TOKEN_ARGUMENT} that it uses"
     raise GraphBreakError(f"forward: wanted {wanted}, found the graph inputs {names}")
@@ -333,29 +329,26 @@ def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
     tree = ast.parse(textwrap.dedent("".join(lines)))
     file = inspect.getsourcefile(function) or "<string>"
     found = [
-        RecompileHazard(file, first + node.lineno - 1, pattern, remedy)
+        RecompileHazard(file, first + node.lineno - 1, *hazard)
         for node in ast.walk(tree)
-        if isinstance(node, (ast.expr, ast.stmt))
-        for pattern, remedy in _hazards_of(node)
+        if isinstance(node, (ast.expr, ast.stmt)) and (hazard := _hazard(node))
     ]
     return sorted(found, key=lambda hazard: hazard.line)
 
 
-def _hazards_of(node: ast.AST) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.Call):
-        yield from _call_hazards(node)
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)) and _asks_for_a_size(node.test):
-        kind = "loop" if isinstance(node, ast.While) else "branch"
-        yield f"a {kind} on a size", "torch.where, or the decision made outside of the forward"
-
-
-def _call_hazards(call: ast.Call) -> Iterator[tuple[str, str]]:
-    match call.func:
-        case ast.Attribute(attr="bit_length"):
-            yield "bit_length()", "next_pow2 of compile.pieces.shapes"
-        case ast.Name(id="max" | "min" as name) if len(call.args) == 1:
+def _hazard(node: ast.AST) -> tuple[str, str] | None:
+    """Return the pattern that a node is an instance of, and what to write instead."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="bit_length")):
+            return "bit_length()", "next_pow2 of compile.pieces.shapes"
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_]):
             better = f"torch.sym_{name} of two at a time, or a value given to the forward"
-            yield f"{name}() of a list", better
+            return f"{name}() of a list", better
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+            kind = "loop" if isinstance(node, ast.While) else "branch"
+            better = "torch.where, or the decision made outside of the forward"
+            return (f"a {kind} on a size", better) if _asks_for_a_size(test) else None
+    return None
 
 
 def _asks_for_a_size(test: ast.expr) -> bool:
@@ -366,8 +359,9 @@ def _asks_for_a_size(test: ast.expr) -> bool:
 
 def _is_size(node: ast.AST) -> bool:
     match node:
-        case ast.Attribute(attr="shape"):
-            return True
-        case ast.Call(func=ast.Attribute(attr="size" | "numel" | "stride")):
+        case (
+            ast.Attribute(attr="shape")
+            | ast.Call(func=ast.Attribute(attr="size" | "numel" | "stride"))
+        ):
             return True
     return False

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,7 +21,10 @@ from compile.config import CompilationConfig, CompilationLevel
 from compile.graphs.boundary import boundary
 from compile.graphs.capture import is_in_capture_window
 from compile.pieces.split import is_symbolic
-from compile.scope import Manager, Runnable, Shape
+from compile.scope import Runnable, Shape
+
+if TYPE_CHECKING:
+    from compile.cache.manager import CompilerManager
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class PiecewiseBackend:
         tokens: TokenSource | None,
         shapes: PieceShapes,
         key: str = "",
-        manager: Manager | None = None,
+        manager: CompilerManager | None = None,
         graph: fx.GraphModule | None = None,
         example_inputs: Sequence[Any] = (),
         compiled_runnables: Mapping[Shape, Runnable] | None = None,

@@ -11,14 +11,17 @@ import json
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compile.pieces.piecewise import PieceShapes, PiecewiseBackend, TokenSource
 from compile.pieces.stitch import BoundInput, bind_ops, compile_execution_fn, make_copy_and_call
-from compile.scope import CompileScope, Manager, Runnable, Shape, Toolchain
+from compile.scope import CompileScope, Runnable, Shape
+
+if TYPE_CHECKING:
+    from compile.cache.manager import CompilerManager, Toolchain
 
 TOKEN_ARGUMENT = "input_ids"
 """The argument whose length is the number of tokens."""
@@ -292,7 +295,7 @@ def with_copies(scope: CompileScope, call: Runnable, dims: Sequence[tuple[int, .
 
 
 def load_pieces(
-    scope: CompileScope, manager: Manager, plan: ForwardPlan
+    scope: CompileScope, manager: CompilerManager, plan: ForwardPlan
 ) -> Generator[None, None, dict[str, Runnable]]:
     """Load every artifact of a plan, and pause after each.
 

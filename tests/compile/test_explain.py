@@ -144,7 +144,7 @@ from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.pieces.decorator import support_torch_compile
 from compile.resolve import StepLimits, resolve
 from compile.scope import CompileScope, compile_scope
-from compile.cache.manager import StandardToolchain
+from compile.cache.manager import Toolchain
 
 
 def _mix(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ def load(model, compilation_config):
     fields = {**compilation_config, "splitting_ops": ("lockstep::explained_mix",)}
     config = resolve(CompilationConfig(**fields), StepLimits(4, 16))
     pools = GraphPools(lambda: new_graph_pool(torch.device("cpu")))
-    with compile_scope(CompileScope(config, toolchain=StandardToolchain(pools))):
+    with compile_scope(CompileScope(config, toolchain=Toolchain(pools))):
         Toy().prepare(torch.arange(8))
 """
 

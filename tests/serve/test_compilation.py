@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.config import SchedulerConfig
-from compile.config import FIELDS, CompilationConfig, CUDAGraphMode, DynamicShapes
+from compile.config import FIELDS, WANTED, CompilationConfig, CUDAGraphMode, DynamicShapes
 from compile.errors import FieldError
 from serve.arguments import parse_args
 from serve.compilation import requested, resolved
@@ -157,6 +157,44 @@ def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
             build(raw)
         assert str(caught.value).startswith(line)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.feature("A08")
+def test_an_unknown_field_is_refused_with_the_known_ones() -> None:
+    for name, value in (("colour", "red"), ("graph_bs", [1])):
+        with pytest.raises(FieldError) as error:
+            parse_args({"compilation": {"level": 1, name: value}})
+        wanted = f"compilation.{name}: wanted one of {', '.join(FIELDS)}, found {value!r}"
+        assert str(error.value) == wanted
+
+
+@pytest.mark.feature("A08")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"use_cudagraph": "maybe"},
+        {"cudagraph_capture_sizes": ["few"]},
+        {"compile_sizes": [None]},
+        {"compile_ranges": [[1]]},
+        {"num_warmups_full": "1.5"},
+        {"debug_dump_path": 1},
+        {"dynamic_shapes": None},
+        {"inductor_compile_config": {"a": float("nan")}},
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_the_words_of_its_field(
+    given: dict[str, Any],
+) -> None:
+    [name] = given
+    with pytest.raises(FieldError) as error:
+        parse_args({"compilation": given})
+    assert (error.value.field, error.value.wanted) == (f"compilation.{name}", WANTED[name])
+
+
+def test_a_path_and_words_that_yaml_reads_as_booleans_are_understood() -> None:
+    given = {"cache_dir": Path("/cache"), "serve_while_compiling": False}
+    fields = parse_args({"compilation": given}).compilation
+    assert fields == {"cache_dir": "/cache", "serve_while_compiling": "off"}
 
 
 @pytest.mark.feature("E01", "F07")

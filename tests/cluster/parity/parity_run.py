@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 from parity_process import (
     CREDENTIALS,
@@ -35,6 +34,7 @@ from parity_process import (
 from parity_rows import LOADS, Request, Row, Run
 
 from cluster.config import EngineConfig, Role
+from cluster.engine.divergence import StepLog
 from cluster.messages import EngineOutput, Submit
 from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
@@ -224,6 +224,7 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
     """Run all requests; return the agreements of all steps, however many."""
     engine, log, replays = leader.engine, list[dict[str, Any]](), run.replays_by_step
     assert replays is not None
+    step_log = StepLog()
     waiting = sorted(
         range(len(run.requests)), key=lambda i: (run.requests[i].at is None, run.requests[i].at, i)
     )
@@ -240,7 +241,8 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
         # An overlapped loop may have waited for a step alone.
         is_new = engine.agreed is not last
         if is_new and engine.agreed is not None and engine.agreed.has_work:
-            log.append(msgspec.structs.asdict(engine.agreed))
+            step_log.add(engine.agreed)
+            log.append(step_log.as_dicts()[-1])
             replays.append(counter.num_cudagraph_replayed - before)
         step += 1
         assert step < MAX_STEPS

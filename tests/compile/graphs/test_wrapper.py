@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile.cache.manager import StandardToolchain
+from compile.cache.manager import Toolchain
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, Context, ForwardContext, forward_context
 from compile.counters import counter
@@ -87,7 +87,7 @@ class Model:
 
     def __init__(self, config: CompilationConfig, pools: GraphPools) -> None:
         self.calls: list[str] = []
-        scope = CompileScope(config, toolchain=StandardToolchain(pools))
+        scope = CompileScope(config, toolchain=Toolchain(pools))
         self.pieces = [wrapped(scope, self.before, 0), wrapped(scope, self.after, 1)]
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

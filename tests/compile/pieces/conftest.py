@@ -21,7 +21,7 @@ from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.custom_op import direct_register_custom_op
 from compile.pieces.decorator import support_torch_compile
-from compile.scope import CompileScope, Opened, Runnable, Shape, compile_scope
+from compile.scope import CompileScope, Runnable, Shape, compile_scope
 
 HIDDEN = 8
 VOCAB = 16
@@ -85,6 +85,7 @@ class MemoryManager:
     inputs: list[tuple[Shape, list[Any]]] = field(default_factory=list)
     loads: list[tuple[str, Shape]] = field(default_factory=list)
     misses: list[str] = field(default_factory=list)
+    cache: Any = None
 
     def compile(
         self,
@@ -133,15 +134,14 @@ class Tools:
     events: list[str] = field(default_factory=list)
     files: tuple[str, ...] = ()
 
-    def open(
-        self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
-    ) -> Opened | None:
+    def open(self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None) -> Any:
+        self.manager.cache = self.cache
         if traced_files is None:
             self.events.append("look")
-            return Opened(self.manager, self.cache) if self.cache else None
+            return self.manager if self.cache else None
         self.events.append("open")
         self.files = tuple(traced_files)
-        return Opened(self.manager, self.cache)
+        return self.manager
 
     def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
         return Wrapped(runnable, is_first, self.events)

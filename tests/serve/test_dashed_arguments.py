@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from compile.aliases import split_arguments
 from compile.config import CUDAGraphMode
 from compile.errors import FieldError
+from serve.arguments import parse_args, split_dashed
+
+
+def split_arguments(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return compilation fields as they are kept, and all other arguments."""
+    fields, others = split_dashed(arguments)
+    return parse_args(fields).compilation, others
 
 
 @pytest.mark.feature("Q01")
@@ -59,7 +65,7 @@ def test_dashed_forms_and_json_are_merged_in_depth() -> None:
         (["-cc.colour=1"], "compilation.colour: wanted one of level, "),
         (["-cc.level=1", "-O1"], "compilation.level: wanted one value, found 'it twice'"),
         (["-cc", '{"level": 1}', "-O1"], "compilation.level: wanted one value, found 'it twice'"),
-        (["-cc", "3"], "-cc: wanted a JSON object, found '3'"),
+        (["-cc", "three"], "compilation: wanted object, found 'three'"),
         (["-cc.level"], "-cc.level: wanted a value, found 'the end of the line'"),
         (["-cc.level=1", "-cc.level.x=1"], "compilation.level.x: wanted level to have fields"),
         (["-cc.level.x=1", "-cc.level=1"], "compilation.level: wanted one value"),
