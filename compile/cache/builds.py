@@ -16,13 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from compile.cache.inductor_private import ORDER_KERNEL, RUN_COMPILER, missing_kernels, replace
 from compile.counters import counter
 from compile.graphs.capture import note_late_compile
-
-CPP_BUILDER = ("torch._inductor.cpp_builder", "run_compile_cmd")
-"""Through which Inductor runs the C++ compiler, in torch 2.11 to 2.13."""
-TRITON_ORDER = ("torch._inductor.async_compile", "AsyncCompile", "triton")
-"""Through which Inductor asks for each Triton kernel, in torch 2.11 to 2.13."""
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -57,19 +53,15 @@ def _add(name: str, number: int) -> None:
 
 @functools.cache
 def _count_cpp_builds() -> None:
-    module_name, name = CPP_BUILDER
-    module = importlib.import_module(module_name)
-    run: Callable[..., Any] | None = getattr(module, name, None)
-    if run is None:
-        logger.warning("C++ builds are not counted: wanted %s.%s, found none", module_name, name)
-        return
+    def counting(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            _add("num_cpp_builds", 1)
+            return run(*args, **kwargs)
 
-    @functools.wraps(run)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        _add("num_cpp_builds", 1)
-        return run(*args, **kwargs)
+        return counted
 
-    setattr(module, name, counted)
+    replace(RUN_COMPILER, counting)
 
 
 @functools.cache
@@ -96,24 +88,19 @@ def _count_triton_builds() -> None:
 
 @functools.cache
 def _count_ordered_kernels() -> None:
-    module_name, owner_name, name = TRITON_ORDER
-    owner: Any = getattr(importlib.import_module(module_name), owner_name, None)
-    order: Callable[..., Any] | None = getattr(owner, name, None)
-    if order is None:
-        wanted = ".".join(TRITON_ORDER)
-        logger.warning("Inductor's Triton builds are not counted: wanted %s, found none", wanted)
-        return
+    def counting(order: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(order)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = missing_kernels()
+            try:
+                return order(*args, **kwargs)
+            finally:
+                if _in_inductor.depth:
+                    _add("num_triton_builds", missing_kernels() - before)
 
-    @functools.wraps(order)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        before = _missing_kernels()
-        try:
-            return order(*args, **kwargs)
-        finally:
-            if _in_inductor.depth:
-                _add("num_triton_builds", _missing_kernels() - before)
+        return counted
 
-    setattr(owner, name, counted)
+    replace(ORDER_KERNEL, counting)
 
 
 @contextmanager
@@ -125,15 +112,3 @@ def inductor_builds() -> Iterator[None]:
         yield
     finally:
         _in_inductor.depth -= 1
-
-
-def _missing_kernels() -> int:
-    """Return how many kernels Inductor asked for and did not find in its artifact.
-
-    Only a difference across one order counts builds: loading an artifact adds to these numbers what
-    they grew by when it was compiled.
-    """
-    from torch._dynamo.utils import counters
-
-    found = counters["inductor"]
-    return int(found["async_compile_cache_miss"] - found["async_compile_cache_hit"])

@@ -166,7 +166,7 @@ class CompileCache:
                 the answer is a cache that an earlier start left, if nothing has changed since.
 
         Raises:
-            FieldError, FieldError: a setting cannot be used.
+            FieldError: a setting cannot be used.
         """
         if is_compile_cache_disabled():
             return None

@@ -6,11 +6,6 @@ start would run the C++ compiler although it compiled nothing.
 
 Each piece is compiled in a directory of its own and reaches the shared one only through its
 artifact: half a library, left by a process that was killed, would end every process that loads it.
-
-An artifact's call passes five Python functions of torch before it reaches the code that Inductor
-generated, which take as long as a small piece computes. For a piece of an inference graph they pass
-everything through. `DirectCall` does not assume that but watches the first call, and leaves them
-out if it is so. A step outside of inference mode takes them, and so does one under the profiler.
 """
 
 from __future__ import annotations
@@ -21,10 +16,7 @@ import hashlib
 import importlib
 import logging
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +31,9 @@ from compile.cache.compilers import (
     Handle,
     compiler_name,
 )
+from compile.cache.direct_call import DirectCall
 from compile.cache.inductor_directory import DIRECTORY, InductorDirectory
+from compile.cache.inductor_private import caching, compiler_facts, fresh_tracing, no_caches
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
@@ -48,8 +42,6 @@ from compile.scope import Runnable, Shape
 ARTIFACT = "artifact.bin"
 BUNDLED = f"{DIRECTORY}/"
 """Members under this name go back into Inductor's directory."""
-UNHASHED_OPTIONS = ("cpp.vec_isa_ok",)
-"""Says how vector instructions are probed for, not which are found."""
 EXAMPLE_OPTION = "max_autotune"
 """Named where no option looks like the one that was given."""
 
@@ -57,18 +49,6 @@ logger = logging.getLogger(__name__)
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 """Where pieces were compiled that could not be saved: they run from there until the end."""
-
-
-def _global_switches() -> tuple[Any, ...]:
-    """Return torch's own switches that generated code depends on."""
-    matmul = torch.backends.cuda.matmul
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        matmul.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-    )
 
 
 RUNTIME_MODULES = (
@@ -116,15 +96,7 @@ class InductorAdaptor:
 
     def compute_hash(self, config: CompilationConfig) -> str:
         """Hash torch's compiler sources, the device it compiles for, and its options."""
-        codecache = importlib.import_module("torch._inductor.codecache")
-        facts = [_name(codecache, "torch_key")().hex()]
-        if torch.cuda.is_available():
-            facts.append(_name(codecache, "CacheBase").get_system()["hash"])
-        for module in ("torch._inductor.config", "torch._functorch.config"):
-            options = _name(importlib.import_module(module), "save_config_portable")()
-            facts += [f"{k}={options[k]!r}" for k in sorted(options) if k not in UNHASHED_OPTIONS]
-        facts.append(repr(_global_switches()))
-        return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+        return hashlib.sha256("\0".join(compiler_facts()).encode()).hexdigest()
 
     def compile(
         self,
@@ -141,7 +113,7 @@ class InductorAdaptor:
         """
         counter.num_inductor_compiles += 1
         if self._store is None or self._directory is None or key is None:
-            with inductor_builds(), _no_caches():
+            with inductor_builds(), no_caches():
                 compiled = self._compiled(graph, example_inputs, compiler_config)
                 return DirectCall(compiled), None
         scratch = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
@@ -198,10 +170,10 @@ class InductorAdaptor:
         from torch._inductor.standalone_compile import CacheCompiledArtifact
 
         inputs, graph = list(example_inputs), copy.deepcopy(graph)
-        with _fresh_tracing(inputs), torch.no_grad():
+        with fresh_tracing(inputs), torch.no_grad():
             if not is_saved:
                 return compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
-            with _caching():
+            with caching():
                 compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
                 return CacheCompiledArtifact(compiled, torch.compiler.save_cache_artifacts())
 
@@ -303,160 +275,6 @@ def _saved(artifact: Any) -> bytes:
         return path.read_bytes()
 
 
-@contextmanager
-def _fresh_tracing(inputs: Sequence[Any]) -> Iterator[None]:
-    """Compile outside of the tracing that is going on, with the symbols of its inputs."""
-    from torch._guards import TracingContext, detect_fake_mode, tracing
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode = detect_fake_mode(inputs) or FakeTensorMode(shape_env=ShapeEnv())
-    with tracing(TracingContext(mode)):
-        yield
-
-
-@contextmanager
-def _caching() -> Iterator[None]:
-    """Let Inductor keep what it compiles inside, and only that, even if its caches are off."""
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    caches = importlib.import_module("torch.compiler._cache")
-    with (
-        _name(caches, "CacheArtifactManager").with_fresh_cache(),
-        inductor.patch(force_disable_caches=False, fx_graph_cache=True),
-        functorch.patch(enable_autograd_cache=True),
-    ):
-        yield
-
-
-@contextmanager
-def _no_caches() -> Iterator[None]:
-    from torch._inductor import config as inductor
-
-    with inductor.patch(force_disable_caches=True):
-        yield
-
-
-def _name(module: Any, name: str) -> Any:
-    found = getattr(module, name, None)
-    if found is None:
-        wanted = f"{module.__name__}.{name}"
-        raise RuntimeError(f"torch {torch.__version__}: wanted {wanted}, found none")
-    return found
-
-
 def _line(error: BaseException) -> str:
     """Return the first line of an error, or its type if it says nothing."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-
-
-Generated = Callable[[list[Any]], Sequence[Any]]
-
-
-@dataclass
-class _Call:
-    """A call of generated code."""
-
-    code: Generated
-    inputs: list[Any]
-    outputs: Sequence[Any]
-
-
-class DirectCall:
-    """A compiled piece that is called directly from its second call on, if that gives the same.
-
-    Invariant: equal arguments give what `compiled` gives, whichever way is taken.
-    """
-
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        self.compiled = compiled
-        self._code: Generated | None = None
-        self._is_watched = False
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the piece; return its outputs, a tuple or a list."""
-        if (
-            self._code is not None
-            and torch.is_inference_mode_enabled()
-            and not torch.autograd.profiler._is_profiler_enabled
-        ):
-            return self._code(list(args))
-        if self._is_watched or not torch.is_inference_mode_enabled():
-            return self.compiled(*args)
-        self._is_watched = True
-        with _watched() as calls:
-            outputs = self.compiled(*args)
-        if len(calls) == 1 and _is_same(args, outputs, calls[0]):
-            self._code = calls[0].code
-        return outputs
-
-
-def _is_same(args: tuple[Any, ...], outputs: Any, call: _Call) -> bool:
-    """Return whether generated code got what the piece got, and returned what it returned."""
-    return (
-        isinstance(outputs, tuple | list)
-        and len(args) == len(call.inputs)
-        and len(outputs) == len(call.outputs)
-        and all(map(_is_one, args, call.inputs))
-        and all(map(_is_one, outputs, call.outputs))
-    )
-
-
-def _is_one(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value is other
-    return type(value) is type(other) and bool(value == other)
-
-
-_lock = threading.Lock()
-_watching: dict[int, list[_Call]] = {}
-"""Calls by the thread that watches. Ranks of one process may be threads, which meet in
-collectives inside of pieces: no thread may hold the lock there."""
-
-
-@contextmanager
-def _watched() -> Iterator[list[_Call]]:
-    """Collect the calls of generated code that this thread makes inside."""
-    thread, calls = threading.get_ident(), list[_Call]()
-    with _lock:
-        _watching[thread] = calls
-        _install()
-    try:
-        yield calls
-    finally:
-        with _lock:
-            del _watching[thread]
-            if not _watching:
-                _uninstall()
-
-
-_original: Callable[..., Any] | None = None
-
-
-def _install() -> None:
-    global _original
-    if _original is not None:
-        return
-    from torch._inductor.output_code import CompiledFxGraph
-
-    original = _original = CompiledFxGraph.__call__
-
-    def watch(self: Any, inputs: Sequence[Any]) -> Any:
-        calls = _watching.get(threading.get_ident())
-        if calls is None:
-            return original(self, inputs)
-        before = list(inputs)  # generated code empties the list
-        outputs = original(self, inputs)
-        calls.append(_Call(self.current_callable, before, outputs))
-        return outputs
-
-    CompiledFxGraph.__call__ = watch  # type: ignore[method-assign]
-
-
-def _uninstall() -> None:
-    global _original
-    from torch._inductor.output_code import CompiledFxGraph
-
-    CompiledFxGraph.__call__ = _original  # type: ignore[method-assign,assignment]
-    _original = None

@@ -9,34 +9,37 @@
 5. What a GPU's kernels are tuned to is kept here: what is found while a piece compiles travels
    inside its artifact, what is found when it runs is written here, and loading looks for both.
 
-All private names of Inductor that Lockstep replaces are replaced here, for as long as
-`InductorDirectory.entered` lasts. With a torch that lacks one of them, only what it was for is
-lost, and a line in the log says so.
+Private names of Inductor are replaced for as long as `InductorDirectory.entered` lasts.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import logging
 import os
 import pprint
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from compile.cache.disk import CorruptFileError, read_checked, write_atomic, write_checked
+from compile.cache.inductor_private import (
+    CHECK_BUILD,
+    HEURISTICS,
+    LOAD_LIBRARY,
+    LOAD_MODULE,
+    PRECOMPILE_HEADER,
+    RECHECK_TUNING,
+    cleared_caches,
+    replaced,
+    required,
+)
 
 DIRECTORY = "inductor"
 """Next to the directory of artifacts."""
-CODECACHE = "torch._inductor.codecache"
-HEURISTICS = "torch._inductor.runtime.triton_heuristics"
-TUNED_AGAIN = "each start tunes the GPU's kernels again"
-BUILT_AGAIN = "loading may build C++ code again"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": ".", "TRITON_CACHE_DIR": "triton"}
 """Where Inductor and Triton look, and the place below the directory for each."""
 PROBES = "vector_isa.txt"
@@ -67,11 +70,11 @@ class InductorDirectory:
         loaded: list[Path] = []
         with _entered, ExitStack() as stack:
             stack.enter_context(_environment(self.directory))
-            stack.enter_context(_cleared_caches())
+            stack.enter_context(cleared_caches())
             stack.enter_context(_noted_files(loaded))
             stack.enter_context(_remembered_probes(self.probes))
             if is_loading:
-                stack.enter_context(_replaced(CODECACHE, None, "_precompile_header", _no_header))
+                stack.enter_context(replaced(PRECOMPILE_HEADER, _no_header))
                 stack.enter_context(_kept_tuning(self.directory))
             yield loaded
 
@@ -110,21 +113,6 @@ def _environment(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _cleared_caches() -> Iterator[None]:
-    """Make Inductor forget what it loaded from another directory, so that it writes it here too."""
-    clear = getattr(importlib.import_module("torch._inductor.utils"), "clear_caches", None)
-    if clear is None:
-        _warn_once("torch._inductor.utils.clear_caches", "directories of two models may mix")
-        yield
-        return
-    clear()
-    try:
-        yield
-    finally:
-        clear()
-
-
-@contextmanager
 def _noted_files(loaded: list[Path]) -> Iterator[None]:
     """Append the path of each library and each generated module that is loaded inside."""
 
@@ -143,8 +131,8 @@ def _noted_files(loaded: list[Path]) -> Iterator[None]:
         return classmethod(load)
 
     with (
-        _replaced(CODECACHE, "CppCodeCache", "_load_library", library),
-        _replaced(CODECACHE, "PyCodeCache", "load_by_key_path", module),
+        replaced(LOAD_LIBRARY, library),
+        replaced(LOAD_MODULE, module),
     ):
         yield
 
@@ -164,7 +152,7 @@ def _kept_tuning(directory: Path) -> Iterator[None]:
 
         return recheck_autotune_cache
 
-    with _replaced(HEURISTICS, "CachingAutotuner", "recheck_autotune_cache", recheck, TUNED_AGAIN):
+    with replaced(RECHECK_TUNING, recheck):
         yield
 
 
@@ -174,7 +162,7 @@ def _rebind(kernel: Any, directory: Path) -> None:
         return
     path = Path(kernel.filename)
     kernel.filename = str(directory / path.parent.name / path.name)
-    check: Any = importlib.import_module(HEURISTICS).check_autotune_cache
+    check = required(HEURISTICS, "check_autotune_cache")
     configs = [result.config for result in kernel.compile_results]
     _, tuned, _ = check(configs, kernel.filename, kernel.inductor_meta)
 
@@ -211,7 +199,7 @@ def _remembered_probes(path: Path) -> Iterator[None]:
 
         return check_build
 
-    with _replaced("torch._inductor.cpu_vec_isa", "VecISA", "check_build", remembered):
+    with replaced(CHECK_BUILD, remembered):
         yield
     if known != _answers:
         with suppress(OSError):  # a directory that can only be read: it is asked again
@@ -227,36 +215,3 @@ def _read_probes(path: Path) -> dict[str, bool]:
     except (CorruptFileError, OSError, ValueError, SyntaxError) as error:
         logger.warning("vector instructions are probed again: %s", error)
         return {}
-
-
-# --- names of Inductor ------------------------------------------------------------------------
-
-
-@contextmanager
-def _replaced(
-    module_name: str,
-    owner_name: str | None,
-    name: str,
-    make: Callable[[Any], Any],
-    consequence: str = BUILT_AGAIN,
-) -> Iterator[None]:
-    """Bind a name of a module, or of a class in it, to what `make` returns for the old value."""
-    owner: Any = importlib.import_module(module_name)
-    if owner_name is not None:
-        owner = getattr(owner, owner_name, None)
-    original = vars(owner).get(name) if owner is not None else None
-    if original is None:
-        full = ".".join(part for part in (module_name, owner_name, name) if part)
-        _warn_once(full, consequence)
-        yield
-        return
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@cache
-def _warn_once(name: str, consequence: str) -> None:
-    logger.warning("%s: wanted in this torch, found none; %s", name, consequence)

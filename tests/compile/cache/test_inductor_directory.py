@@ -11,26 +11,28 @@ from typing import Any
 
 import pytest
 
-from compile.cache import inductor_directory
-from compile.cache.inductor_directory import HEURISTICS, PROBES, InductorDirectory
+from compile.cache import inductor_directory, inductor_private
+from compile.cache.inductor_directory import PROBES, InductorDirectory
+from compile.cache.inductor_private import (
+    CHECK_BUILD,
+    LOAD_LIBRARY,
+    LOAD_MODULE,
+    PRECOMPILE_HEADER,
+    RECHECK_TUNING,
+    REPLACED,
+    Private,
+)
 
-REPLACED = [
-    ("torch._inductor.codecache", None, "_precompile_header"),
-    ("torch._inductor.codecache", "CppCodeCache", "_load_library"),
-    ("torch._inductor.codecache", "PyCodeCache", "load_by_key_path"),
-    ("torch._inductor.cpu_vec_isa", "VecISA", "check_build"),
-    (HEURISTICS, "CachingAutotuner", "recheck_autotune_cache"),
-]
+ENTERED = (PRECOMPILE_HEADER, LOAD_LIBRARY, LOAD_MODULE, CHECK_BUILD, RECHECK_TUNING)
 
 
-def found(module: str, owner: str | None, name: str) -> Any:
-    holder = importlib.import_module(module)
-    return vars(holder if owner is None else getattr(holder, owner))[name]
+def found(private: Private) -> Any:
+    return private.find()[2]
 
 
 def test_this_torch_has_every_name_that_is_replaced() -> None:
-    for place in REPLACED:
-        assert found(*place) is not None
+    for private in REPLACED:
+        assert found(private) is not None
 
 
 def test_environment_and_names_are_as_before_afterwards(
@@ -38,23 +40,23 @@ def test_environment_and_names_are_as_before_afterwards(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    before = [found(*place) for place in REPLACED]
+    before = [found(private) for private in ENTERED]
     with pytest.raises(KeyError), InductorDirectory(tmp_path).entered(is_loading=True):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
-        assert all(found(*place) is not old for place, old in zip(REPLACED, before, strict=True))
+        assert all(found(each) is not old for each, old in zip(ENTERED, before, strict=True))
         raise KeyError
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "before"
     assert "TRITON_CACHE_DIR" not in os.environ
-    assert [found(*place) for place in REPLACED] == before
+    assert [found(private) for private in ENTERED] == before
 
 
 def test_headers_are_built_for_compiling_and_not_for_loading(tmp_path: Path) -> None:
-    before = found(*REPLACED[0])
+    before = found(PRECOMPILE_HEADER)
     with InductorDirectory(tmp_path).entered(is_loading=False):
-        assert found(*REPLACED[0]) is before
+        assert found(PRECOMPILE_HEADER) is before
     with InductorDirectory(tmp_path).entered(is_loading=True):
-        assert found(*REPLACED[0])("header", "command", vec_isa=None) is None
+        assert found(PRECOMPILE_HEADER)("header", "command", vec_isa=None) is None
 
 
 class _Isa:
@@ -84,7 +86,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> type[_Isa]:
 
 def ask(directory: Path, code: str) -> bool:
     with InductorDirectory(directory).entered(is_loading=True):
-        answer: bool = found(*REPLACED[3])(_Isa(), code)
+        answer: bool = found(CHECK_BUILD)(_Isa(), code)
     return answer
 
 
@@ -137,7 +139,7 @@ def test_damaged_answers_are_asked_for_again(
 def test_a_torch_without_a_name_loses_only_what_it_was_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inductor_directory._warn_once.cache_clear()
+    inductor_private._warn_once.cache_clear()
     monkeypatch.delattr("torch._inductor.codecache._precompile_header")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from compile.cache.inductor import DirectCall, InductorAdaptor
+from compile.cache.direct_call import DirectCall
+from compile.cache.inductor import InductorAdaptor
 
 
 def plain(x: Any, y: Any) -> Any:
