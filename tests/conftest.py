@@ -69,6 +69,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.register(module, name)
 
 
+@pytest.hookimpl(optionalhook=True)  # the check of a GPU runs without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Share a whole run among workers; what is named on the command line runs in this process."""
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS

@@ -35,8 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from compile.context import ForwardContext, forward_context
-from model.kernels import dispatch, paged_attention
-from model.kernels.cpu import attention as cpu_attention
+from model.kernels import cpu, dispatch, paged_attention
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
@@ -139,7 +138,7 @@ def torch_functions() -> Iterator[None]:
 
     with (
         patch.object(dispatch, "uses_ops", dispatch.uses_triton),
-        patch.object(cpu_attention, "paged_prefill", prefill),
+        patch.object(cpu, "paged_prefill", prefill),
     ):
         yield
 

@@ -22,6 +22,8 @@ def part_tests(at: Setting) -> Iterator[Row]:
         if "@pytest.mark.gpu" in path.read_text(encoding="utf-8")
     ]
     command = [sys.executable, "-m", "pytest", "-v", "-W", "default", "-m", "gpu and not slow"]
+    # Without the options of pytest-xdist, which a GPU machine may lack.
+    command += ["-o", "addopts=--strict-markers --import-mode=importlib -p no:cacheprovider"]
     command += ["--continue-on-collection-errors", *(str(path) for path in marked)]
     num_found = 0
     with subprocess.Popen(

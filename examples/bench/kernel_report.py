@@ -136,7 +136,7 @@ def expert_case(
 
     def call() -> None:
         experts, weights = triton_routing.route(logits, top_k, True)
-        triton_experts.expert_mlp(x, experts, weights, gate_up, down, 0)
+        triton_experts.expert_mlp(x, experts, weights, gate_up, down, size, 0)
 
     return name, call
 
@@ -164,7 +164,7 @@ def attention_cases(
     yield (
         name,
         lambda: triton_prefill.paged_prefill(
-            q, *caches, table, bounds, lengths, scale, out, window
+            q, k, v, *caches, table, bounds, lengths, scale, out, window
         ),
     )
     yield f"{name} S1", decode(1)

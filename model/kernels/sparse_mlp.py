@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from model.kernels.cpu.packed_linear import packed_product
 from model.kernels.elementwise import silu_and_mul
 
 Products = Callable[[torch.Tensor, int], torch.Tensor]
@@ -66,31 +65,10 @@ def expert_mlp(
     def back(rows: torch.Tensor, expert: int) -> torch.Tensor:
         return F.linear(rows, down[expert])
 
-    return _by_expert(x, experts, weights, up, back, range(first_expert, first_expert + len(down)))
+    return by_expert(x, experts, weights, up, back, range(first_expert, first_expert + len(down)))
 
 
-def packed_expert_mlp(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    intermediate_size: int,
-    first_expert: int,
-) -> torch.Tensor:
-    """Do what `expert_mlp` does with packed weights; `gate_up`, `down`: handles, int64 [Xr]."""
-    up_indices, down_indices = gate_up.tolist(), down.tolist()
-
-    def up(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return packed_product(rows, up_indices[expert], None, 2 * intermediate_size)
-
-    def back(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return packed_product(rows, down_indices[expert], None, x.shape[1])
-
-    return _by_expert(x, experts, weights, up, back, range(first_expert, first_expert + len(down)))
-
-
-def _by_expert(
+def by_expert(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,

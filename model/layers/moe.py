@@ -177,7 +177,9 @@ def _routed_experts(
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         experts, weights = dispatch.route(router_logits, top_k, norm_topk_prob)
-        return dispatch.expert_mlp(x, experts, weights, gate_up, down, intermediate_size, first)
+        operands = (gate_up, down, intermediate_size, first)
+        out: torch.Tensor = dispatch.expert_mlp(x, experts, weights, *operands)
+        return out
 
     if shard.data.size == 1:
         return shard.tensor.all_reduce(compute(x, router_logits)) if num_tokens else x.clone()

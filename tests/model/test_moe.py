@@ -17,6 +17,7 @@ from compile.context import DPMetadata, ForwardContext, forward_context
 from model.config import Experts
 from model.families import ExpertNames
 from model.kernels import sparse_mlp
+from model.kernels.cpu import experts as cpu_experts
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers import moe
 from model.layers.moe import SparseMLP
@@ -115,7 +116,7 @@ def test_grouped_experts_equal_tokens_one_by_one(
     assert_close(plain[0] + plain[1], wanted)
     packed = [[PackedWeight(m) for m in matrices] for matrices in (layer.gate_up, layer.down)]
     handles = [torch.stack([p.handle for p in matrices]) for matrices in packed]
-    found = sparse_mlp.packed_expert_mlp(x, experts, weights, *handles, size, 0)
+    found = cpu_experts.expert_mlp(x, experts, weights, *handles, size, 0)
     assert found.dtype == x.dtype
     assert_close(found, wanted)
 
@@ -130,13 +131,13 @@ def test_experts_that_no_token_asks_for_are_not_read(
     mlp, x = layer.module(Shard()), torch.randn(num_tokens, 12)
     asked = F.linear(x, layer.router).topk(2).indices.flatten().unique().tolist()
     read: list[int] = []
-    product = sparse_mlp.packed_product
+    product = cpu_experts.packed_product
 
     def counting(rows: torch.Tensor, index: int, *args: Any) -> torch.Tensor:
         read.append(index)
         return product(rows, index, *args)
 
-    monkeypatch.setattr(sparse_mlp, "packed_product", counting)
+    monkeypatch.setattr(cpu_experts, "packed_product", counting)
     assert_close(run(mlp, x), layer.one_by_one(x))
     handles = (mlp.gate_up_proj.handles, mlp.down_proj.handles)
     wanted = [int(matrices[i]) for i in asked for matrices in handles if matrices is not None]

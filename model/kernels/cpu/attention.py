@@ -16,6 +16,7 @@ import functools
 import torch
 
 from model.kernels import paged_attention as twin
+from model.kernels.cpu import elementwise
 from model.kernels.cpu.native import int64_array, native_function, native_library
 
 MAX_HEAD_DIM = 256
@@ -236,6 +237,28 @@ def _write_sizes(
     num_tokens, num_heads, dim = shape
     strides = (n * itemsize for n in (*k[:2], *v[:2], *k_cache[:3]))
     return int64_array(num_tokens, num_heads, dim * itemsize, *strides, block_size)
+
+
+def rope_and_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write turned keys and values into their slots; return turned queries and keys.
+
+    Args:
+        q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
+        k_cache, v_cache: [N, B, Hkv, D], any strides but the last
+        slot_mapping: int64 [T], block * B + offset
+    """
+    q, k = elementwise.rotate(q, k, cos, sin)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q, k
 
 
 def _has_rows(*strides: Strides) -> bool:

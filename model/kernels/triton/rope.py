@@ -136,8 +136,10 @@ def rope_and_write_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Write turned keys and values into their slots; return the turned queries [T, H, D].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write turned keys and values into their slots; return turned queries [T, H, D], and keys.
+
+    The keys are returned as they came: attention reads turned ones in the cache alone.
 
     Args:
         q: [T, H, D], k, v: [T, Hkv, D], the last dimension contiguous
@@ -149,7 +151,7 @@ def rope_and_write_kv(
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // k.shape[1]
     _launch(q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, q_out, group)
-    return q_out
+    return q_out, k
 
 
 def write_kv(

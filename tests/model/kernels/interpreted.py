@@ -195,7 +195,7 @@ def check_prefill(rng: random.Random) -> None:
         v[bounds[i] : bounds[i + 1]] = shape.v_cache[blocks, offsets]
     where = (shape.k_cache, shape.v_cache, table, bounds, torch.tensor(lengths).int(), shape.scale)
     found, wanted = torch.full_like(q, torch.nan), torch.zeros_like(q)
-    triton_prefill.paged_prefill(q, *where, found, shape.window)
+    triton_prefill.paged_prefill(q, k, v, *where, found, shape.window)
     shape.clear_behind(table, lengths)
     paged_attention.paged_prefill(q, k, v, *where, wanted, shape.window)
     assert found[:num_before].isnan().all(), "wrote rows of decodes"
@@ -213,7 +213,7 @@ def check_prefill_padding(rng: random.Random) -> None:
     bounds = torch.tensor([0, *queries]).cumsum(0).int()
     found = torch.full_like(q, torch.nan)
     args = (shape.k_cache, shape.v_cache, table, bounds, torch.tensor(lengths).int(), shape.scale)
-    triton_prefill.paged_prefill(q, *args, found, shape.window)
+    triton_prefill.paged_prefill(q, q, q, *args, found, shape.window)
     assert found.isfinite().all()
     assert not found[3 : 3 + queries[1]].any()
 
@@ -249,9 +249,10 @@ def check_rope(rng: random.Random) -> None:
         compare(shape.pool, wanted_pool, exactly=True)
         return
     if kind == "table":
-        found = triton_rope.rope_and_write_kv(q, k, v, cos, sin, *caches, slot_mapping, positions)
+        turns = (cos, sin, *caches, slot_mapping, positions)
+        found, _ = triton_rope.rope_and_write_kv(q, k, v, *turns)
     else:
-        found = triton_rope.rope_and_write_kv(q, k, v, *by_token, *caches, slot_mapping)
+        found, _ = triton_rope.rope_and_write_kv(q, k, v, *by_token, *caches, slot_mapping)
     paged_attention.write_kv(rotate(k, *by_token), v, wanted_k, wanted_v, slot_mapping)
     compare(found, rotate(q, *by_token))
     compare(shape.pool, wanted_pool)
@@ -301,10 +302,10 @@ def check_experts(rng: random.Random) -> None:
     down = torch.full((num_own + 2, hidden, size), torch.nan, dtype=dtype)
     gate_up[1:-1] = torch.randn(num_own, 2 * size, hidden) / hidden**0.5
     down[1:-1] = torch.randn(num_own, hidden, size) / size**0.5
-    args = (x, experts, weights, gate_up[1:-1], down[1:-1], first)
+    args = (x, experts, weights, gate_up[1:-1], down[1:-1])
     with NoWaiting(), Scratch():
-        found = triton_experts.expert_mlp(*args)
-    compare(found, sparse_mlp.expert_mlp(*args))
+        found = triton_experts.expert_mlp(*args, size, first)
+    compare(found, sparse_mlp.expert_mlp(*args, first))
     assert found.isfinite().all()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
-from model.kernels import dispatch, paged_attention
+from model.kernels import cpu, dispatch, paged_attention, triton
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -26,6 +27,7 @@ from model.layers.norm import RMSNorm
 from model.parallel import Placement
 
 H, HKV, D, BLOCK = 8, 2, 16, 4
+ROOMS = (cpu, triton)
 KERNELS = {
     "split": triton_decode._split_kernel,
     "join": triton_decode._join_kernel,
@@ -90,9 +92,25 @@ def test_the_device_chooses_the_kernels() -> None:
         assert dispatch.uses_triton(torch.empty(1, device="cuda"))
 
 
+@pytest.mark.parametrize("name", cpu.__all__)
+def test_both_devices_kernels_take_the_same_arguments(name: str) -> None:
+    takes, others = (list(signature(getattr(room, name)).parameters.values()) for room in ROOMS)
+    names, more = [p.name for p in takes], others[len(takes) :]
+    assert names == [p.name for p in others][: len(takes)]
+    # What one device alone can be asked for is left out by whoever calls both.
+    assert all(p.default is not p.empty for p in more)
+
+
+def test_both_devices_have_the_same_kernels() -> None:
+    assert cpu.__all__ == triton.__all__
+    named = {n for n, value in vars(dispatch).items() if getattr(value, "__name__", "") == "call"}
+    assert named < set(cpu.__all__)
+
+
 def test_a_value_that_is_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     # The torch functions do read values; those in C++ need memory, which a fake has not.
-    monkeypatch.setattr(dispatch, "cpu_attention", paged_attention)
+    for name in ("write_kv", "paged_decode", "paged_prefill"):
+        monkeypatch.setattr(cpu, name, getattr(paged_attention, name))
     with FakeTensorMode(), pytest.raises(DynamicOutputShapeException):
         attend(3, 5, 40, is_turned=True)
 
