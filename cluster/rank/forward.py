@@ -22,6 +22,7 @@ import torch
 
 from cluster.engine.changeover import Changeover
 from cluster.messages import MAX_LOGPROBS, StepAgreement, checksum
+from cluster.rank.context import Progress
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
@@ -57,9 +58,6 @@ from compile.pieces.decorator import compile_as_is
 from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.

@@ -33,7 +33,8 @@ from cluster.rank.buffers import upload_once
 from cluster.rank.compile_ahead import CompileAhead
 from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.forward import MAX_SCORED_ROWS, Progress, StepForward, StepOutput
+from cluster.rank.context import Progress, RankContext
+from cluster.rank.forward import MAX_SCORED_ROWS, StepForward, StepOutput
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
@@ -42,7 +43,7 @@ from cluster.rank.step_counts import StepCounts
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError
-from compile.scope import ArtifactExchange, compile_scope
+from compile.scope import compile_scope
 from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
 from model.parallel import Shard
@@ -80,13 +81,10 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        context: RankContext,
         *,
-        dp_rank: int = 0,
         group: GroupMembership | None = None,
-        progress: Progress | None = None,
         storage: Callable[[int], memoryview | None] | None = None,
-        exchange: ArtifactExchange | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
@@ -94,13 +92,11 @@ class ModelRunner:
         If the rank serves while it compiles, what the cache lacks is left for later.
 
         Args:
-            dp_rank: with the rank in `group` it names the directory of compiled code.
             group: the ranks that hold the model together; None for this one alone.
-            progress: called with (what, done, total) until the rank is ready.
             storage: returns memory of the given size in bytes for the pool, or None.
-            exchange: where ranks on other nodes publish what they compile.
             wake: makes the step thread of a rank that sleeps come to a step's border.
         """
+        config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
         self.shard = group.shard
         self._dp_rank = group.dp_rank
@@ -121,9 +117,7 @@ class ModelRunner:
             if config.dtype == "float16":
                 log.warning("dtype: float16 is slow on a CPU: bfloat16 and float32 have kernels")
         limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
-        told = None if progress is None else partial(progress, "compiling")
-        scope_of_rank = rank_scope(config, dp_rank, group, pools, exchange, progress=told)
-        with compile_scope(scope_of_rank) as scope:
+        with compile_scope(rank_scope(context, group, pools)) as scope:
             self.model, self.model_config = load_model(
                 Path(config.model_path),
                 shard=self.shard,
@@ -179,7 +173,7 @@ class ModelRunner:
         if self.changeover.is_over:
             self.forward.capture(progress)
         else:
-            job = CompileJob.of(config, dp_rank, group)
+            job = CompileJob.of(context, group)
             self._ahead = CompileAhead(job, self.forward, wake)
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)

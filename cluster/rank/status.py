@@ -10,47 +10,57 @@ take per token.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from cluster.engine.scheduler import SchedulerStats
 from cluster.engine.watchdog import Heartbeat, Phase
+from cluster.rank.context import RankContext, RankPlace
 
 KEEP = 0.9
 """Weight of what was known, when a step has told how long a token takes."""
 
 
+_IN_METRICS_ALONE = ("num_preemptions", "prefix_queries", "prefix_hits")
+
+
 @dataclass(frozen=True)
 class RankStats:
-    """One rank's counters. Every field is one of `/ready`'s; sizes are bytes, counts blocks.
+    """One rank's figures; sizes are bytes, counts blocks.
 
     Invariant: a cached block that no sequence uses counts as free.
     """
 
-    tp_rank: int
-    dp_rank: int
+    place: RankPlace
     pid: int
     node: str
     state: str
     """starting, loading, ready or stopped."""
-    epoch: int
-    step: int
+    step: int = 0
     """The last one that the rank began. Steps in which no rank has work are not counted here:
     followers hear nothing of them."""
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_for_kv: int = 0
-    """Of those that wait."""
-    held_tickets: int = 0
+    scheduler: SchedulerStats = field(default_factory=SchedulerStats)
+    """A follower has none: of it only `held_tickets` is told."""
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
-    prompt_tokens_computed: int = 0
     compiling: bool = False
     """It serves, and its group will go over to what is being compiled."""
     compile_error: str = ""
     """Why it goes on without compiled pieces."""
+
+    @classmethod
+    def of(cls, rank: RankContext, state: str, **figures: Any) -> RankStats:
+        """Return the figures of a rank of this process."""
+        return cls(rank.place, os.getpid(), rank.node, state, **figures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `/ready` shows of the rank, without nesting."""
+        figures = asdict(self)
+        nested = figures.pop("place") | figures.pop("scheduler")
+        return {name: n for name, n in nested.items() if name not in _IN_METRICS_ALONE} | figures
 
 
 class PhaseRecorder:

@@ -29,6 +29,7 @@ from parity_process import (
     LOSE,
     REPORT,
     Report,
+    context_of,
     num_late,
     report,
 )
@@ -163,7 +164,7 @@ class Pool:
         return [rank.ask(REPORT) for rank in self.ranks]
 
     def is_empty(self) -> bool:
-        stats = [report.stats for report in self.reports()]
+        stats = [report.stats.scheduler for report in self.reports()]
         blocks = all(rank.num_free_blocks == rank.num_blocks for rank in stats)
         return blocks and not any(rank.num_running + rank.held_tickets for rank in stats)
 
@@ -185,13 +186,13 @@ def leading(
 ) -> Iterator[Leader]:
     """Lead a group from this process; `reports` is filled in at its end."""
     num_late_before = num_late()
-    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
+    context = context_of(config, 0, 0)
+    endpoints = LeaderEndpoints(context)
     with processes.lent(config.parallel.tensor_parallel_size - 1) as followers:
         for i, follower in enumerate(followers):
             follower.tell((config, 0, i + 1))
             follower.tell(endpoints.rendezvous)
-        places = {"host": HOST, "credentials": CREDENTIALS, "endpoints": endpoints}
-        leader = Leader(config, engine_id="test", epoch=EPOCH, **places)
+        leader = Leader(context, endpoints)
         for follower in followers:
             follower.hear()
         try:

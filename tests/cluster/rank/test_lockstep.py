@@ -36,6 +36,7 @@ from cluster.messages import (
     encode,
 )
 from cluster.rank import groups, lockstep
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
@@ -95,7 +96,7 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     """Yield what joining came to on each rank, lockstep or error; `hello` alters fields by rank."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(1, size))
     opened = [
-        LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
+        LeaderEndpoints(RankContext(config, RankPlace(rank), credentials=CREDENTIALS))
         for rank in range(size)
     ]
     told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
@@ -117,7 +118,7 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     for endpoints in opened:
         if endpoints.listener is not None:
             endpoints.listener.close()
-        end_context(endpoints.context, "test", linger=0)
+        end_context(endpoints.sockets, "test", linger=0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -227,20 +228,14 @@ def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
             level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
         ),
     )
-    common: dict[str, Any] = {"host": HOST, "credentials": CREDENTIALS}
-    opened = [LeaderEndpoints(config, dp_rank=rank, **common) for rank in range(2)]
+    contexts = [
+        RankContext(config, RankPlace(rank, 0, EPOCH), credentials=CREDENTIALS) for rank in range(2)
+    ]
+    opened = [LeaderEndpoints(context) for context in contexts]
     told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
 
     def lead(rank: int) -> Leader:
-        return Leader(
-            config,
-            engine_id="",
-            epoch=EPOCH,
-            dp_rank=rank,
-            endpoints=opened[rank],
-            rendezvous=told[rank],
-            **common,
-        )
+        return Leader(contexts[rank], opened[rank], told[rank])
 
     with ThreadPoolExecutor(2) as threads:
         leaders = list(threads.map(lead, range(2)))
