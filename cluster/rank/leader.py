@@ -145,7 +145,7 @@ class Leader(Rank):
         self._close()
 
     def _sleep(self) -> None:
-        self.runner.phases.wait(self._last_step, is_asleep=True)
+        self.runner.step_stats.wait(self._last_step, is_asleep=True)
         self._poller.poll(MAX_SLEEP_MS)
         self._doorbell.clear()
 
@@ -155,7 +155,7 @@ class Leader(Rank):
 
     def step(self) -> None:
         """Take what waits in the inbox, run one step and send its outputs."""
-        self.runner.phases.plan(self._last_step + 1)
+        self.runner.step_stats.plan(self._last_step + 1)
         self._take_inbox()
         self._take_reports()
         self.runner.load_slice()
@@ -163,7 +163,7 @@ class Leader(Rank):
         try:
             outputs = self.engine.step()
         except StepDivergence as error:
-            raise error.after(self.runner.steps.tail()) from None
+            raise error.after(self.runner.step_stats.tail()) from None
         lost = self._output_sender.send(outputs) if outputs else []
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
@@ -186,15 +186,13 @@ class Leader(Rank):
 
     def counts(self) -> Counts:
         """Return what the rank has counted. Any thread may call it."""
-        scheduled, phases = self.engine.stats(), self.runner.phases
+        scheduled = self.engine.stats()
         return {
             ("num_preemptions_total",): scheduled.num_preemptions,
             ("prefix_cache_queries_total",): scheduled.prefix_queries,
             ("prefix_cache_hits_total",): scheduled.prefix_hits,
             ("prompt_tokens_computed_total",): scheduled.prompt_tokens_computed,
-            ("votes_total",): phases.num_votes,
-            ("dp_wait_seconds_total",): phases.vote_wait_s,
-            **self.runner.step_counts.counts(),
+            **self.runner.step_stats.counts(),
             **super().counts(),
         }
 
@@ -280,7 +278,7 @@ class Leader(Rank):
             epoch=hello.epoch,
             captured=forward.captured,
         )
-        return JoinedLockstep(machine, self._peers, self.runner.phases)
+        return JoinedLockstep(machine, self._peers, self.runner.step_stats)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:

@@ -161,7 +161,7 @@ class Rank:
         return RankStats.of(
             self.context,
             "ready",
-            step=self.runner.steps.last_step,
+            step=self.runner.step_stats.last_step,
             scheduler=self._scheduler_stats(),
             kv_bytes_sent=self.transfer.bytes_sent,
             kv_bytes_received=self.transfer.bytes_received,
@@ -183,7 +183,7 @@ class Rank:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
-        return self.runner.phases.heartbeat()
+        return self.runner.step_stats.heartbeat()
 
     def _wait_for(self, name: str) -> None:
         """Let the owner know what this rank waits for."""

@@ -64,7 +64,7 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
     forward = rank.runner.forward
     return Report(
         rank.stats(),
-        rank.runner.steps.as_dicts(),
+        rank.runner.step_stats.as_dicts(),
         {key: times for key, times in forward.num_replays.items() if times},
         forward.gaps.num_steps,
         forward.captured,
