@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.counts import BUCKET, SUM, Counts, bound_text
+from cluster.engine.scheduler import SchedulerStats
 
 PREFIX = "lockstep:"
 INGRESS = "ingress"
@@ -227,22 +228,11 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 @dataclass(frozen=True)
-class EngineGauges:
-    """What an engine of a replica says of now. A follower says nothing."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_for_kv: int
-    num_blocks: int
-    num_free_blocks: int
-
-
-@dataclass(frozen=True)
 class MetricsSnapshot:
     """All values at one moment, by engine. Invariant: no total is below what an earlier one had."""
 
     totals: dict[str, Counts]
-    engines: dict[str, EngineGauges]
+    engines: dict[str, SchedulerStats]
     """Those that are alive."""
 
 

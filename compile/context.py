@@ -8,16 +8,16 @@ signatures (tensors and a name), so the traced graph does not depend on the batc
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
 
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor as BatchDescriptor
-from compile.gaps import GapTimer
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class ForwardContext:
     """The graph to capture or replay; None if the step runs eagerly."""
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     """NONE, PIECEWISE or FULL: what this forward captures or replays."""
-    gap_timer: GapTimer | None = field(default=None, compare=False)
-    """Where pieces book their replays, in a step that is timed."""
+    replay: Callable[[Any], None] = field(default=methodcaller("replay"), compare=False)
+    """Replays a graph. A step that is timed brings one that reads a clock around it."""
 
 
 class _PerThread(threading.local):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class GapTimer:
@@ -19,7 +20,7 @@ class GapTimer:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+        self._clock = clock
         self.num_steps = 0
         self.last_share = 0.0
         """Of the last step that was timed."""
@@ -32,16 +33,18 @@ class GapTimer:
         """The share of gaps in all steps so far; 0 before the first one."""
         return self._gaps_s / self._steps_s if self._steps_s else 0.0
 
-    def add_replay(self, seconds: float) -> None:
-        """Book the replay of one piece of the current step."""
-        self._replayed_s += seconds
+    def replay(self, graph: Any) -> None:
+        """Replay the graph of one piece of the current step, and book how long that took."""
+        began = self._clock()
+        graph.replay()
+        self._replayed_s += self._clock() - began
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time a step. One that fails is not booked."""
-        self._replayed_s, began = 0.0, self.clock()
+        self._replayed_s, began = 0.0, self._clock()
         yield
-        seconds = self.clock() - began
+        seconds = self._clock() - began
         gaps = max(0.0, seconds - self._replayed_s)
         self.num_steps += 1
         self.last_share = gaps / seconds if seconds else 0.0

@@ -24,6 +24,7 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
+from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
@@ -120,7 +121,7 @@ class LLM:
             options["compilation"] = compilation_config
         self.config = engine_config(options)
         self.tokenizer = Tokenizer.from_dir(Path(self.config.model_path))
-        self.runner = ModelRunner(self.config)
+        self.runner = ModelRunner(RankContext(self.config))
         self.engine = assemble_engine(self.config, self.runner)
         assert self.runner.grammars is not None, "the only rank samples"
         self._grammars = GrammarChecks(partial(check, self.runner.grammars.vocabulary))

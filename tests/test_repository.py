@@ -194,11 +194,12 @@ from dataclasses import replace
 import msgspec
 from cluster.config import CacheConfig, EngineConfig
 from cluster.messages import GenerateRequest, Grammar, Sampling, Submit
+from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 config = EngineConfig("examples/tiny", max_model_len=32, cache=CacheConfig(num_kv_blocks=4))
 config = replace(config, compilation=replace(config.compilation, level=0))
-runner = ModelRunner(config)
+runner = ModelRunner(RankContext(config))
 engine = assemble_engine(config, runner)
 plain = Sampling(0.0, 0, 1.0, 0.0, 0, 3, (1,), -1, -1, None, None)
 constrained = msgspec.structs.replace(plain, grammar=Grammar("start: /a/", (1,)))

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,21 +23,12 @@ from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.watchdog import Heartbeat, Phase
 from cluster.logs import configure_logs
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.status import RankStats
 
 if TYPE_CHECKING:
-    from cluster.rank.follower import Follower
-    from cluster.rank.leader import Leader
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Which rank an actor is. Invariant: no two actors of one epoch share a place."""
-
-    dp_rank: int
-    tp_rank: int
-    epoch: int
+    from cluster.rank.rank import Rank
 
 
 class RankActor:
@@ -57,26 +48,25 @@ class RankActor:
         configure_logs(config.log_format)
         # Read when torch is loaded, which happens in `load` and not before.
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
-        self._config = config
-        self._place = place
-        self._engine_id = engine_id
-        self._credentials = credentials
-        self._is_on_one_node = is_on_one_node
-        self._exchange = None if artifact_board is None else RayExchange(artifact_board)
         self._state = "starting"
         self._progress = LoadClock("starting")
+        self._context = RankContext(
+            config,
+            place,
+            host=ray.util.get_node_ip_address(),
+            credentials=credentials,
+            engine_id=engine_id,
+            node=ray.get_runtime_context().get_node_id(),
+            is_on_one_node=is_on_one_node,
+            progress=self._progress.note,
+            exchange=None if artifact_board is None else RayExchange(artifact_board),
+        )
         self._endpoints: LeaderEndpoints | None = None
-        self._rank: Leader | Follower | None = None
+        self._rank: Rank | None = None
 
     def meet(self) -> Rendezvous | None:
         """Open where followers and other leaders will find this one; None if there are none."""
-        self._endpoints = LeaderEndpoints(
-            self._config,
-            host=ray.util.get_node_ip_address(),
-            credentials=self._credentials,
-            dp_rank=self._place.dp_rank,
-            is_on_one_node=self._is_on_one_node,
-        )
+        self._endpoints = LeaderEndpoints(self._context)
         return self._endpoints.rendezvous
 
     def load(self, rendezvous: Rendezvous | None = None) -> str:
@@ -89,52 +79,28 @@ class RankActor:
             CannotCompile: no other rank would load either.
         """
         self._state = "loading"
-        is_leader = self._place.tp_rank == 0
         try:
-            rank = self._lead(rendezvous) if is_leader else self._follow(rendezvous)
+            self._rank = self._loaded(rendezvous)
         except Exception as error:
             from cluster.rank.compiling import as_final  # which imports torch
 
             if (final := as_final(error)) is None:
                 raise
             raise final from error
-        self._rank = rank
         self._state = "ready"
-        return getattr(rank, "inbox", "")
+        return getattr(self._rank, "inbox", "")
 
-    def _lead(self, rendezvous: Rendezvous | None) -> Leader:
+    def _loaded(self, rendezvous: Rendezvous | None) -> Rank:
         # Imported here: the owner of the group imports this module too, and must not pay for
         # torch (2 s and 180 MB).
-        from cluster.rank.leader import Leader
+        if self._context.place.tp_rank == 0:
+            from cluster.rank.leader import Leader
 
-        return Leader(
-            self._config,
-            engine_id=self._engine_id,
-            epoch=self._place.epoch,
-            host=ray.util.get_node_ip_address(),
-            credentials=self._credentials,
-            dp_rank=self._place.dp_rank,
-            progress=self._on_progress,
-            endpoints=self._endpoints,
-            rendezvous=rendezvous,
-            exchange=self._exchange,
-        )
-
-    def _follow(self, rendezvous: Rendezvous | None) -> Follower:
+            return Leader(self._context, self._endpoints, rendezvous)
         from cluster.rank.follower import Follower
 
         assert rendezvous is not None, "rank: wanted its leader's rendezvous, found None"
-        return Follower(
-            self._config,
-            dp_rank=self._place.dp_rank,
-            tp_rank=self._place.tp_rank,
-            epoch=self._place.epoch,
-            host=ray.util.get_node_ip_address(),
-            credentials=self._credentials,
-            rendezvous=rendezvous,
-            progress=self._on_progress,
-            exchange=self._exchange,
-        )
+        return Follower(self._context, rendezvous)
 
     def run(self) -> None:
         """Step until stopped: the rank's life."""
@@ -150,27 +116,15 @@ class RankActor:
 
     def stats(self) -> tuple[RankStats, LoadProgress | None, Counts]:
         """Return figures, progress while the rank is not ready or compiles, and its counts."""
-        place, node = self._place, ray.get_runtime_context().get_node_id()
-        if self._state == "ready" and self._rank is not None:
-            stats = self._rank.stats(
-                tp_rank=place.tp_rank, dp_rank=place.dp_rank, pid=os.getpid(), node=node
-            )
-            progress = self._rank.compile_progress()
-            if progress is None:
-                return stats, None, self._rank.counts()
+        place = self._context.place
+        if self._state != "ready" or self._rank is None:
+            stats = RankStats.of(self._context, self._state)
+            return stats, self._progress.read(place.dp_rank, place.tp_rank), {}
+        told: LoadProgress | None = None
+        if (progress := self._rank.runner.compile_progress) is not None:
             self._progress.note(*progress)
             told = self._progress.read(place.dp_rank, place.tp_rank)
-            return stats, told, self._rank.counts()
-        stats = RankStats(
-            tp_rank=place.tp_rank,
-            dp_rank=place.dp_rank,
-            pid=os.getpid(),
-            node=node,
-            state=self._state,
-            epoch=place.epoch,
-            step=0,
-        )
-        return stats, self._progress.read(place.dp_rank, place.tp_rank), {}
+        return self._rank.stats(), told, self._rank.counts()
 
     def heartbeat(self) -> Heartbeat | None:
         """Return what the step thread does; None before the rank loads weights, and after its end.
@@ -185,17 +139,13 @@ class RankActor:
 
     def debug(self) -> dict[str, Any]:
         """Return what `/debug/ranks` shows of this rank."""
-        place = {"dp_rank": self._place.dp_rank, "tp_rank": self._place.tp_rank}
-        rank = {**place, "epoch": self._place.epoch, "pid": os.getpid(), "state": self._state}
+        rank = {**asdict(self._context.place), "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
 
     def stop(self) -> None:
         """End the step loop at its next border."""
         if self._rank is not None:
             self._rank.stop()
-
-    def _on_progress(self, what: str, done: int, total: int) -> None:
-        self._progress.note(what, done, total)
 
 
 RemoteRank = ray.remote(

@@ -27,13 +27,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors.artifact_board import create_artifact_board
 from cluster.actors.load_progress import LoadProgress
 from cluster.actors.placement import bundles_by_node, is_on_one_node
-from cluster.actors.rank_actor import RankPlace, RemoteRank
+from cluster.actors.rank_actor import RemoteRank
 from cluster.config import EngineConfig
 from cluster.counts import Counts
 from cluster.credentials import Credentials
 from cluster.engine.changeover import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
+from cluster.rank.context import RankPlace
 from cluster.rank.rendezvous import Rendezvous, introduce
 from cluster.rank.status import RankStats
 
@@ -151,7 +152,7 @@ class RankGroup:
         if silent is not None:
             raise RankDied(f"{silent} while loading")
         if first is not None:
-            name, end = _name(self.places[first]), tasks[first].result()
+            name, end = self.places[first].name, tasks[first].result()
             reason = f"{name} ended while loading: {end.cause}"
             raise RankDied(reason, end.verdict) from end.error
         self.inboxes = [
@@ -180,12 +181,12 @@ class RankGroup:
             first = await asyncio.wait_for(blamed, bound_s)
         except TimeoutError:
             self.kill()
-            [late, *_] = [_name(leaders[i]) for i, task in enumerate(tasks) if not task.done()]
+            [late, *_] = [leaders[i].name for i, task in enumerate(tasks) if not task.done()]
             raise RankDied(f"{late}: no word of it for {bound_s:g} s before loading") from None
         if first is not None:
             self.kill()
             end = tasks[first].result()
-            name = _name(leaders[first])
+            name = leaders[first].name
             raise RankDied(f"{name} ended before loading: {end.cause}") from end.error
         offers = [task.result().value for task in tasks]
         # Without lockstep each data-parallel rank is a group of its own, with its own store.
@@ -209,7 +210,7 @@ class RankGroup:
         assert first is not None
         end = tasks[first].result()
         self.verdict = end.verdict
-        return f"{_name(self.places[first])} ended: {end.cause or 'stopped'}"
+        return f"{self.places[first].name} ended: {end.cause or 'stopped'}"
 
     async def _watch(self) -> str:
         """Return which rank keeps the group from stepping, and why."""
@@ -239,7 +240,7 @@ class RankGroup:
         size = self._parallel.tensor_parallel_size * self._parallel.lockstep_size
         watchdogs = [
             Watchdog(
-                [_name(place) for place in places],
+                [place.name for place in places],
                 watchdog_s=self._watchdog_s,
                 now=since,
                 # Long: a process whose memory was swapped out answers late, and is not dead.
@@ -398,7 +399,3 @@ def place_in_group(reason: str) -> str:
     """Return the rank that the end of a group was blamed on, as `dp=0 tp=1`, or `unknown`."""
     found = re.match(r"rank (dp=\d+ tp=\d+) epoch=", reason)
     return found[1] if found else "unknown"
-
-
-def _name(place: RankPlace) -> str:
-    return f"rank dp={place.dp_rank} tp={place.tp_rank} epoch={place.epoch}"

@@ -24,7 +24,7 @@ from cluster.actors.rank_group import GroupReport
 from cluster.actors.ray_metrics import RayMetrics
 from cluster.actors.turns import Turns
 from cluster.counts import Counts, Ledger
-from cluster.metrics import INGRESS, Described, EngineGauges, MetricsSnapshot
+from cluster.metrics import INGRESS, Described, MetricsSnapshot
 
 NAMESPACE = "lockstep"
 OUTDATED = "outdated"
@@ -124,8 +124,9 @@ class StatusBoard:
         place, source = self._place(report.pool, report.replica_id), report.replica_id
         self._add(source, _engine(report.pool, place, 0), report.counts)
         for rank, counts in zip(report.group.ranks, report.group.counts, strict=False):
-            of_rank = f"{source}/{rank.dp_rank}/{rank.tp_rank}/{rank.epoch}/{rank.pid}"
-            self._add(of_rank, _engine(report.pool, place, rank.dp_rank), counts)
+            at = rank.place
+            of_rank = f"{source}/{at.dp_rank}/{at.tp_rank}/{at.epoch}/{rank.pid}"
+            self._add(of_rank, _engine(report.pool, place, at.dp_rank), counts)
         now = time.monotonic()
         if now - self._saved_at > SAVE_PERIOD_S:
             self._save()
@@ -179,17 +180,11 @@ class StatusBoard:
 
     def _now(self) -> MetricsSnapshot:
         engines = {
-            _engine(pool, self._place(pool, replica_id), rank.dp_rank): EngineGauges(
-                num_running=rank.num_running,
-                num_waiting=rank.num_waiting,
-                num_waiting_for_kv=rank.num_waiting_for_kv,
-                num_blocks=rank.num_blocks,
-                num_free_blocks=rank.num_free_blocks,
-            )
+            _engine(pool, self._place(pool, replica_id), rank.place.dp_rank): rank.scheduler
             for pool, by_id in self._reports.items()
             for replica_id, (_, report) in by_id.items()
             for rank in report.group.ranks
-            if rank.tp_rank == 0 and rank.state == "ready"
+            if rank.place.tp_rank == 0 and rank.state == "ready"
         }
         return MetricsSnapshot(self._ledger.totals, engines)
 
@@ -271,7 +266,7 @@ class StatusBoard:
     def _dp_ranks(self, pool: str, replica_id: str) -> list[int]:
         """Return the data-parallel ranks of a replica; those of one that is rebuilt are unknown."""
         _, report = self._reports.get(pool, {}).get(replica_id, (0.0, None))
-        return [] if report is None else sorted({rank.dp_rank for rank in report.group.ranks})
+        return [] if report is None else sorted({rank.place.dp_rank for rank in report.group.ranks})
 
     def _forget_lost(self, now: float) -> None:
         for ingress_id, (polled_at, _) in list(self._ingresses.items()):
@@ -379,7 +374,7 @@ def _replica(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
         "id": report.replica_id,
         "state": report.state if is_ours else OUTDATED,
         "in_state_s": report.in_state_s,
-        "ranks": [asdict(rank) for rank in report.group.ranks],
+        "ranks": [rank.to_dict() for rank in report.group.ranks],
     }
     if report.is_stuck:
         entry["stuck"] = True

@@ -12,16 +12,9 @@ stands in the error.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
-
-import msgspec
 
 from cluster.group_messages import StepDigest
 from cluster.messages import StepAgreement, StepPlan, checksum
-
-NUM_LOGGED_STEPS = 1000
-NUM_TOLD_STEPS = 8
-"""Of the log in an error: those that lead to it."""
 
 
 class StepDivergence(RuntimeError):
@@ -117,40 +110,3 @@ def check_digest(rank: str, wanted: StepDigest, found: StepDigest) -> None:
         theirs, ours = getattr(wanted, field), getattr(found, field)
         if theirs != ours:
             raise StepDivergence(rank, found.step, field, theirs, ours)
-
-
-class StepLog:
-    """The last `NUM_LOGGED_STEPS` steps of one rank. Any thread may read it."""
-
-    def __init__(self) -> None:
-        self._steps: deque[StepAgreement] = deque(maxlen=NUM_LOGGED_STEPS)
-        self.last_step = 0
-        """The number of the last one that was begun; the same on all ranks that step together."""
-
-    def add(self, agreed: StepAgreement) -> None:
-        """Log a step that starts now."""
-        self._steps.append(agreed)
-        self.last_step = agreed.step
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return what is logged as plain data, oldest first, one value a field."""
-        return [_as_dict(agreed) for agreed in list(self._steps)]
-
-    def tail(self) -> tuple[str, ...]:
-        """Return the last steps as lines, for an error."""
-        return tuple(map(_line, self.as_dicts()[-NUM_TOLD_STEPS:]))
-
-
-def _as_dict(agreed: StepAgreement) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in msgspec.structs.asdict(agreed).items():
-        if name == "batch":
-            fields |= {"graph_bs": value.num_seqs or 0, "num_tokens": value.num_tokens}
-        else:
-            fields[name] = value
-    return fields
-
-
-def _line(fields: dict[str, Any]) -> str:
-    head = f"ran epoch {fields.pop('epoch')} step {fields.pop('step')}:"
-    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])

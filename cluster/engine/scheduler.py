@@ -66,19 +66,19 @@ ended."""
 class SchedulerStats:
     """Gauges and counters of one scheduler."""
 
-    num_running: int
-    num_waiting: int
+    num_running: int = 0
+    num_waiting: int = 0
     """Waiting for a row or for KV."""
-    num_waiting_for_kv: int
-    held_tickets: int
-    num_blocks: int
-    num_free_blocks: int
-    prompt_tokens_computed: int
+    num_waiting_for_kv: int = 0
+    held_tickets: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    prompt_tokens_computed: int = 0
     """Prompt positions computed here, again after a pre-emption included."""
-    num_preemptions: int
-    prefix_queries: int
+    num_preemptions: int = 0
+    prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""
-    prefix_hits: int
+    prefix_hits: int = 0
     """Tokens found there."""
 
 

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import HashStore
 from cluster.config import EngineConfig
 from cluster.logs import configure_logs
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
+from cluster.rank.context import Progress, RankContext, RankPlace
 from cluster.rank.forward import StepForward
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
@@ -55,8 +56,8 @@ class CompileJob:
     """For which rank to compile. Plain data: the groups of a shard stay in the rank's process."""
 
     config: EngineConfig
-    directory_dp_rank: int
-    """Names the rank's directory in the cache, also where ranks are independent."""
+    place: RankPlace
+    """Its dp_rank names the directory in the cache, also where ranks are independent."""
     tp: tuple[int, int]
     """Rank and size of the tensor-parallel group."""
     dp: tuple[int, int]
@@ -64,11 +65,11 @@ class CompileJob:
     shares_experts: bool
 
     @classmethod
-    def of(cls, config: EngineConfig, dp_rank: int, group: GroupMembership) -> CompileJob:
+    def of(cls, context: RankContext, group: GroupMembership) -> CompileJob:
         """Describe a rank of `group`."""
         shard = group.shard
         tp, dp = (shard.rank, shard.size), (group.dp_rank, group.dp_size)
-        return cls(config, dp_rank, tp, dp, shard.data is not None)
+        return cls(context.config, context.place, tp, dp, shard.data is not None)
 
     def group(self) -> GroupMembership:
         """Return the rank's membership, with groups that nothing can be sent through."""
@@ -178,7 +179,7 @@ def main() -> int:
         print(json.dumps(told), file=out, flush=True)
 
     try:
-        compile_for(job, lambda done, total: tell(done=done, total=total))
+        compile_for(job, lambda _, done, total: tell(done=done, total=total))
     except Exception as error:
         log.exception("compiling for a rank that serves")
         tell(error=one_line(error), is_final=as_final(error) is not None)
@@ -194,12 +195,13 @@ def _end_with_the_rank() -> None:
     os._exit(1)
 
 
-def compile_for(job: CompileJob, progress: Callable[[int, int], None]) -> None:
+def compile_for(job: CompileJob, progress: Progress) -> None:
     """Compile a rank's forward into the cache."""
     config, group, device = job.config, job.group(), torch.device(job.config.device)
     torch.set_num_threads(config.threads)  # part of the cache's key
     pools = graph_pools(config.compilation, device)
-    scope = rank_scope(config, job.directory_dp_rank, group, pools, progress=progress)
+    context = RankContext(config, job.place, progress=progress)
+    scope = rank_scope(context, group, pools)
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):
         model, model_config = blank_model(Path(config.model_path), shard=group.shard, dtype=dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import shutil
 import sysconfig
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import model
 from cluster.config import EngineConfig
 from cluster.engine.changeover import CannotCompile
+from cluster.rank.context import RankContext
 from cluster.rank.groups import GroupMembership
 from compile.cache.key import sources_hash
 from compile.cache.manager import Toolchain
@@ -29,7 +29,7 @@ from compile.pieces.diagnose import GraphBreakError
 from compile.pieces.dynamo import TraceError
 from compile.pieces.split import PieceInvariantError
 from compile.resolve import PRESETS, StepLimits, resolve
-from compile.scope import ArtifactExchange, CompileScope
+from compile.scope import CompileScope
 from model.config import ModelConfig
 from model.kernels.cpu.packed_linear import can_pack
 from model.parallel import Shard
@@ -49,22 +49,12 @@ def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
     return GraphPools(new_pool, policy=config.graph_pool)
 
 
-def rank_scope(
-    config: EngineConfig,
-    dp_rank: int,
-    group: GroupMembership,
-    pools: GraphPools,
-    exchange: ArtifactExchange | None = None,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-) -> CompileScope:
+def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) -> CompileScope:
     """Return the scope that a rank's model is built in, its configuration resolved.
 
     Equal on all ranks of the group but for their places: sizes and graphs follow from it.
-
-    Args:
-        progress: called with (pieces there are, pieces in all) as they are compiled.
     """
+    config, progress = context.config, context.progress
     if config.device == "cuda" and (missing := missing_for_triton()):
         log.warning(
             "device: this machine cannot build what Triton has not cached: it lacks %s", missing
@@ -82,11 +72,11 @@ def rank_scope(
     return CompileScope(
         config=resolved,
         tp_rank=group.shard.rank,
-        dp_rank=dp_rank,
+        dp_rank=context.place.dp_rank,
         key_factors=_key_factors(config, group.shard),
-        toolchain=Toolchain(pools, progress),
+        toolchain=Toolchain(pools, None if progress is None else partial(progress, "compiling")),
         max_num_tokens=limits.max_num_batched_tokens,
-        exchange=exchange,
+        exchange=context.exchange,
     )
 
 

@@ -13,95 +13,50 @@ from __future__ import annotations
 
 import zmq
 
-from cluster.config import EngineConfig
-from cluster.counts import Counts
-from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDigester
-from cluster.engine.watchdog import Heartbeat
+from cluster.engine.scheduler import SchedulerStats
 from cluster.group_messages import FollowerHello
 from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import StepReceiver
+from cluster.rank.context import RankContext
 from cluster.rank.follower_loop import FollowerLoop
-from cluster.rank.forward import Progress
-from cluster.rank.groups import GroupMembership
+from cluster.rank.rank import Rank
 from cluster.rank.rendezvous import Rendezvous
-from cluster.rank.status import RankStats
-from cluster.rank.worker import Worker
-from cluster.wire.sockets import end_context
-from compile.scope import ArtifactExchange
-from model.config import ModelConfig
 
 
-class Follower:
-    """Runner, transfer and loop of one following rank."""
+class Follower(Rank):
+    """One following rank, with its receiver and its loop."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        dp_rank: int,
-        tp_rank: int,
-        epoch: int,
-        host: str,
-        credentials: Credentials,
-        rendezvous: Rendezvous,
-        progress: Progress | None = None,
-        exchange: ArtifactExchange | None = None,
-    ) -> None:
-        """Load, and tell the leader."""
-        self.epoch = epoch
-        self._name = f"rank dp={dp_rank} tp={tp_rank} epoch={epoch}"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-        dp_size = config.parallel.lockstep_size
-        group = GroupMembership.follow(
-            rendezvous,
-            tp_rank,
-            config.device,
-            host,
-            hello=rendezvous.hello(credentials, epoch),
-            dp_rank=dp_rank if dp_size > 1 else 0,
-            dp_size=dp_size,
-            shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
-        )
-        self._worker = Worker(
-            config,
-            group,
-            context=self._context,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-            epoch=epoch,
-            host=host,
-            credentials=credentials,
-            progress=progress,
-            exchange=exchange,
-        )
-        self.runner, self.transfer = self._worker.runner, self._worker.connector
+    def __init__(self, context: RankContext, rendezvous: Rendezvous) -> None:
+        """Load, and greet the leader."""
+        super().__init__(context, zmq.Context(), rendezvous)
+        place, credentials = context.place, context.credentials
         self._receiver = StepReceiver(
-            self._context,
-            rendezvous.channels[tp_rank - 1],
-            self._worker.doorbell,
+            self._sockets,
+            rendezvous.channels[place.tp_rank - 1],
+            self._doorbell,
             credentials=credentials,
         )
         self._receiver.open(
             FollowerHello(
                 protocol=PROTOCOL_VERSION,
                 config_hash=credentials.config_hash,
-                epoch=epoch,
+                epoch=place.epoch,
                 nonce=rendezvous.nonce,
-                tp_rank=tp_rank,
+                tp_rank=place.tp_rank,
                 num_blocks=self.runner.num_blocks,
                 layout=self.runner.kv_spec.layout,
                 source=self.transfer.source,
                 graphs=self.runner.forward.checksum(),
             )
         )
+        is_overlapped = context.config.overlap
         self.loop = FollowerLoop(
-            self._name,
+            place.name,
             receiver=self._receiver,
             runner=self.runner,
-            digester=StepDigester(is_overlapped=config.overlap),
-            is_overlapped=config.overlap,
+            digester=StepDigester(is_overlapped=is_overlapped),
+            is_overlapped=is_overlapped,
             holder=self.transfer.server,
             reader=self.transfer.puller,
         )
@@ -113,44 +68,15 @@ class Follower:
             StepDivergence: a step is not the leader's; names rank, step and field.
         """
         self.loop.run()
+        self._receiver.close()
         self._close()
 
     def stop(self) -> None:
         """Make `run` return at the next step's border. Any thread may call it."""
         self.loop.is_stopping = True
-        self._worker.doorbell.ring()
+        self._doorbell.ring()
 
-    def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
-        """Return the rank's counters. Any thread may call it. Blocks are its leader's account."""
+    def _scheduler_stats(self) -> SchedulerStats:
+        """Of its own slice: blocks and requests are its leader's account."""
         server = self.transfer.server
-        return RankStats(
-            tp_rank=tp_rank,
-            dp_rank=dp_rank,
-            pid=pid,
-            node=node,
-            state="ready",
-            epoch=self.epoch,
-            step=self.runner.steps.last_step,
-            held_tickets=server.num_held if server else 0,
-            kv_bytes_sent=self.transfer.bytes_sent,
-            kv_bytes_received=self.transfer.bytes_received,
-            compiling=self.runner.compile_progress is not None,
-            compile_error=self.runner.compile_error,
-        )
-
-    def counts(self) -> Counts:
-        """Return what the rank has counted; its leader counts the steps. Any thread may call it."""
-        return self._worker.counts()
-
-    def heartbeat(self) -> Heartbeat:
-        """Return what the step thread does. Any thread may call it."""
-        return self._worker.heartbeat()
-
-    def compile_progress(self) -> tuple[str, int, int] | None:
-        """Return what is compiled while the rank serves. Any thread may call it."""
-        return self._worker.compile_progress()
-
-    def _close(self) -> None:
-        self._receiver.close()
-        self._worker.close()
-        end_context(self._context, self._name)
+        return SchedulerStats(held_tickets=server.num_held if server else 0)

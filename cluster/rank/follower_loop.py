@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cluster.engine.changeover import Changeover
-from cluster.engine.divergence import StepDigester, StepDivergence, StepLog, check_digest
+from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
 from cluster.group_messages import (
     CancelRead,
     DropKV,
@@ -33,7 +33,7 @@ from cluster.group_messages import (
 )
 from cluster.kv.handoff import KVReader, TicketHolder
 from cluster.messages import FrameError, SampledTokens, StepAgreement, StepPlan
-from cluster.rank.status import PhaseRecorder
+from cluster.rank.step_stats import StepStats
 
 
 class PlanReceiver(Protocol):
@@ -50,12 +50,8 @@ class StepRunner(Protocol):
     """Runs a plan on this rank, and keeps account of it."""
 
     @property
-    def phases(self) -> PhaseRecorder:
-        """What the step thread does."""
-
-    @property
-    def steps(self) -> StepLog:
-        """The last steps."""
+    def step_stats(self) -> StepStats:
+        """What the step thread does, and the last steps."""
 
     @property
     def changeover(self) -> Changeover:
@@ -119,7 +115,7 @@ class FollowerLoop:
             StepDivergence: a step is not the leader's; names rank, step and field.
         """
         while not self.is_stopping:
-            self._runner.phases.wait(self.step + 1, is_asleep=False)
+            self._runner.step_stats.wait(self.step + 1, is_asleep=False)
             match self.receiver.receive():
                 case StepFrame() as frame:
                     self._execute(frame)
@@ -139,7 +135,7 @@ class FollowerLoop:
         try:
             check_digest(self._name, frame.digest, mine)
         except StepDivergence as error:
-            raise error.after(self._runner.steps.tail()) from None
+            raise error.after(self._runner.step_stats.tail()) from None
         changeover, wanted = self._runner.changeover, frame.agreed.stage
         if not changeover.accepts(wanted):
             raise StepDivergence(self._name, mine.step, "stage", wanted, changeover.stage)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from cluster.engine.changeover import Changeover
 from cluster.messages import MAX_LOGPROBS, StepAgreement, checksum
+from cluster.rank.context import Progress
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
@@ -57,9 +58,6 @@ from compile.pieces.decorator import compile_as_is
 from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
 
 NUM_TRACED_TOKENS = 8
 """Tokens of the padding that a forward is traced on, at least; tracing takes 0 and 1 for special.
@@ -464,9 +462,11 @@ class StepForward:
             is_dummy_run=not num_seqs,
             num_tokens_across_dp=num_tokens_across_dp,
         )
-        timed = self.gaps.step() if mode is CUDAGraphMode.PIECEWISE else nullcontext()
+        if mode is CUDAGraphMode.PIECEWISE:
+            with self.gaps.step(), forward_context(replace(context, replay=self.gaps.replay)):
+                return StepOutput(self._call(batch.input_ids, batch.positions), None)
         is_full_decode = mode is CUDAGraphMode.FULL and agreed.batch.uniform_decode
-        with timed, forward_context(context):
+        with forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
             if self._score is None or not is_full_decode or not num_seqs:
                 return StepOutput(hidden, None)
@@ -499,7 +499,6 @@ class StepForward:
             dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
             batch_descriptor=key,
             cudagraph_runtime_mode=mode,
-            gap_timer=self.gaps if mode is CUDAGraphMode.PIECEWISE else None,
         )
 
 

@@ -61,40 +61,7 @@ class GroupMembership:
         self.dp_size = dp_size
 
     @classmethod
-    def lead(
-        cls,
-        where: Rendezvous,
-        listener: socket.socket | None,
-        size: int,
-        device: str,
-        host: str,
-        *,
-        hello: LeaderHello,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        shares_experts: bool = False,
-    ) -> GroupMembership:
-        """Join as tensor-parallel rank 0 of those that meet here.
-
-        Args:
-            listener: of the store, on the rank that keeps it.
-            size: of the tensor-parallel group.
-            host: this node's address.
-            hello: what the first leader's must equal.
-            shares_experts: data-parallel ranks hold the model's experts together.
-
-        Raises:
-            FrameError: the store is another group's, or another epoch's; names the field.
-        """
-        # The store listens on the group's address only, and closes the descriptor at its end.
-        listen_fd = listener.detach() if listener is not None else None
-        store = _open_store(where, size * dp_size, listen_fd, hello)
-        place = _Place(dp_rank, dp_size, 0, size, device, where.host_of(host))
-        shard = _join(store, place, shares_experts=shares_experts)
-        return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
-
-    @classmethod
-    def follow(
+    def join(
         cls,
         where: Rendezvous,
         tp_rank: int,
@@ -102,20 +69,26 @@ class GroupMembership:
         host: str,
         *,
         hello: LeaderHello,
+        listener: socket.socket | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
         shares_experts: bool = False,
     ) -> GroupMembership:
-        """Join as a follower.
+        """Join those that meet here.
 
         Args:
-            host, hello: as of `lead`.
+            host: this node's address.
+            hello: what the first leader's must equal.
+            listener: of the store, on the rank that keeps it.
+            shares_experts: data-parallel ranks hold the model's experts together.
 
         Raises:
-            FrameError: as `lead`.
+            FrameError: the store is another group's, or another epoch's; names the field.
         """
         size = len(where.channels) + 1
-        store = _open_store(where, size * dp_size, None, hello)
+        # The store listens on the group's address only, and closes the descriptor at its end.
+        listen_fd = listener.detach() if listener is not None else None
+        store = _open_store(where, size * dp_size, listen_fd, hello)
         place = _Place(dp_rank, dp_size, tp_rank, size, device, where.host_of(host))
         shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import zmq
 
@@ -33,8 +33,7 @@ from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
-from cluster.engine.scheduler import Scheduler
-from cluster.engine.watchdog import Heartbeat
+from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.group_messages import (
     FollowerHello,
     FollowerReport,
@@ -58,20 +57,15 @@ from cluster.messages import (
     decode,
 )
 from cluster.rank.channel import NoFollowers
-from cluster.rank.forward import Progress
-from cluster.rank.groups import GroupMembership
+from cluster.rank.context import RankContext
 from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
+from cluster.rank.rank import Rank
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.runner import ModelRunner
-from cluster.rank.status import RankStats
-from cluster.rank.worker import Worker
 from cluster.wire.polling import Budget
-from cluster.wire.sockets import CurveHandshake, end_context, listening_socket, unpack
-from compile.scope import ArtifactExchange
-from model.config import ModelConfig
-from model.parallel import Shard
+from cluster.wire.sockets import CurveHandshake, listening_socket, unpack
 
 log = logging.getLogger("lockstep.leader")
 
@@ -84,81 +78,50 @@ MAX_INBOX_WAITING = 64
 """Frames of one sender, which may be long; any more wait in the sender's own process."""
 
 
-class Leader:
+class Leader(Rank):
     """Engine, sockets and transfer of one leading rank.
 
-    `inbox` is the endpoint that takes requests. All sockets of one process share a context.
+    `inbox` is the endpoint that takes requests.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        *,
-        engine_id: str,
-        epoch: int,
-        host: str,
-        credentials: Credentials,
-        dp_rank: int = 0,
-        progress: Progress | None = None,
+        context: RankContext,
         endpoints: LeaderEndpoints | None = None,
         rendezvous: Rendezvous | None = None,
-        exchange: ArtifactExchange | None = None,
     ) -> None:
         """Load, and wait until all followers and all other leaders have.
 
         Args:
             endpoints: where the followers were told to go; needed if there are any.
             rendezvous: where to find other leaders; None if its own endpoints are all there is.
-            exchange: where ranks on other nodes publish what they compile.
         """
-        self.config = config
-        self.epoch = epoch
-        self._name = f"rank dp={dp_rank} tp=0 epoch={epoch}"
-        self._credentials = credentials
-        self._progress = progress
-        endpoints = endpoints or LeaderEndpoints(
-            config, host=host, credentials=credentials, dp_rank=dp_rank
-        )
+        endpoints = endpoints or LeaderEndpoints(context)
         rendezvous = rendezvous or endpoints.rendezvous
-        self._context = endpoints.context
+        super().__init__(context, endpoints.sockets, rendezvous, endpoints.listener)
         self._channel = endpoints.channel
         self._peers = endpoints.peers
         self._is_stopping = False
-
-        self._group = self._join_group(endpoints, rendezvous, host, dp_rank)
-        self._worker = Worker(
-            config,
-            self._group,
-            context=self._context,
-            dp_rank=dp_rank,
-            tp_rank=0,
-            epoch=epoch,
-            host=host,
-            credentials=credentials,
-            progress=progress,
-            exchange=exchange,
-        )
-        self.runner, self.transfer = self._worker.runner, self._worker.connector
-        self._doorbell = self._worker.doorbell
         self._holder: GroupHolder | None = None
         self._reader: GroupReader | None = None
         followers, lockstep = self._greet(rendezvous)
         self.engine = self._assemble(followers, lockstep)
 
+        config = context.config
         self._inbox = Inbox(
-            self._context,
-            host,
-            credentials,
+            self._sockets,
+            context.host,
+            context.credentials,
             max_model_len=config.max_model_len,
             vocab_size=self.runner.model_config.vocab_size,
         )
         self.inbox = self._inbox.address
         self._output_sender = OutputSender(
-            context=self._context,
-            credentials=credentials,
-            engine_id=engine_id,
+            context=self._sockets,
+            credentials=context.credentials,
+            engine_id=context.engine_id,
             inbox=self.inbox,
-            epoch=epoch,
+            epoch=context.place.epoch,
             lease_s=config.transfer.lease_s,
         )
         self._look_at = 0.0
@@ -182,7 +145,7 @@ class Leader:
         self._close()
 
     def _sleep(self) -> None:
-        self.runner.phases.wait(self._last_step, is_asleep=True)
+        self.runner.step_stats.wait(self._last_step, is_asleep=True)
         self._poller.poll(MAX_SLEEP_MS)
         self._doorbell.clear()
 
@@ -192,7 +155,7 @@ class Leader:
 
     def step(self) -> None:
         """Take what waits in the inbox, run one step and send its outputs."""
-        self.runner.phases.plan(self._last_step + 1)
+        self.runner.step_stats.plan(self._last_step + 1)
         self._take_inbox()
         self._take_reports()
         self.runner.load_slice()
@@ -200,7 +163,7 @@ class Leader:
         try:
             outputs = self.engine.step()
         except StepDivergence as error:
-            raise error.after(self.runner.steps.tail()) from None
+            raise error.after(self.runner.step_stats.tail()) from None
         lost = self._output_sender.send(outputs) if outputs else []
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
@@ -218,45 +181,20 @@ class Leader:
         self._is_stopping = True
         self._doorbell.ring()
 
-    def stats(self, *, tp_rank: int, dp_rank: int, pid: int, node: str) -> RankStats:
-        """Return the rank's counters. Any thread may call it: it reads plain numbers."""
-        numbers = asdict(self.engine.stats())
-        return RankStats(
-            tp_rank=tp_rank,
-            dp_rank=dp_rank,
-            pid=pid,
-            node=node,
-            state="ready",
-            epoch=self.epoch,
-            step=self.runner.steps.last_step,
-            kv_bytes_sent=self.transfer.bytes_sent,
-            kv_bytes_received=self.transfer.bytes_received,
-            compiling=self.runner.compile_progress is not None,
-            compile_error=self.runner.compile_error,
-            **{name: numbers[name] for name in _SCHEDULER_STATS},
-        )
+    def _scheduler_stats(self) -> SchedulerStats:
+        return self.engine.stats()
 
     def counts(self) -> Counts:
         """Return what the rank has counted. Any thread may call it."""
-        scheduled, phases = self.engine.stats(), self.runner.phases
+        scheduled = self.engine.stats()
         return {
             ("num_preemptions_total",): scheduled.num_preemptions,
             ("prefix_cache_queries_total",): scheduled.prefix_queries,
             ("prefix_cache_hits_total",): scheduled.prefix_hits,
             ("prompt_tokens_computed_total",): scheduled.prompt_tokens_computed,
-            ("votes_total",): phases.num_votes,
-            ("dp_wait_seconds_total",): phases.vote_wait_s,
-            **self.runner.step_counts.counts(),
-            **self._worker.counts(),
+            **self.runner.step_stats.counts(),
+            **super().counts(),
         }
-
-    def heartbeat(self) -> Heartbeat:
-        """Return what the step thread does. Any thread may call it."""
-        return self._worker.heartbeat()
-
-    def compile_progress(self) -> tuple[str, int, int] | None:
-        """Return what is compiled while the rank serves. Any thread may call it."""
-        return self._worker.compile_progress()
 
     def _take_inbox(self) -> None:
         for message in self._inbox.take():
@@ -309,37 +247,13 @@ class Leader:
             case _:
                 raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
 
-    def _join_group(
-        self, endpoints: LeaderEndpoints, rendezvous: Rendezvous | None, host: str, dp_rank: int
-    ) -> GroupMembership:
-        if rendezvous is None:
-            return GroupMembership(None, Shard())
-        parallel = self.config.parallel
-        dp_size = parallel.lockstep_size
-        return GroupMembership.lead(
-            rendezvous,
-            endpoints.listener,
-            parallel.tensor_parallel_size,
-            self.config.device,
-            host,
-            hello=rendezvous.hello(self._credentials, self.epoch),
-            dp_rank=dp_rank if dp_size > 1 else 0,
-            dp_size=dp_size,
-            shares_experts=ModelConfig.from_dir(self.config.model_path).experts is not None,
-        )
-
-    def _wait_for(self, name: str) -> None:
-        """Let the owner know what this rank waits for."""
-        if self._progress is not None:
-            self._progress(f"waiting for {name}", 0, 1)
-
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
         """Greet the followers and the other leaders, if there are any."""
         if rendezvous is None:
             return [], None
-        hello = rendezvous.hello(self._credentials, self.epoch)
+        hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
         followers = self._channel.accept(hello, self._wait_for)
         return followers, self._join(rendezvous.earlier, hello)
 
@@ -361,10 +275,10 @@ class Leader:
         machine = LockstepMachine(
             dp_rank=group.dp_rank,
             dp_size=group.dp_size,
-            epoch=self.epoch,
+            epoch=hello.epoch,
             captured=forward.captured,
         )
-        return JoinedLockstep(machine, self._peers, self.runner.phases)
+        return JoinedLockstep(machine, self._peers, self.runner.step_stats)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
@@ -375,14 +289,15 @@ class Leader:
         if transfer.puller is not None:
             self._reader = GroupReader(transfer.puller, len(followers), tell)
         sources = [transfer.source, *(hello.source for hello in followers)]
+        config = self.context.config
         return assemble_engine(
-            self.config,
+            config,
             self.runner,
-            epoch=self.epoch,
+            epoch=self.context.place.epoch,
             channel=self._channel,
             lockstep=lockstep,
             holder=self._holder,
-            metadata=None if self.config.role is Role.MIXED else self._metadata(sources),
+            metadata=None if config.role is Role.MIXED else self._metadata(sources),
             reader=self._reader,
         )
 
@@ -391,7 +306,7 @@ class Leader:
             sources=sources,
             block_bytes=self.runner.kv_spec.block_bytes,
             layout=self.runner.kv_spec.layout,
-            lease_s=self.config.transfer.lease_s,
+            lease_s=self.context.config.transfer.lease_s,
         )
 
     def _close(self) -> None:
@@ -399,9 +314,8 @@ class Leader:
         self._channel.close()
         if self._peers is not None:
             self._peers.close()
-        self._worker.close()
         self._inbox.close()
-        end_context(self._context, f"{self._name} of role {self.config.role.value}")
+        super()._close()
 
 
 def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
@@ -415,17 +329,6 @@ def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
         theirs = getattr(hello, field)
         if ours != theirs:
             raise FrameError(f"follower tp={hello.tp_rank}: {field}: wanted {ours}, found {theirs}")
-
-
-_SCHEDULER_STATS = (
-    "num_blocks",
-    "num_free_blocks",
-    "num_running",
-    "num_waiting",
-    "num_waiting_for_kv",
-    "held_tickets",
-    "prompt_tokens_computed",
-)
 
 
 def assemble_engine(

@@ -21,7 +21,7 @@ from cluster.group_messages import PeerHello, ToPeer
 from cluster.messages import FrameError, StepAgreement, Vote, decode, encode
 from cluster.rank.channel import Waiting
 from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
-from cluster.rank.status import PhaseRecorder
+from cluster.rank.step_stats import StepStats
 from compile.dispatch import CapturedGraphs
 
 SILENCE_TIMEOUT_S = 60.0
@@ -149,12 +149,12 @@ class JoinedLockstep:
     """The agreement of several leaders. Belongs to the step thread."""
 
     def __init__(
-        self, machine: LockstepMachine, channel: VoteChannel, phases: PhaseRecorder | None = None
+        self, machine: LockstepMachine, channel: VoteChannel, stats: StepStats | None = None
     ) -> None:
-        """Drive `machine` over `channel`; `phases` notes when this rank and when all voted."""
+        """Drive `machine` over `channel`; `stats` notes when this rank and when all voted."""
         self._machine = machine
         self._channel = channel
-        self._phases = phases or PhaseRecorder()
+        self._stats = stats or StepStats()
 
     def agree(self, vote: Vote) -> StepAgreement:
         """Exchange votes and return what they amount to: the same value on every rank.
@@ -165,12 +165,12 @@ class JoinedLockstep:
         """
         machine = self._machine
         self._channel.send(encode(machine.vote(vote)))
-        self._phases.vote()
+        self._stats.vote()
         for rank in machine.peers:
             while machine.lacks_vote(rank):
                 self._receive(rank)
         confirm = machine.conclude()
-        self._phases.agree()
+        self._stats.agree()
         self._channel.send(encode(confirm))
         return confirm.agreed
 

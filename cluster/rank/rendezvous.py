@@ -20,15 +20,13 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cluster.config import EngineConfig
 from cluster.credentials import Credentials
 from cluster.group_messages import LeaderHello
 from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import NoFollowers, StepSender
+from cluster.rank.context import LOOPBACK, RankContext
 from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import PeerSockets
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -81,42 +79,34 @@ class LeaderEndpoints:
     Invariant: a group of one rank has no listener, no rendezvous, no followers and no peers.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        host: str,
-        credentials: Credentials,
-        dp_rank: int = 0,
-        is_on_one_node: bool = False,
-    ) -> None:
+    def __init__(self, context: RankContext) -> None:
         """Open what the group's other ranks connect to, within the node if all are on one."""
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.channel: StepSender | NoFollowers = NoFollowers()
         self.peers: PeerSockets | None = None
         self.listener: socket.socket | None = None
         self.rendezvous: Rendezvous | None = None
-        parallel = config.parallel
-        dp_size = parallel.lockstep_size
-        outside = None if is_on_one_node else host
-        if parallel.tensor_parallel_size > 1:
+        tp_size = context.config.parallel.tensor_parallel_size
+        dp_rank, dp_size = context.lockstep_place
+        outside = None if context.is_on_one_node else context.host
+        if tp_size > 1:
             self.channel = StepSender(
-                self.context,
-                parallel.tensor_parallel_size - 1,
+                self.sockets,
+                tp_size - 1,
                 host=outside,
-                credentials=credentials,
-                is_overlapped=config.overlap,
+                credentials=context.credentials,
+                is_overlapped=context.config.overlap,
             )
         if dp_size > 1:
             self.peers = PeerSockets(
-                self.context,
+                self.sockets,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
                 host=outside,
-                credentials=credentials,
+                credentials=context.credentials,
             )
-        if parallel.tensor_parallel_size * dp_size > 1:
-            self.rendezvous = self._open(outside or LOOPBACK, dp_rank == 0 or dp_size == 1)
+        if tp_size * dp_size > 1:
+            self.rendezvous = self._open(outside or LOOPBACK, dp_rank == 0)
 
     def _open(self, host: str, is_first: bool) -> Rendezvous:
         port = 0

@@ -20,7 +20,6 @@ import torch
 from cluster.config import EngineConfig
 from cluster.engine.blocks import check_num_blocks
 from cluster.engine.changeover import Changeover
-from cluster.engine.divergence import StepLog
 from cluster.engine.lockstep import get_dp_padding
 from cluster.messages import (
     PromptTargets,
@@ -33,16 +32,16 @@ from cluster.rank.buffers import upload_once
 from cluster.rank.compile_ahead import CompileAhead
 from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.forward import MAX_SCORED_ROWS, Progress, StepForward, StepOutput
+from cluster.rank.context import Progress, RankContext
+from cluster.rank.forward import MAX_SCORED_ROWS, StepForward, StepOutput
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.rank.status import PhaseRecorder
-from cluster.rank.step_counts import StepCounts
+from cluster.rank.step_stats import StepStats
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError
-from compile.scope import ArtifactExchange, compile_scope
+from compile.scope import compile_scope
 from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
 from model.parallel import Shard
@@ -80,13 +79,10 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        context: RankContext,
         *,
-        dp_rank: int = 0,
         group: GroupMembership | None = None,
-        progress: Progress | None = None,
         storage: Callable[[int], memoryview | None] | None = None,
-        exchange: ArtifactExchange | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
@@ -94,19 +90,15 @@ class ModelRunner:
         If the rank serves while it compiles, what the cache lacks is left for later.
 
         Args:
-            dp_rank: with the rank in `group` it names the directory of compiled code.
             group: the ranks that hold the model together; None for this one alone.
-            progress: called with (what, done, total) until the rank is ready.
             storage: returns memory of the given size in bytes for the pool, or None.
-            exchange: where ranks on other nodes publish what they compile.
             wake: makes the step thread of a rank that sleeps come to a step's border.
         """
+        config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
         self.shard = group.shard
         self._dp_rank = group.dp_rank
-        self.steps = StepLog()
-        self.phases = PhaseRecorder()
-        self.step_counts = StepCounts()
+        self.step_stats = StepStats()
         wake = wake or (lambda: None)
         self.grammars: GrammarMasks | None = None
         """Masks of what is sampled; None on ranks that do not sample."""
@@ -121,9 +113,7 @@ class ModelRunner:
             if config.dtype == "float16":
                 log.warning("dtype: float16 is slow on a CPU: bfloat16 and float32 have kernels")
         limits, pools = config.scheduler, graph_pools(config.compilation, self.device)
-        told = None if progress is None else partial(progress, "compiling")
-        scope_of_rank = rank_scope(config, dp_rank, group, pools, exchange, progress=told)
-        with compile_scope(scope_of_rank) as scope:
+        with compile_scope(rank_scope(context, group, pools)) as scope:
             self.model, self.model_config = load_model(
                 Path(config.model_path),
                 shard=self.shard,
@@ -166,7 +156,7 @@ class ModelRunner:
         self.forward.set_kv_cache_data(self.kv_spec.views(scratch, list(layers)))
         self.forward.compile(limits.max_num_batched_tokens, progress)
         # Otherwise the first long prompt would look like a rank that is stuck.
-        self.phases.learn(*self.forward.time_step(limits.max_num_batched_tokens))
+        self.step_stats.learn(*self.forward.time_step(limits.max_num_batched_tokens))
         graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
         self.num_blocks = group.minimum("num_blocks", self._num_blocks(graph_bytes))
@@ -179,7 +169,7 @@ class ModelRunner:
         if self.changeover.is_over:
             self.forward.capture(progress)
         else:
-            job = CompileJob.of(config, dp_rank, group)
+            job = CompileJob.of(context, group)
             self._ahead = CompileAhead(job, self.forward, wake)
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
@@ -246,20 +236,18 @@ class ModelRunner:
             confirm: called when the inputs are ready and no collective has begun.
         """
         if agreed.stage != self.changeover.stage:
-            self.phases.build(agreed.step, 0)
+            self.step_stats.build(agreed.step, 0)
             if confirm is not None:
                 confirm()
                 confirm = None
-            self.phases.run(agreed.step)  # a graph that is captured may hold collectives
+            self.step_stats.run(agreed.step)  # a graph that is captured may hold collectives
             self.forward.enter(agreed.stage)
         num_padding, across = get_dp_padding(agreed, self._dp_rank)
-        self.phases.build(agreed.step, plan.num_tokens + num_padding)
+        self.step_stats.build(agreed.step, plan.num_tokens + num_padding)
         batch = self.build(plan, agreed)
         if confirm is not None:
             confirm()
-        self.steps.add(agreed)
-        self.step_counts.add(plan, agreed, num_padding)
-        self.phases.run(agreed.step)
+        self.step_stats.begin(plan, agreed, num_padding)
         output = self.forward.run(batch, agreed, plan.num_seqs, across)
         prompt = prompt_logprobs(self.model.compute_logits, output.hidden, plan)
         drawn = self._draw(output, batch, plan) if batch.wants_logprobs else None
@@ -271,21 +259,21 @@ class ModelRunner:
             ended = torch.cuda.Event()
             ended.record()
         else:
-            self.phases.end_step(agreed.step)
+            self.step_stats.end_step(agreed.step)
         return LaunchedStep(agreed.step, drawn, batch.wants_logprobs, prompt, ended)
 
     def wait(self, launched: LaunchedStep) -> SampledTokens:
         """Wait until a launched step has ended, and return what it sampled in batch order."""
         if launched.ended is not None:
             has_ended = launched.ended.query()
-            self.phases.run(launched.step)
+            self.step_stats.run(launched.step)
             launched.ended.synchronize()
-            self.phases.end_step(launched.step, is_seen=not has_ended)
+            self.step_stats.end_step(launched.step, is_seen=not has_ended)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         if launched.drawn is not None:
             token_ids, logprobs = to_lists(launched.drawn, launched.wants_logprobs)
-        self.phases.book(launched.step)
+        self.step_stats.book(launched.step)
         return SampledTokens(
             token_ids=token_ids, logprobs=logprobs, prompt_logprobs=launched.prompt_logprobs
         )
@@ -353,7 +341,7 @@ class ModelRunner:
             "replays": {str(key): times for key, times in forward.num_replays.items()},
             "piecewise_steps": forward.gaps.num_steps,
             "eager_gap_share": round(forward.gaps.share, 4),
-            "agreements": self.steps.as_dicts(),
+            "agreements": self.step_stats.as_dicts(),
         }
 
     def _graph_bytes(self, compilation: CompilationConfig, progress: Progress | None) -> int:

@@ -101,26 +101,27 @@ class CUDAGraphWrapper:
         if key is None:
             raise CaptureError("batch_descriptor", f"the key of a {self.mode.name} graph", "None")
         entry = self._entries.get(key)
-        if entry is not None and context.gap_timer is not None:
-            began = context.gap_timer.clock()
-            output = self._replay(key, entry, args)
-            context.gap_timer.add_replay(context.gap_timer.clock() - began)
-            return output
         if entry is not None:
-            return self._replay(key, entry, args)
+            return self._replay(key, entry, args, context.replay)
         if is_in_capture_window():
             return self._capture(key, args)
         note_late_capture(f"{self.mode.name} graph for {key}")
         return self.runnable(*args)
 
-    def _replay(self, key: BatchDescriptor, entry: _Entry, args: tuple[Any, ...]) -> Any:
+    def _replay(
+        self,
+        key: BatchDescriptor,
+        entry: _Entry,
+        args: tuple[Any, ...],
+        replay: Callable[[StepGraph], None],
+    ) -> Any:
         addresses = _addresses(args)
         if addresses != entry.addresses:
             wanted, found = (str([hex(a) for a in each]) for each in (entry.addresses, addresses))
             raise InputAddressError(
                 f"inputs of the {self.mode.name} graph for {key}", wanted, found
             )
-        entry.graph.replay()
+        replay(entry.graph)
         entry.num_replays += 1
         counter.num_cudagraph_replayed += 1
         return entry.output

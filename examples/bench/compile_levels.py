@@ -136,6 +136,7 @@ def write_checkpoint(path: Path, shape: dict[str, Any], layers: int, dtype: str)
 def runner(path: Path, dtype: str, compilation: dict[str, Any], options: argparse.Namespace) -> Any:
     """Return a runner with room for the largest batch."""
     from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+    from cluster.rank.context import RankContext, RankPlace
     from cluster.rank.runner import ModelRunner
     from compile.config import CompilationConfig
 
@@ -144,16 +145,18 @@ def runner(path: Path, dtype: str, compilation: dict[str, Any], options: argpars
     blocks = -(-(options.context + (options.rounds + 2) * options.turn + 8) // 16)
     sizes = {} if compilation["level"] == 0 else {"cudagraph_capture_sizes": batches}
     return ModelRunner(
-        EngineConfig(
-            model_path=str(path),
-            max_model_len=blocks * 16,
-            dtype=dtype,
-            cache=CacheConfig(num_kv_blocks=seqs * blocks),
-            scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(seqs, 64)),
-            compilation=CompilationConfig(**compilation, **sizes),
-            threads=options.threads,
-        ),
-        dp_rank=options.dp_rank,
+        RankContext(
+            EngineConfig(
+                model_path=str(path),
+                max_model_len=blocks * 16,
+                dtype=dtype,
+                cache=CacheConfig(num_kv_blocks=seqs * blocks),
+                scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(seqs, 64)),
+                compilation=CompilationConfig(**compilation, **sizes),
+                threads=options.threads,
+            ),
+            RankPlace(options.dp_rank),
+        )
     )
 
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
+from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
@@ -100,16 +101,18 @@ def make_runner(path: Path, options: argparse.Namespace) -> ModelRunner:
     seqs = max(options.batches)
     blocks = -(-(options.context + options.rounds + 8) // BLOCK_SIZE)
     return ModelRunner(
-        EngineConfig(
-            model_path=str(path),
-            max_model_len=blocks * BLOCK_SIZE,
-            dtype=options.dtype,
-            cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=seqs * blocks),
-            scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(seqs, 64)),
-            compilation=CompilationConfig(
-                level=options.level, cudagraph_capture_sizes=tuple(options.batches)
-            ),
-            threads=options.threads,
+        RankContext(
+            EngineConfig(
+                model_path=str(path),
+                max_model_len=blocks * BLOCK_SIZE,
+                dtype=options.dtype,
+                cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=seqs * blocks),
+                scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(seqs, 64)),
+                compilation=CompilationConfig(
+                    level=options.level, cudagraph_capture_sizes=tuple(options.batches)
+                ),
+                threads=options.threads,
+            )
         )
     )
 

@@ -17,6 +17,7 @@ from gpu_check_rows import Row, Setting, attempts
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import GenerateRequest, Sampling, StepKind, Submit
+from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
@@ -117,11 +118,11 @@ def part_overlap(at: Setting) -> Iterator[Row]:
         save_random_checkpoint(at, Path(path))
         for name, overlap in (("plain", False), ("overlapped", True)):
             config = engine_config(at, path, many, overlap=overlap, compilation=full)
-            runner = ModelRunner(config)
+            runner = ModelRunner(RankContext(config))
             found[name] = generate(config, runner, mixed)
             del runner
             config = replace(config, dtype="bfloat16")
-            runner = ModelRunner(config)
+            runner = ModelRunner(RankContext(config))
             gaps = Gaps(runner, many)
             generate(config, runner, [replace_sampling(max_tokens=64)] * many)
             figures = zip(
@@ -156,7 +157,7 @@ def part_sealed(at: Setting) -> Iterator[Row]:
         os.environ["TRITON_CACHE_DIR"] = str(Path(path) / "triton")
         save_random_checkpoint(at, Path(path))
         config = engine_config(at, path, 4, compilation=CompilationConfig(sealed="strict"))
-        runner = ModelRunner(config)
+        runner = ModelRunner(RankContext(config))
 
         def sealed(name: str, fields: dict[str, Any]) -> Row:
             generate(config, runner, [replace_sampling(max_tokens=4, **fields)])

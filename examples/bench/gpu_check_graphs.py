@@ -18,6 +18,7 @@ from gpu_check_rows import Row, Setting, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
+from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
@@ -68,13 +69,15 @@ def part_sizing(at: Setting, kind: str = "dense") -> Iterator[Row]:
         if at.device.type == "cuda":
             torch.cuda.empty_cache()
         runner = ModelRunner(
-            EngineConfig(
-                model_path=name,
-                max_model_len=limit,
-                device=at.device.type,
-                dtype="bfloat16",
-                cache=cache,
-                scheduler=SchedulerConfig(at.pick(1024, 64), most),
+            RankContext(
+                EngineConfig(
+                    model_path=name,
+                    max_model_len=limit,
+                    device=at.device.type,
+                    dtype="bfloat16",
+                    cache=cache,
+                    scheduler=SchedulerConfig(at.pick(1024, 64), most),
+                )
             )
         )
     columns = limit // BLOCK_SIZE
@@ -132,7 +135,7 @@ def compilation(
 
 def make_runner(at: Setting, path: str, compilation: CompilationConfig, dtype: str) -> ModelRunner:
     """Return a runner for as many sequences as the largest of `SIZES`."""
-    return ModelRunner(make_config(at, path, compilation, dtype))
+    return ModelRunner(RankContext(make_config(at, path, compilation, dtype)))
 
 
 def make_config(at: Setting, path: str, compilation: CompilationConfig, dtype: str) -> EngineConfig:

@@ -14,6 +14,7 @@ from gpu_check_rows import Row, Setting, captured, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import Admission, NewBlocks, StepPlan
+from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.context import ForwardContext, forward_context
@@ -200,7 +201,7 @@ def part_runner(at: Setting) -> Iterator[Row]:
             cache=CacheConfig(BLOCK_SIZE, num_kv_blocks=num_seqs * columns),
             scheduler=SchedulerConfig(max_num_seqs=num_seqs),
         )
-        runner = ModelRunner(config)
+        runner = ModelRunner(RankContext(config))
     num_wrong = 0
     for step in range(steps):
         done, new = (prompt + step - 1, 1) if step else (0, prompt)

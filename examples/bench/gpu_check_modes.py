@@ -20,6 +20,7 @@ from gpu_check_rows import Row, Setting
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import StepAgreement, StepPlan
+from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
@@ -42,7 +43,9 @@ def part_modes(at: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         save_random_qwen3(at, Path(name))
         for title, level, mode in MODES:
-            runner = ModelRunner(make_config(at, name, compilation(level, mode, batches), batches))
+            runner = ModelRunner(
+                RankContext(make_config(at, name, compilation(level, mode, batches), batches))
+            )
             for batch in batches:
                 runner.execute(*agreed(runner, make_plan(batch, 0, PROMPT, COLUMNS)))
                 plan = make_plan(batch, PROMPT, 1, COLUMNS)

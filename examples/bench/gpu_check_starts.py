@@ -19,6 +19,7 @@ from gpu_check_models import save_random_checkpoint
 from gpu_check_rows import Row, Setting
 
 from cluster.config import EngineConfig
+from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from compile.counters import counter
@@ -89,7 +90,7 @@ def start(config: EngineConfig, triton_directory: str) -> Start:
     os.environ["TRITON_CACHE_DIR"] = triton_directory
     num_tunings = count_tunings()
     began = time.perf_counter()
-    runner = ModelRunner(config)
+    runner = ModelRunner(RankContext(config))
     tokens = []
     for computed, new in ((0, PROMPT), (PROMPT, 1)):
         plan = make_plan(SIZES[-1], computed, new)

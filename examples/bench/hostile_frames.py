@@ -67,6 +67,7 @@ from cluster.messages import (
     decode,
     encode,
 )
+from cluster.rank.context import RankContext
 from cluster.rank.leader import Leader
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
@@ -137,7 +138,7 @@ def serve_leader(pipe: Connection, role: str) -> None:
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
         compilation=CompilationConfig(level=0, cudagraph_mode=CUDAGraphMode.NONE),
     )
-    leader = Leader(config, engine_id="e", epoch=0, host=HOST, credentials=CREDENTIALS)
+    leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id="e"))
     turns: list[Turn] = []
     step = leader.step
 

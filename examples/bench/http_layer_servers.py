@@ -29,9 +29,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from cluster.counts import Counts, Histogram, Ledger
+from cluster.engine.scheduler import SchedulerStats
 from cluster.logs import configure_logs
 from cluster.messages import EngineOutput, FinishReason, GenerateRequest
-from cluster.metrics import BY_NAME, COUNTER, INGRESS, METRICS, EngineGauges, MetricsSnapshot
+from cluster.metrics import BY_NAME, COUNTER, INGRESS, METRICS, MetricsSnapshot
 from serve.admission import Admission
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
@@ -64,7 +65,8 @@ class InstantBackend:
         self._token_ids = tokenizer.encode(text, add_special_tokens=False)
         self._ledger = Ledger()
         self._gauges = {
-            f"decode-{i}-0": EngineGauges(1, 0, 0, 4096, 2048) for i in range(num_engines)
+            f"decode-{i}-0": SchedulerStats(1, num_blocks=4096, num_free_blocks=2048)
+            for i in range(num_engines)
         }
         for engine in self._gauges:
             self._ledger.add(engine, engine, engine_counts())

@@ -37,6 +37,7 @@ from cluster.messages import (
     Vote,
     encode,
 )
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.wire.sockets import (
@@ -112,7 +113,8 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     import torch.distributed as dist
 
     size = config.parallel.data_parallel_size
-    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
+    context = RankContext(config, RankPlace(rank), credentials=CREDENTIALS)
+    endpoints = LeaderEndpoints(context)
     pipe.send(endpoints.rendezvous)
     told = pipe.recv()
     assert endpoints.peers is not None
@@ -147,7 +149,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     pipe.send({name: seconds[BLOCK:] for name, seconds in times.items()})
     time.sleep(0.5)  # the store ends with rank 0
     endpoints.peers.close()
-    end_context(endpoints.context, "bench")
+    end_context(endpoints.sockets, "bench")
 
 
 # --- waking up -----------------------------------------------------------------------------------
@@ -173,18 +175,10 @@ def serve(config: EngineConfig, rank: int, pipe: Connection) -> None:
 
     from cluster.rank.leader import Leader
 
-    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
+    context = RankContext(config, RankPlace(rank), credentials=CREDENTIALS)
+    endpoints = LeaderEndpoints(context)
     pipe.send(endpoints.rendezvous)
-    leader = Leader(
-        config,
-        engine_id="",
-        epoch=0,
-        host=HOST,
-        credentials=CREDENTIALS,
-        dp_rank=rank,
-        endpoints=endpoints,
-        rendezvous=pipe.recv(),
-    )
+    leader = Leader(context, endpoints, pipe.recv())
     channel = TimedChannel(endpoints.peers)
     leader.engine.lockstep._channel = channel  # type: ignore[attr-defined]
     pipe.send(leader.inbox)

@@ -41,6 +41,7 @@ from cluster.messages import (
     encode,
 )
 from cluster.rank import leader as leader_module
+from cluster.rank.context import RankContext
 from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
 from cluster.wire.sockets import (
     CurveHandshake,
@@ -134,7 +135,7 @@ def served(request: pytest.FixtureRequest, make_oracle: Callable[[str], Any]) ->
     )
     timeout_s, kv_reads.ANSWER_TIMEOUT_S = kv_reads.ANSWER_TIMEOUT_S, 0.2
     logging.getLogger("lockstep").setLevel(logging.CRITICAL)  # a line for each frame
-    leader = Leader(config, engine_id="e", epoch=0, host=HOST, credentials=CREDENTIALS)
+    leader = Leader(RankContext(config, credentials=CREDENTIALS, engine_id="e"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=100_000)
     inbox.connect(leader.inbox)

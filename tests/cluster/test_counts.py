@@ -10,7 +10,9 @@ from cluster import counts as counts_module
 from cluster.actors.rank_group import GroupReport, place_in_group
 from cluster.actors.status_board import ReplicaReport, StatusBoard
 from cluster.counts import BUCKET, SUM, Counts, Histogram, Ledger
+from cluster.engine.scheduler import SchedulerStats
 from cluster.metrics import METRICS, Described, MetricsSnapshot, rounded_bounds, samples
+from cluster.rank.context import RankPlace
 from cluster.rank.status import RankStats
 
 
@@ -99,9 +101,8 @@ class Kept:
 
 
 def report(replica: str, epoch: int, n: float, *, dp_rank: int = 0) -> ReplicaReport:
-    rank = RankStats(
-        tp_rank=0, dp_rank=dp_rank, pid=1, node="", state="ready", epoch=epoch, step=1, num_blocks=4
-    )
+    place, scheduler = RankPlace(dp_rank, 0, epoch), SchedulerStats(num_blocks=4)
+    rank = RankStats(place, pid=1, node="", state="ready", step=1, scheduler=scheduler)
     return ReplicaReport("mixed", replica, "ready", GroupReport([rank], [], [counted(n)]))
 
 
@@ -136,3 +137,11 @@ def test_replicas_get_the_lowest_free_number_as_their_engines_name() -> None:
 def test_the_rank_that_was_blamed_is_read_from_the_reason() -> None:
     assert place_in_group("rank dp=0 tp=1 epoch=3 ended: killed") == "dp=0 tp=1"
     assert place_in_group("the owner ended") == "unknown"
+
+
+def test_ready_shows_a_rank_without_nesting_and_without_what_metrics_alone_show() -> None:
+    place, scheduler = RankPlace(1, 0, 2), SchedulerStats(3, num_preemptions=4)
+    shown = RankStats(place, pid=5, node="n", state="ready", scheduler=scheduler).to_dict()
+    wanted = {"dp_rank": 1, "tp_rank": 0, "epoch": 2, "num_running": 3, "pid": 5}
+    assert wanted.items() <= shown.items() and len(shown) == 18
+    assert not {"place", "scheduler", "num_preemptions", "prefix_queries"} & set(shown)

@@ -29,6 +29,7 @@ from cluster.messages import (
     Sampling,
     Submit,
 )
+from cluster.rank.context import RankContext
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
@@ -89,7 +90,7 @@ def config_for(oracle: Any, **fields: Any) -> EngineConfig:
 
 def make_engine(oracle: Any, **fields: Any) -> Engine:
     config = config_for(oracle, **fields)
-    return assemble_engine(config, ModelRunner(config))
+    return assemble_engine(config, ModelRunner(RankContext(config)))
 
 
 def run(engine: Engine, requests: list[GenerateRequest]) -> list[list[EngineOutput]]:
@@ -260,11 +261,7 @@ class LocalPool:
 
     def __init__(self, config: EngineConfig) -> None:
         self.leader = Leader(
-            config,
-            engine_id=config.role.value,
-            epoch=0,
-            host="127.0.0.1",
-            credentials=CREDENTIALS,
+            RankContext(config, credentials=CREDENTIALS, engine_id=config.role.value)
         )
         self._thread = threading.Thread(target=self.leader.run, daemon=True)
         self._thread.start()

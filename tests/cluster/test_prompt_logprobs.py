@@ -21,6 +21,7 @@ from cluster.messages import (
     TokenLogprobs,
 )
 from cluster.rank import runner
+from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 
@@ -34,7 +35,7 @@ def make_engine(oracle: Any, budget: int = 512, num_kv_blocks: int = 600) -> Eng
         cache=CacheConfig(block_size=4, num_kv_blocks=num_kv_blocks),
         scheduler=SchedulerConfig(min(8, budget), budget),
     )
-    return assemble_engine(config, ModelRunner(config))
+    return assemble_engine(config, ModelRunner(RankContext(config)))
 
 
 def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[EngineOutput]]:

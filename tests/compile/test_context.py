@@ -135,7 +135,7 @@ def test_a_context_has_the_fields_that_ops_and_graphs_ask_for() -> None:
         "spec_decode_metadata": None,
         "batch_descriptor": None,
         "cudagraph_runtime_mode": CUDAGraphMode.NONE,
-        "gap_timer": None,
+        "replay": ForwardContext().replay,
     }
     assert {f.name: getattr(Context(), f.name) for f in dataclasses.fields(Context)} == {
         "is_prefill": False,

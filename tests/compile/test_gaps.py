@@ -41,7 +41,9 @@ def test_a_step_is_its_replays_and_its_gaps() -> None:
     step = ForwardContext(batch_descriptor=KEY, cudagraph_runtime_mode=PIECEWISE)
     with capture_window(), forward_context(step):
         wrapped(x)
-    timed = ForwardContext(batch_descriptor=KEY, cudagraph_runtime_mode=PIECEWISE, gap_timer=timer)
+    timed = ForwardContext(
+        batch_descriptor=KEY, cudagraph_runtime_mode=PIECEWISE, replay=timer.replay
+    )
     for gap in (1.0, 9.0):
         with timer.step(), forward_context(timed):
             wrapped(x)

@@ -14,6 +14,7 @@ import pytest
 from cluster.actors.failed_starts import FailedStart
 from cluster.actors.rank_group import GroupReport, RankDied
 from cluster.credentials import Credentials
+from cluster.rank.context import RankPlace
 from cluster.rank.status import RankStats
 from serve import pools
 from serve.pools import Pool
@@ -109,7 +110,7 @@ class Group:
         self.is_named_by_watchdog = False
         self.verdict = ""
         self._pool = pool
-        rank = RankStats(tp_rank=0, dp_rank=0, pid=1, node="", state="ready", epoch=epoch, step=1)
+        rank = RankStats(RankPlace(epoch=epoch), pid=1, node="", state="ready", step=1)
         self._reports = [GroupReport([rank], [])]
 
     async def report(self) -> GroupReport:

@@ -37,6 +37,7 @@ from cluster.messages import (
     StepPlan,
     Submit,
 )
+from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from serve.config import engine_config
@@ -249,7 +250,7 @@ class _Side:
         self.config = config
         self._stream = torch.cuda.Stream() if config.device == "cuda" else None
         with self.computing():
-            self.runner = ModelRunner(config)
+            self.runner = ModelRunner(RankContext(config))
             self.store = BlockStore(self.runner.kv_pool)
         self.watched = Watched(self.runner)
         self.engine: Engine

@@ -149,7 +149,7 @@ class _SleepsUntilARequest(SimLeader):
         self.changeover.on_loaded()
 
     def sleep(self) -> None:
-        self.phases.wait(self.last_step, is_asleep=True)
+        self.step_stats.wait(self.last_step, is_asleep=True)
         while not (self.inbox or self.peers.has_frames or self.has_rung or self._has_reports):
             self.is_asleep = True
             self.process.sleep(MAX_SLEEP_S)
@@ -165,14 +165,14 @@ class _HidesItsVote(SimLeader):
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
-        self.phases.vote = lambda: None  # type: ignore[method-assign]
+        self.step_stats.vote = lambda: None  # type: ignore[method-assign]
 
 
 class _SleepsThroughVotes(SimLeader):
     """Sleeps in a wait over its inbox and doorbell alone, and without a bound."""
 
     def sleep(self) -> None:
-        self.phases.wait(self.last_step, is_asleep=True)
+        self.step_stats.wait(self.last_step, is_asleep=True)
         while not (self.inbox or self.has_rung):
             self.is_asleep = True
             self.process.wait()
@@ -301,7 +301,7 @@ class _HidesItsWait(SimFollower):
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
-        phases = self.phases
+        phases = self.step_stats
         phases.wait = lambda step, *, is_asleep: phases._enter(step, Phase.BOOKING)  # type: ignore[method-assign]
 
 
@@ -318,7 +318,7 @@ class _WaitsAsIfAsleep(SimLeader):
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
-        phases = self.phases
+        phases = self.step_stats
         phases.vote = lambda: phases.wait(self.last_step, is_asleep=True)  # type: ignore[method-assign]
         phases.agree = phases.vote  # type: ignore[method-assign]
         phases.build = lambda step, num_tokens: phases.wait(step, is_asleep=True)  # type: ignore[method-assign]

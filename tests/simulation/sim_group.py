@@ -17,12 +17,12 @@ from sim_owner import SimActor
 from sim_rank import SimFollower, SimLeader, SimRank
 from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
 
-from cluster.actors.rank_actor import RankPlace
 from cluster.actors.rank_group import RankDied, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
 from cluster.kv.handoff import HandoffMetadata
 from cluster.messages import EngineOutput, StepAgreement
+from cluster.rank.context import RankPlace
 
 if TYPE_CHECKING:
     from sim_world import World

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from sim_schedule import LOST, Fault
 
-from cluster.actors.rank_actor import RankPlace
 from cluster.engine.watchdog import Phase
+from cluster.rank.context import RankPlace
 
 NAMED = {
     "kill": (" ended: ",),

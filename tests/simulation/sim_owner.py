@@ -69,7 +69,7 @@ class SimActor:
 
     def _tell(self, answer: asyncio.Future[Any]) -> None:
         if not answer.done():
-            answer.set_result(self._rank.phases.heartbeat())
+            answer.set_result(self._rank.step_stats.heartbeat())
 
     def _stop(self) -> None:
         assert isinstance(self._rank, SimLeader), "stop: wanted a leader, found a follower"

@@ -1,7 +1,7 @@
 """Simulated ranks: the real engine, lockstep and follower's loop over the simulated model.
 
 Real are `Engine.step`, plain or overlapped, with scheduler and blocks, `JoinedLockstep` with its
-machine and dispatch, `FollowerLoop` with its digests, `PhaseRecorder`, and every frame on its way.
+machine and dispatch, `FollowerLoop` with its digests, `StepStats`, and every frame on its way.
 Simulated are the model, the time that it takes, and what carries frames.
 
 Code of a rank runs in its `Process` and blocks there; what is said to be called from the loop must
@@ -24,7 +24,7 @@ from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
 from cluster.engine.changeover import Changeover
-from cluster.engine.divergence import StepDigester, StepLog
+from cluster.engine.divergence import StepDigester
 from cluster.engine.engine import Engine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
@@ -44,7 +44,7 @@ from cluster.messages import (
 from cluster.rank.channel import NoFollowers
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
-from cluster.rank.status import PhaseRecorder
+from cluster.rank.step_stats import StepStats
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
@@ -66,8 +66,8 @@ class SimRank:
         self.dp_rank, self.tp_rank = place.dp_rank, place.tp_rank
         self.epoch = group.epoch
         self.name = f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
-        self.phases = PhaseRecorder(group.loop.time)
-        self.phases.learn(8, 0.004)  # as a rank that has timed a step before it is ready
+        self.step_stats = StepStats(group.loop.time)
+        self.step_stats.learn(8, 0.004)  # as a rank that has timed a step before it is ready
         self.process = Process(group.loop, self._main)
         schedule = group.schedule
         is_leader = not self.tp_rank
@@ -147,8 +147,7 @@ class SimRunner:
 
     def __init__(self, rank: SimRank) -> None:
         self._rank = rank
-        self.phases = rank.phases
-        self.steps = StepLog()
+        self.step_stats = rank.step_stats
         self.ended_step = 0
         """The last one that was waited for."""
 
@@ -162,7 +161,7 @@ class SimRunner:
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> tuple[int, Job]:
         """Do what `ModelRunner.launch` does, in its order."""
-        rank, phases = self._rank, self.phases
+        rank, phases = self._rank, self.step_stats
         across = agreed.num_tokens_across_dp
         if agreed.stage != self.changeover.stage:
             phases.build(agreed.step, 0)
@@ -191,11 +190,11 @@ class SimRunner:
     def wait(self, launched: tuple[int, Job]) -> SampledTokens:
         """Do what `ModelRunner.wait` does."""
         step, job = launched
-        self.phases.run(step)
+        self.step_stats.run(step)
         sampled = self._rank.device.wait(job)
         self.ended_step = step
-        self.phases.end_step(step)
-        self.phases.book(step)
+        self.step_stats.end_step(step)
+        self.step_stats.book(step)
         self._rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
 
@@ -292,7 +291,7 @@ class SimLeader(SimRank):
                 epoch=self.epoch,
                 captured=self.changeover.captured,
             )
-            lockstep = JoinedLockstep(self.machine, self.peers, self.phases)
+            lockstep = JoinedLockstep(self.machine, self.peers, self.step_stats)
         self.runner: SimRunner = plants.runner(self)
         loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
         self.engine = loop(
@@ -334,7 +333,7 @@ class SimLeader(SimRank):
 
     def sleep(self) -> None:
         """Wait until something is to be done, here or on a peer."""
-        self.phases.wait(self.last_step, is_asleep=True)
+        self.step_stats.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
         if not (self.inbox or self.peers.has_frames or self.has_rung or has_report):
             self.is_asleep = True
@@ -351,7 +350,7 @@ class SimLeader(SimRank):
     def step(self) -> None:
         """Take what waits in the inbox, run one step and send its outputs."""
         engine = self.engine
-        self.phases.plan(self.last_step + 1)
+        self.step_stats.plan(self.last_step + 1)
         self.pass_time(Phase.PLANNING, 0.0002)
         if self.inbox:
             self.take_inbox()

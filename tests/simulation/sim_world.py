@@ -167,7 +167,7 @@ class World:
     def _where(self) -> str:
         texts = [f"struck {self.outcome.struck}"]
         for name, pool in self.pools.items():
-            beats = [(rank.name, rank.phases.heartbeat()) for rank in pool.group.ranks]
+            beats = [(rank.name, rank.step_stats.heartbeat()) for rank in pool.group.ranks]
             ranks = [f"{who} {beat.phase.name} step {beat.step}" for who, beat in beats]
             texts.append(f"{name} {pool._state}: {', '.join(ranks)}")
         return "; ".join(texts)

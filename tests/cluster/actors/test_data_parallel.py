@@ -105,7 +105,9 @@ def test_actors_of_a_2x2_group_run_one_step_through_the_same_graphs(
                 results += (await generate(inboxes, some, NUM_TOKENS, pause_s=0.02))[0]
             check(oracle, prompts, results)
             report = await group.report()
-            found = [(r.dp_rank, r.tp_rank, r.epoch, r.state) for r in report.ranks]
+            found = [
+                (r.place.dp_rank, r.place.tp_rank, r.place.epoch, r.state) for r in report.ranks
+            ]
             assert found == [(dp, tp, 4, "ready") for dp in range(2) for tp in range(2)]
             assert len({r.pid for r in report.ranks}) == 4
             # Ranks of one node take what one of them has compiled: three pieces in all.

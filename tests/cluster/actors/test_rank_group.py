@@ -48,12 +48,13 @@ def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
         await group.start()
         report = await reported(group)
         # Census: as many actors as places, each with a process, a place and a bundle of its own.
-        places = [(r.dp_rank, r.tp_rank, r.epoch) for r in report.ranks]
+        places = [(r.place.dp_rank, r.place.tp_rank, r.place.epoch) for r in report.ranks]
         assert places == [(0, 0, 3)]
         assert len({r.pid for r in report.ranks}) == len(places) == placement.bundle_count
         assert os.getpid() not in {r.pid for r in report.ranks}
         assert [r.state for r in report.ranks] == ["ready"]
-        assert report.ranks[0].num_blocks == report.ranks[0].num_free_blocks == 100
+        scheduler = report.ranks[0].scheduler
+        assert scheduler.num_blocks == scheduler.num_free_blocks == 100
         assert len(group.inboxes) == engine.parallel.data_parallel_size
 
         # The sentinel tells who died, at once.
@@ -148,9 +149,9 @@ def test_engines_that_step_apart_are_judged_apart(
 ) -> None:
     """One sleeps at step 12 while the other stands in its own step 5000."""
     from cluster.actors import rank_group
-    from cluster.actors.rank_actor import RankPlace
     from cluster.config import ParallelConfig
     from cluster.engine.watchdog import Heartbeat, Phase
+    from cluster.rank.context import RankPlace
 
     monkeypatch.setattr(rank_group, "HEARTBEAT_PERIOD_S", 0.05)
     beats = [
@@ -184,8 +185,8 @@ def test_a_rank_that_loads_is_not_silent_while_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from cluster.actors import rank_group
-    from cluster.actors.rank_actor import RankPlace
     from cluster.config import ParallelConfig
+    from cluster.rank.context import RankPlace
 
     monkeypatch.setattr(rank_group, "HEARTBEAT_PERIOD_S", 0.02)
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 0.5)
@@ -221,8 +222,8 @@ def test_a_leader_that_does_not_open_its_endpoints_is_named(
     import ray
 
     from cluster.actors import rank_group
-    from cluster.actors.rank_actor import RankPlace
     from cluster.config import ParallelConfig
+    from cluster.rank.context import RankPlace
 
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 2.0)
     monkeypatch.setattr(rank_group, "LOADING_TIMES", 0.1)  # of three seconds

@@ -70,13 +70,14 @@ def test_ranks_of_a_group_generate_what_transformers_does(
             oracle.report_ties()
 
             report = await reported(group)
-            assert [(r.dp_rank, r.tp_rank, r.state) for r in report.ranks] == [
+            assert [(r.place.dp_rank, r.place.tp_rank, r.state) for r in report.ranks] == [
                 (0, rank, "ready") for rank in range(size)
             ]
             assert len({r.pid for r in report.ranks}) == size
             [step] = {r.step for r in report.ranks}
             assert step > 0
-            assert report.ranks[0].num_free_blocks == report.ranks[0].num_blocks == 80
+            scheduler = report.ranks[0].scheduler
+            assert scheduler.num_free_blocks == scheduler.num_blocks == 80
             assert num_cached > 0
 
             ended = asyncio.create_task(group.wait_for_end())

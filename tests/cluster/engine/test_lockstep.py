@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine import lockstep
-from cluster.engine.divergence import StepDivergence, StepLog
+from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent, get_dp_padding
 from cluster.group_messages import StepConfirm
-from cluster.messages import StepAgreement, StepKind, Vote
+from cluster.messages import StepAgreement, StepKind, StepPlan, Vote
+from cluster.rank.step_stats import StepStats
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
@@ -243,9 +244,9 @@ def test_who_is_waited_for_in_vain_is_named() -> None:
 
 
 def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> None:
-    log = StepLog()
+    log, plan = StepStats(), StepPlan(3, 1, 0, 0, [], [], [], [], [], [], [], 0, [])
     for step in range(1, 1201):
-        log.add(agree((vote(step), vote(step, num_tokens=3, num_seqs=3)), GRAPHS))
+        log.begin(plan, agree((vote(step), vote(step, num_tokens=3, num_seqs=3)), GRAPHS), 0)
     assert [record["step"] for record in log.as_dicts()] == [*range(201, 1201)]
     error = StepDivergence("rank dp=1 tp=0 epoch=3", 1201, "kind", 1, 2).after(log.tail())
     *told, last = str(error).splitlines()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
-from cluster.rank.status import PhaseRecorder
+from cluster.rank.step_stats import StepStats
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
 PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (
@@ -202,7 +202,7 @@ class Clock:
 
 def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None:
     clock = Clock()
-    phases = PhaseRecorder(clock)
+    phases = StepStats(clock)
     assert phases.heartbeat() == beat(0, WAITING, 0, is_asleep=True)
     phases.plan(1)
     clock.now = 0.5
@@ -228,7 +228,7 @@ def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None
 
 def test_a_step_that_was_begun_behind_another_is_timed_from_that_ones_end() -> None:
     clock = Clock()
-    phases = PhaseRecorder(clock)
+    phases = StepStats(clock)
     phases.learn(8, 0.8)
     phases.build(1, 8)
     phases.build(2, 1)
@@ -250,7 +250,7 @@ def test_a_step_that_was_begun_behind_another_is_timed_from_that_ones_end() -> N
 
 def test_a_step_whose_end_nobody_saw_is_not_taken_for_a_long_one() -> None:
     clock = Clock()
-    phases = PhaseRecorder(clock)
+    phases = StepStats(clock)
     phases.learn(8, 0.8)
     for step, seconds in ((1, 3600.0), (2, 0.4)):
         phases.build(step, 8)
@@ -259,7 +259,7 @@ def test_a_step_whose_end_nobody_saw_is_not_taken_for_a_long_one() -> None:
     assert took(phases, clock, 8, 0.8) == pytest.approx(0.8 * 0.9 + 0.4 * 0.1)
 
 
-def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -> float:
+def took(phases: StepStats, clock: Clock, num_tokens: int, seconds: float) -> float:
     """Run a step; return what it was expected to take."""
     phases.build(1, num_tokens)
     expected_s = phases.heartbeat().expected_s
@@ -270,7 +270,7 @@ def took(phases: PhaseRecorder, clock: Clock, num_tokens: int, seconds: float) -
 
 def test_what_a_step_should_take_is_learned_by_its_size() -> None:
     clock = Clock()
-    phases = PhaseRecorder(clock)
+    phases = StepStats(clock)
     assert took(phases, clock, 0, 0.0) == 0
     phases.learn(8, 0.4)
     assert took(phases, clock, 2048, 60.0) == pytest.approx(2048 * 0.05)  # nothing larger is known
@@ -286,7 +286,7 @@ def test_what_a_step_should_take_is_learned_by_its_size() -> None:
 
 def test_a_step_that_was_held_up_says_nothing_of_larger_ones() -> None:
     clock = Clock()
-    phases = PhaseRecorder(clock)
+    phases = StepStats(clock)
     phases.learn(8, 0.4)
     took(phases, clock, 1, 30.0)
     took(phases, clock, 40, 80.0)

@@ -28,8 +28,8 @@ def check(run: Run, drawn: list[list[int]] | None = None) -> None:
         check_steps(run, name, ranks)
         check_replays(run, ranks)
         for leader in ranks[:: run.row.tp]:
-            assert leader.stats.num_free_blocks == leader.stats.num_blocks > 0
-            assert leader.stats.num_running == leader.stats.held_tickets == 0
+            assert leader.stats.scheduler.num_free_blocks == leader.stats.scheduler.num_blocks > 0
+            assert leader.stats.scheduler.num_running == leader.stats.scheduler.held_tickets == 0
     if run.row.kv:
         check_handoffs(run)
     if run.row.level == CompilationLevel.PIECEWISE:
@@ -126,7 +126,7 @@ def seqs_of(run: Run, step: dict[str, Any]) -> int:
 def check_handoffs(run: Run) -> None:
     """Each prompt was computed by one pool, and its KV went once to the rank of the same place."""
     prefill, decode = run.pools["prefill"], run.pools["decode"]
-    assert not any(rank.stats.held_tickets for rank in prefill)
+    assert not any(rank.stats.scheduler.held_tickets for rank in prefill)
     sent = [rank.stats.kv_bytes_sent for rank in prefill]
     if any(request.leaves_after for request in run.requests):
         return  # who left may have done so before its KV came
@@ -142,9 +142,9 @@ def check_handoffs(run: Run) -> None:
             num_blocks += sum(blocks_of(run, length) for length in lengths)
         assert rank.stats.kv_bytes_sent == num_blocks * rank.block_bytes > 0
     if run.row.loses is None:
-        assert sum(rank.stats.prompt_tokens_computed for rank in prefill) == sum(lengths)
+        assert sum(rank.stats.scheduler.prompt_tokens_computed for rank in prefill) == sum(lengths)
         # Pre-empted sequences are computed again where they are; without pre-emption, none.
-        computed = sum(rank.stats.prompt_tokens_computed for rank in decode)
+        computed = sum(rank.stats.scheduler.prompt_tokens_computed for rank in decode)
         assert (computed == 0) == (run.num_preemptions == 0)
     else:
         assert len(prefill[run.row.loses].lost) == len(run.requests)

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.config import EngineConfig
 from cluster.credentials import Credentials
-from cluster.engine.scheduler import SchedulerStats
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints
@@ -36,8 +36,6 @@ class Report:
     """What a rank has done."""
 
     stats: RankStats
-    scheduler: SchedulerStats | None
-    """Of a leader."""
     log: list[dict[str, Any]]
     """The agreements that it ran."""
     replays: dict[BatchDescriptor, int]
@@ -65,9 +63,8 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
     """
     forward = rank.runner.forward
     return Report(
-        rank.stats(tp_rank=0, dp_rank=0, pid=0, node=""),
-        rank.engine.stats() if isinstance(rank, Leader) else None,
-        rank.runner.steps.as_dicts(),
+        rank.stats(),
+        rank.runner.step_stats.as_dicts(),
         {key: times for key, times in forward.num_replays.items() if times},
         forward.gaps.num_steps,
         forward.captured,
@@ -103,14 +100,19 @@ def hear() -> Any:
     return pickle.load(sys.stdin.buffer)
 
 
+def context_of(config: EngineConfig, dp_rank: int, tp_rank: int) -> RankContext:
+    engine_id = f"{config.role.value} {dp_rank}"
+    place = RankPlace(dp_rank, tp_rank, EPOCH)
+    return RankContext(config, place, credentials=CREDENTIALS, engine_id=engine_id)
+
+
 def load(config: EngineConfig, dp_rank: int, tp_rank: int) -> Leader | Follower:
-    place: dict[str, Any] = {"host": HOST, "credentials": CREDENTIALS, "dp_rank": dp_rank}
+    context = context_of(config, dp_rank, tp_rank)
     if tp_rank:
-        return Follower(config, tp_rank=tp_rank, epoch=EPOCH, rendezvous=hear(), **place)
-    endpoints = LeaderEndpoints(config, **place)
+        return Follower(context, hear())
+    endpoints = LeaderEndpoints(context)
     tell(endpoints.rendezvous)
-    place |= {"endpoints": endpoints, "rendezvous": hear()}
-    return Leader(config, engine_id=f"{config.role.value} {dp_rank}", epoch=EPOCH, **place)
+    return Leader(context, endpoints, hear())
 
 
 def obey(rank: Leader | Follower, lost: list[str], num_late_before: int) -> None:

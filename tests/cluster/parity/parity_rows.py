@@ -89,7 +89,7 @@ class Run:
     @property
     def num_preemptions(self) -> int:
         ranks = [rank for pool in self.pools.values() for rank in pool]
-        return sum(rank.scheduler.num_preemptions for rank in ranks if rank.scheduler)
+        return sum(rank.stats.scheduler.num_preemptions for rank in ranks)
 
 
 Requests = Callable[[Any], list[Request]]
@@ -336,8 +336,8 @@ def everything(oracle: Any) -> list[Request]:
 
 def everything_happened(run: Run) -> None:
     prompts_came_in_chunks(run)
-    stats = run.leader.scheduler
-    assert stats is not None and stats.num_preemptions > 0
+    stats = run.leader.stats.scheduler
+    assert stats.num_preemptions > 0
     *earlier, second_turn = run.num_cached
     assert second_turn > 0
     if window_of(run.oracle) is None:

@@ -28,13 +28,13 @@ from parity_process import (
     LOSE,
     REPORT,
     Report,
+    context_of,
     num_late,
     report,
 )
 from parity_rows import LOADS, Request, Row, Run
 
 from cluster.config import EngineConfig, Role
-from cluster.engine.divergence import StepLog
 from cluster.messages import EngineOutput, Submit
 from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
@@ -163,7 +163,7 @@ class Pool:
         return [rank.ask(REPORT) for rank in self.ranks]
 
     def is_empty(self) -> bool:
-        stats = [report.stats for report in self.reports()]
+        stats = [report.stats.scheduler for report in self.reports()]
         blocks = all(rank.num_free_blocks == rank.num_blocks for rank in stats)
         return blocks and not any(rank.num_running + rank.held_tickets for rank in stats)
 
@@ -185,13 +185,13 @@ def leading(
 ) -> Iterator[Leader]:
     """Lead a group from this process; `reports` is filled in at its end."""
     num_late_before = num_late()
-    endpoints = LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS)
+    context = context_of(config, 0, 0)
+    endpoints = LeaderEndpoints(context)
     with processes.lent(config.parallel.tensor_parallel_size - 1) as followers:
         for i, follower in enumerate(followers):
             follower.tell((config, 0, i + 1))
             follower.tell(endpoints.rendezvous)
-        places = {"host": HOST, "credentials": CREDENTIALS, "endpoints": endpoints}
-        leader = Leader(config, engine_id="test", epoch=EPOCH, **places)
+        leader = Leader(context, endpoints)
         for follower in followers:
             follower.hear()
         try:
@@ -224,7 +224,6 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
     """Run all requests; return the agreements of all steps, however many."""
     engine, log, replays = leader.engine, list[dict[str, Any]](), run.replays_by_step
     assert replays is not None
-    step_log = StepLog()
     waiting = sorted(
         range(len(run.requests)), key=lambda i: (run.requests[i].at is None, run.requests[i].at, i)
     )
@@ -241,8 +240,8 @@ def _step_all(leader: Leader, run: Run) -> list[dict[str, Any]]:
         # An overlapped loop may have waited for a step alone.
         is_new = engine.agreed is not last
         if is_new and engine.agreed is not None and engine.agreed.has_work:
-            step_log.add(engine.agreed)
-            log.append(step_log.as_dicts()[-1])
+            log.append(leader.runner.step_stats.as_dicts()[-1])
+            assert log[-1]["step"] == engine.agreed.step
             replays.append(counter.num_cudagraph_replayed - before)
         step += 1
         assert step < MAX_STEPS

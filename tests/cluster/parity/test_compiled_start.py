@@ -118,14 +118,15 @@ def test_a_warm_engine_traces_compiles_and_builds_nothing(
 IN_A_FRESH_PROCESS = """
 import sys
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.rank.context import RankContext
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from compile.counters import counter
 compilation = CompilationConfig(
     level=3, cudagraph_mode="NONE", compiler="inductor", cache_dir=sys.argv[2]
 )
-ModelRunner(EngineConfig(sys.argv[1], max_model_len=64, cache=CacheConfig(4, 40),
-    scheduler=SchedulerConfig(4, 32), compilation=compilation))
+ModelRunner(RankContext(EngineConfig(sys.argv[1], max_model_len=64, cache=CacheConfig(4, 40),
+    scheduler=SchedulerConfig(4, 32), compilation=compilation)))
 print(counter.num_inductor_compiles, counter.num_compiled_artifacts_saved)
 """
 

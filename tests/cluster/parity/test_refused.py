@@ -11,6 +11,7 @@ from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
 from cluster.messages import Submit
+from cluster.rank.context import RankContext
 from cluster.rank.runner import ModelRunner
 from compile.errors import FieldError
 
@@ -27,8 +28,8 @@ def test_a_pool_too_small_for_one_sequence_is_refused_by_name(
     )
     wanted = rf"at least {needed} \(one sequence of max_model_len=256\)"
     with pytest.raises(FieldError, match=f"^num_kv_blocks: wanted {wanted}, found {needed - 1}$"):
-        ModelRunner(few)
-    assert ModelRunner(enough).num_blocks == needed
+        ModelRunner(RankContext(few))
+    assert ModelRunner(RankContext(enough)).num_blocks == needed
 
 
 @pytest.mark.feature("S05")

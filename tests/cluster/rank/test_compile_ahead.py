@@ -19,6 +19,7 @@ from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.changeover import CannotCompile
 from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
 from cluster.rank.compile_process import CompileJob, CompileProcess
+from cluster.rank.context import RankContext
 from cluster.rank.groups import GroupMembership
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
@@ -55,7 +56,7 @@ def config_of(path: Path, cache: Path, **fields: Any) -> EngineConfig:
 
 @contextmanager
 def started(config: EngineConfig) -> Iterator[ModelRunner]:
-    runner = ModelRunner(config)
+    runner = ModelRunner(RankContext(config))
     try:
         yield runner
     finally:
@@ -124,7 +125,7 @@ def test_without_a_cache_to_leave_it_in_a_rank_compiles_before_it_is_ready(
 def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
     make_oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    lost = CompileJob.of(config_of(tmp_path / "gone", tmp_path), 0, ALONE)
+    lost = CompileJob.of(RankContext(config_of(tmp_path / "gone", tmp_path)), ALONE)
     assert "gone" in ended(lost).error
     with started(config_of(make_oracle("tied").path, tmp_path)) as runner:
         for child in psutil.Process().children():
@@ -176,7 +177,7 @@ def is_running(status: Path) -> bool:
 
 @pytest.mark.feature("X06")
 def test_a_compiler_ends_with_its_rank(make_oracle: Callable[[str], Any], tmp_path: Path) -> None:
-    job = CompileJob.of(config_of(make_oracle("tied").path, tmp_path), 0, ALONE)
+    job = CompileJob.of(RankContext(config_of(make_oracle("tied").path, tmp_path)), ALONE)
     done = subprocess.run(
         [sys.executable, "-c", PARENT, pickle.dumps(job).hex()], capture_output=True, text=True
     )

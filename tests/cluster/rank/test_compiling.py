@@ -13,6 +13,7 @@ from cluster.config import EngineConfig, Role, SchedulerConfig
 from cluster.engine.changeover import CannotCompile
 from cluster.rank import compiling
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
+from cluster.rank.context import RankContext
 from cluster.rank.groups import GroupMembership
 from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
@@ -32,7 +33,7 @@ def scope_of(
         compilation=CompilationConfig(**compilation),  # type: ignore[arg-type]
     )
     pools = graph_pools(config.compilation, torch.device("cpu"))
-    return rank_scope(config, 0, group or GroupMembership(None, Shard()), pools)
+    return rank_scope(RankContext(config), group or GroupMembership(None, Shard()), pools)
 
 
 @pytest.mark.feature("Q02")

@@ -5,27 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDivergence
 from cluster.group_messages import StepFrame
 from cluster.messages import GenerateRequest, Sampling, Submit
 from cluster.rank import groups
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints
 from compile.config import CompilationConfig
-
-PLACE: dict[str, Any] = {
-    "epoch": 0,
-    "host": "127.0.0.1",
-    "credentials": Credentials("test", b"s" * 32),
-}
 
 
 def group_of_two(oracle: Any, **compilation: Any) -> tuple[Leader, Follower]:
@@ -38,13 +33,13 @@ def group_of_two(oracle: Any, **compilation: Any) -> tuple[Leader, Follower]:
         parallel=ParallelConfig(2),
         compilation=CompilationConfig(**compilation),
     )
-    endpoints = LeaderEndpoints(config, host=PLACE["host"], credentials=PLACE["credentials"])
-    rendezvous = endpoints.rendezvous
+    context = RankContext(config)
+    endpoints = LeaderEndpoints(context)
+    assert endpoints.rendezvous is not None
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(
-            Follower, config, dp_rank=0, tp_rank=1, rendezvous=rendezvous, **PLACE
-        )
-        return Leader(config, engine_id="", endpoints=endpoints, **PLACE), joining.result()
+        following = replace(context, place=RankPlace(tp_rank=1))
+        joining = threads.submit(Follower, following, endpoints.rendezvous)
+        return Leader(context, endpoints), joining.result()
 
 
 def end(leader: Leader) -> None:
@@ -113,7 +108,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     wanted = rf"rank dp=0 tp=1 epoch=0 step {step}: {field}: wanted \d+, found \d+"
     with pytest.raises(StepDivergence, match=wanted):
         follower.run()
-    assert follower.stats(tp_rank=1, dp_rank=0, pid=0, node="").step == 3
+    assert follower.stats().step == 3
     leading.join(timeout=0.2)
     assert leading.is_alive()
     leading.join(timeout=20)

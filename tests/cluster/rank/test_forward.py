@@ -24,6 +24,7 @@ from cluster.messages import (
     Vote,
 )
 from cluster.rank import forward
+from cluster.rank.context import RankContext
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.leader import assemble_engine
@@ -71,7 +72,7 @@ def make_runner(
             level=level, cudagraph_mode=mode, use_inductor=False, sealed="warn", **sizes
         ),
     )
-    return ModelRunner(config, **arguments)
+    return ModelRunner(RankContext(config), **arguments)
 
 
 def greedy(max_tokens: int) -> Sampling:

@@ -17,6 +17,7 @@ from cluster.credentials import Credentials
 from cluster.engine.lockstep import agree
 from cluster.messages import StepKind, StepPlan, Vote
 from cluster.rank import forward, free_memory
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
 from cluster.rank.groups import GroupMembership
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
@@ -37,7 +38,7 @@ def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[
     """Join dp x tp ranks on threads through one store, do the work on each and leave."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
     opened = [
-        LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=dp_rank)
+        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), credentials=CREDENTIALS))
         for dp_rank in range(dp)
     ]
     offers = [endpoints.rendezvous for endpoints in opened]
@@ -48,11 +49,8 @@ def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[
         where = told[dp_rank]
         place: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp, "shares_experts": True}
         place["hello"] = where.hello(CREDENTIALS, 0)
-        if tp_rank == 0:
-            listener = opened[dp_rank].listener
-            group = GroupMembership.lead(where, listener, tp, "cpu", HOST, **place)
-        else:
-            group = GroupMembership.follow(where, tp_rank, "cpu", HOST, **place)
+        place["listener"] = opened[dp_rank].listener if tp_rank == 0 else None
+        group = GroupMembership.join(where, tp_rank, "cpu", HOST, **place)
         try:
             return work(group)
         finally:
@@ -63,7 +61,7 @@ def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[
             return list(threads.map(run, range(dp * tp)))
     finally:
         for endpoints in opened:
-            end_context(endpoints.context, "test", linger=0)
+            end_context(endpoints.sockets, "test", linger=0)
 
 
 def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
@@ -169,8 +167,8 @@ def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_k
         def tell(what: str, done: int, total: int) -> None:
             told[group.rank].append(what)
 
-        place: dict[str, Any] = {"dp_rank": group.dp_rank, "group": group}
-        runner = ModelRunner(config, **place, storage=late, progress=tell)
+        context = RankContext(config, RankPlace(group.dp_rank), progress=tell)
+        runner = ModelRunner(context, group=group, storage=late)
         plan = StepPlan(0, 1, 0, 0, [], [], [], [], [], [], [], 0, [])  # a dummy step
         runner.execute(plan, agree(votes, runner.forward.captured))
         return runner.forward.captured.batch_sizes

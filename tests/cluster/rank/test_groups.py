@@ -19,6 +19,7 @@ from cluster.credentials import Credentials
 from cluster.group_messages import LeaderHello
 from cluster.messages import PROTOCOL_VERSION, FrameError
 from cluster.rank import groups
+from cluster.rank.context import RankContext
 from cluster.rank.groups import GroupMembership
 from cluster.rank.links import LinkAddress
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
@@ -39,20 +40,16 @@ def run_ranks(
     """Join `size` ranks on threads, do the work on each and leave; return the results."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(size))
     endpoints = LeaderEndpoints(
-        config, host=host, credentials=CREDENTIALS, is_on_one_node=is_on_one_node
+        RankContext(config, host=host, credentials=CREDENTIALS, is_on_one_node=is_on_one_node)
     )
 
     def run(rank: int) -> Any:
         where = endpoints.rendezvous
         if where is None:
             group = GroupMembership(None, Shard())
-        elif rank == 0:
-            hello = where.hello(CREDENTIALS, 0)
-            listener = endpoints.listener
-            group = GroupMembership.lead(where, listener, size, device, host, hello=hello)
         else:
-            hello = where.hello(CREDENTIALS, 0)
-            group = GroupMembership.follow(where, rank, device, host, hello=hello)
+            hello, listener = where.hello(CREDENTIALS, 0), None if rank else endpoints.listener
+            group = GroupMembership.join(where, rank, device, host, hello=hello, listener=listener)
         try:
             return work(group)
         finally:
@@ -64,7 +61,7 @@ def run_ranks(
     finally:
         for end in endpoints.channel.links:
             end.close()
-        end_context(endpoints.context, "test")
+        end_context(endpoints.sockets, "test")
 
 
 def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
@@ -84,15 +81,14 @@ def test_ranks_of_one_node_meet_where_no_other_node_reaches() -> None:
 
     assert run_ranks(2, work, host="192.0.2.1", is_on_one_node=True) == [[2.0, 2.0]] * 2
     config = EngineConfig("model", 64, parallel=ParallelConfig(2, 2))
-    endpoints = LeaderEndpoints(
-        config, host="192.0.2.1", credentials=CREDENTIALS, is_on_one_node=True
-    )
+    context = RankContext(config, host="192.0.2.1", is_on_one_node=True)
+    endpoints = LeaderEndpoints(context)
     offer, listener = endpoints.rendezvous, endpoints.listener
     assert offer is not None and listener is not None
     assert listener.getsockname()[0] == offer.store_host == "127.0.0.1"
     assert [address.tcp for address in (*offer.channels, *offer.later)] == ["", ""]
     listener.close()
-    end_context(endpoints.context, "test", linger=0)
+    end_context(endpoints.sockets, "test", linger=0)
 
 
 @pytest.mark.parametrize(
@@ -115,23 +111,24 @@ def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
     where = Rendezvous(HOST, listener.getsockname()[1], "n", (LinkAddress("", "", ""),))
     ours = where.hello(CREDENTIALS, 0)
     with ThreadPoolExecutor(1) as threads:
-        lead = GroupMembership.lead
-        leader = threads.submit(lead, where, listener, 2, "cpu", HOST, hello=ours)
+        join = GroupMembership.join
+        leader = threads.submit(join, where, 0, "cpu", HOST, hello=ours, listener=listener)
         with pytest.raises(FrameError, match=f"^{message}$"):
-            GroupMembership.follow(where, 1, "cpu", HOST, hello=hello)
+            join(where, 1, "cpu", HOST, hello=hello)
         with pytest.raises(TimeoutError, match=r"joining: wanted all 2 ranks .*\[1\]"):
             leader.result(timeout=20)
 
 
 def test_a_rank_may_start_later_than_a_collective_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 2.0)
-    follow = GroupMembership.follow
+    join = GroupMembership.join
 
-    def late(*arguments: Any, **named: Any) -> GroupMembership:
-        time.sleep(4)
-        return follow(*arguments, **named)
+    def late(where: Rendezvous, rank: int, *arguments: Any, **named: Any) -> GroupMembership:
+        if rank:
+            time.sleep(4)
+        return join(where, rank, *arguments, **named)
 
-    monkeypatch.setattr(GroupMembership, "follow", late)
+    monkeypatch.setattr(GroupMembership, "join", late)
     assert run_ranks(2, lambda group: group.size) == [2, 2]
 
 

@@ -36,10 +36,11 @@ from cluster.messages import (
     encode,
 )
 from cluster.rank import groups, lockstep
+from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
-from cluster.rank.status import PhaseRecorder
+from cluster.rank.step_stats import StepStats
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,
@@ -66,7 +67,7 @@ def machine_of(rank: int, size: int = 2) -> LockstepMachine:
 class ScriptedChannel:
     """Frames of a peer that are there at once; notes the recorded phase at each wait."""
 
-    def __init__(self, phases: PhaseRecorder, frames: list[bytes]) -> None:
+    def __init__(self, phases: StepStats, frames: list[bytes]) -> None:
         self._phases = phases
         self._frames = frames
         self.phases: list[Phase] = []
@@ -83,7 +84,7 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
     peer = machine_of(1)
     peer.vote(vote(1, 1))
     peer.on_frame(0, vote(1, 0))
-    phases = PhaseRecorder()
+    phases = StepStats()
     channel = ScriptedChannel(phases, [encode(vote(1, 1)), encode(peer.conclude())])
     lockstep = JoinedLockstep(machine_of(0), channel, phases)
     lockstep.agree(vote(1, 0))
@@ -95,7 +96,7 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     """Yield what joining came to on each rank, lockstep or error; `hello` alters fields by rank."""
     config = EngineConfig("model", 64, parallel=ParallelConfig(1, size))
     opened = [
-        LeaderEndpoints(config, host=HOST, credentials=CREDENTIALS, dp_rank=rank)
+        LeaderEndpoints(RankContext(config, RankPlace(rank), credentials=CREDENTIALS))
         for rank in range(size)
     ]
     told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
@@ -117,7 +118,7 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
     for endpoints in opened:
         if endpoints.listener is not None:
             endpoints.listener.close()
-        end_context(endpoints.context, "test", linger=0)
+        end_context(endpoints.sockets, "test", linger=0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -227,20 +228,14 @@ def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
             level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
         ),
     )
-    common: dict[str, Any] = {"host": HOST, "credentials": CREDENTIALS}
-    opened = [LeaderEndpoints(config, dp_rank=rank, **common) for rank in range(2)]
+    contexts = [
+        RankContext(config, RankPlace(rank, 0, EPOCH), credentials=CREDENTIALS) for rank in range(2)
+    ]
+    opened = [LeaderEndpoints(context) for context in contexts]
     told = introduce([m.rendezvous for m in opened if m.rendezvous is not None])
 
     def lead(rank: int) -> Leader:
-        return Leader(
-            config,
-            engine_id="",
-            epoch=EPOCH,
-            dp_rank=rank,
-            endpoints=opened[rank],
-            rendezvous=told[rank],
-            **common,
-        )
+        return Leader(contexts[rank], opened[rank], told[rank])
 
     with ThreadPoolExecutor(2) as threads:
         leaders = list(threads.map(lead, range(2)))
@@ -344,7 +339,7 @@ def test_a_leader_in_another_step_is_named_before_a_token_of_it_leaves(
     # One token of each sequence in each of the three steps; nothing of the fourth.
     wanted = {"a": 3, "b": 3}
     assert pair.tokens_told(wanted) == wanted
-    assert [step["step"] for step in pair.leaders[0].runner.steps.as_dicts()] == [1, 2, 3]
+    assert [step["step"] for step in pair.leaders[0].runner.step_stats.as_dicts()] == [1, 2, 3]
 
 
 @pytest.mark.feature("P13")
@@ -372,7 +367,9 @@ def test_a_leader_that_agrees_on_something_else_ends_both_before_a_token_of_the_
     wanted = {"a": step - 1, "b": step - 1}
     assert pair.tokens_told(wanted) == wanted
     for leader in pair.leaders:
-        assert [each["step"] for each in leader.runner.steps.as_dicts()] == list(range(1, step))
+        assert [each["step"] for each in leader.runner.step_stats.as_dicts()] == list(
+            range(1, step)
+        )
         leader._close()
 
 
@@ -395,7 +392,7 @@ def test_a_group_sleeps_by_agreement_wakes_with_its_first_vote_and_ends_together
         ended = pair.steps_asleep()
         assert 3 <= ended[0] - steps[0] <= 5
     # The rank without a request ran all the same steps, as dummies.
-    first, second = (leader.runner.steps.as_dicts() for leader in pair.leaders)
+    first, second = (leader.runner.step_stats.as_dicts() for leader in pair.leaders)
     assert first == second
     assert [step["num_scheduled_tokens"] for step in first[:4]] == [(3, 0), (1, 0), (0, 3), (0, 1)]
     pair.leaders[1].stop()

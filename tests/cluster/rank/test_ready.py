@@ -12,6 +12,7 @@ import torch
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.messages import StepKind, Vote
 from cluster.rank import free_memory
+from cluster.rank.context import RankContext
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
@@ -35,7 +36,7 @@ def make_runner(oracle: Any, sealed: str = "strict", **arguments: Any) -> ModelR
             sealed=sealed,
         ),
     )
-    return ModelRunner(config, **arguments)
+    return ModelRunner(RankContext(config), **arguments)
 
 
 @pytest.mark.feature("C04")

@@ -1,0 +1,67 @@
+"""What a rank knows before it loads anything: its configuration, its place and its surroundings."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.config import EngineConfig
+from cluster.credentials import SECRET_BYTES, Credentials
+
+if TYPE_CHECKING:
+    from compile.scope import ArtifactExchange  # which imports torch
+
+LOOPBACK = "127.0.0.1"
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank of an engine's group this is. Invariant: no two ranks of one epoch share a place.
+
+    `dp_rank` counts all data-parallel ranks, those that do not step together included.
+    """
+
+    dp_rank: int = 0
+    tp_rank: int = 0
+    epoch: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name by which errors and logs know the rank."""
+        return f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
+
+
+def _own_credentials() -> Credentials:
+    return Credentials("", secrets.token_bytes(SECRET_BYTES))
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The facts that a rank starts from. Never sent: each process makes its own."""
+
+    config: EngineConfig
+    place: RankPlace = RankPlace()
+    host: str = LOOPBACK
+    """This node's address."""
+    credentials: Credentials = field(default_factory=_own_credentials)
+    """By default those of a rank that no other process may talk to."""
+    engine_id: str = ""
+    node: str = ""
+    """Ray's id of the node, for statistics."""
+    is_on_one_node: bool = False
+    """The whole group is."""
+    progress: Progress | None = None
+    """Called until the rank is ready."""
+    exchange: ArtifactExchange | None = None
+    """Where ranks on other nodes publish what they compile."""
+
+    @property
+    def lockstep_place(self) -> tuple[int, int]:
+        """Rank and size among the data-parallel ranks that step together."""
+        dp_size = self.config.parallel.lockstep_size
+        return (self.place.dp_rank if dp_size > 1 else 0), dp_size

@@ -1,0 +1,219 @@
+"""What leaders and followers have alike: a loaded model, what moves its KV, and their figures.
+
+1. The rank joins its group.
+2. The runner loads and compiles the model, allocates the KV pool and captures graphs.
+3. The connector starts what the role moves KV with, on that pool.
+4. All ranks of the group wait for one another: the first step finds them ready.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import torch
+import zmq
+
+from cluster.config import Role
+from cluster.counts import Counts
+from cluster.engine.scheduler import SchedulerStats
+from cluster.engine.watchdog import Heartbeat
+from cluster.kv.handoff import KVHolder
+from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.kv.transport.puller import KVPuller
+from cluster.kv.transport.server import KVServer
+from cluster.messages import KVSource, RankProcess
+from cluster.rank.context import RankContext
+from cluster.rank.groups import GroupMembership
+from cluster.rank.rendezvous import Rendezvous
+from cluster.rank.runner import ModelRunner
+from cluster.rank.status import RankStats
+from cluster.wire.polling import Doorbell
+from cluster.wire.sockets import end_context
+from compile.counters import cache_misses, counter
+from model.config import ModelConfig
+from model.parallel import Shard
+
+
+class KVConnector:
+    """What a rank holds and reads KV with: a server, a puller or neither, by the engine's role.
+
+    Invariant: `server` is there on a prefill rank, `puller` on a decode rank, from `start` on.
+    """
+
+    def __init__(self, rank: RankContext) -> None:
+        self._rank = rank
+        self._memory: SharedMemory | None = None
+        self.server: KVServer | None = None
+        self.puller: KVPuller | None = None
+
+    def storage(self, size_bytes: int) -> memoryview | None:
+        """Let peers map the pool of a rank that hands KV over on its node."""
+        config = self._rank.config
+        hands_over = config.role is Role.PREFILL and config.device == "cpu"
+        if not hands_over or config.transfer.transport == "tcp":
+            return None
+        self._memory = SharedMemory(size_bytes)
+        return self._memory.view
+
+    def start(
+        self, pool: torch.Tensor, sockets: zmq.Context[zmq.Socket[bytes]], doorbell: Doorbell
+    ) -> None:
+        """Start the thread that the role asks for; `doorbell` rings when something has ended."""
+        rank, transfer = self._rank, self._rank.config.transfer
+        if rank.config.role is Role.PREFILL:
+            self.server = KVServer(
+                KVHolder(transfer.lease_s, time.monotonic),
+                pool,
+                host=rank.host,
+                credentials=rank.credentials,
+                epoch=rank.place.epoch,
+                doorbell=doorbell,
+            )
+        if rank.config.role is Role.DECODE:
+            self.puller = KVPuller(
+                pool,
+                tp_rank=rank.place.tp_rank,
+                transport=transfer.transport,
+                context=sockets,
+                credentials=rank.credentials,
+                doorbell=doorbell,
+            )
+
+    @property
+    def source(self) -> KVSource:
+        """Where this rank's slice can be read; on a rank that holds nothing, only its place."""
+        return KVSource(
+            tp_rank=self._rank.place.tp_rank,
+            boot_id=node_id(),
+            pid=self._memory.pid if self._memory else 0,
+            shm_fd=self._memory.fd if self._memory else -1,
+            address=self.server.address if self.server else "",
+            process=self.server.process if self.server else RankProcess(-1, ""),
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that readers copied under leases that were alive to the end."""
+        return self.server.bytes_sent if self.server else 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes copied in reads that were believed."""
+        return self.puller.bytes_received if self.puller else 0
+
+    def counts(self) -> Counts:
+        """Return what was counted of the KV that was moved. Any thread may call it."""
+        parts = (part for part in (self.server, self.puller) if part is not None)
+        return {key: value for part in parts for key, value in part.counts().items()}
+
+    def close(self) -> None:
+        """Stop the thread."""
+        for part in (self.server, self.puller):
+            if part is not None:
+                part.close()
+
+
+class Rank:
+    """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
+
+    All sockets of one rank share the context `_sockets`.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        sockets: zmq.Context[zmq.Socket[bytes]],
+        rendezvous: Rendezvous | None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Load, and wait until all ranks of the group have.
+
+        Args:
+            rendezvous: where the group meets; None for a rank that is a group of its own.
+            listener: of the group's store, on the rank that keeps it.
+        """
+        self.context = context
+        self._sockets = sockets
+        self._doorbell = Doorbell()
+        self._group = _join(context, rendezvous, listener)
+        self.transfer = KVConnector(context)
+        self.runner = ModelRunner(
+            context, group=self._group, storage=self.transfer.storage, wake=self._doorbell.ring
+        )
+        self.transfer.start(self.runner.kv_pool, sockets, self._doorbell)
+        self._wait_for("the other ranks")
+        self._group.barrier("loaded")
+
+    def run(self) -> None:
+        """Step until stopped, and close."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Make `run` return at the border of a step. Any thread may call it."""
+        raise NotImplementedError
+
+    def _scheduler_stats(self) -> SchedulerStats:
+        raise NotImplementedError
+
+    def stats(self) -> RankStats:
+        """Return the rank's figures. Any thread may call it: it reads plain numbers."""
+        return RankStats.of(
+            self.context,
+            "ready",
+            step=self.runner.step_stats.last_step,
+            scheduler=self._scheduler_stats(),
+            kv_bytes_sent=self.transfer.bytes_sent,
+            kv_bytes_received=self.transfer.bytes_received,
+            compiling=self.runner.compile_progress is not None,
+            compile_error=self.runner.compile_error,
+        )
+
+    def counts(self) -> Counts:
+        """Return what the rank has counted. Any thread may call it."""
+        misses: Counts = {
+            ("compile_cache_misses_total", reason): n for reason, n in [*cache_misses.items()]
+        }
+        return {
+            ("compilations_total",): counter.num_backend_compilations,
+            ("late_compilations_total",): counter.num_late_compilations,
+            **misses,
+            **self.transfer.counts(),
+        }
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what the step thread does. Any thread may call it."""
+        return self.runner.step_stats.heartbeat()
+
+    def _wait_for(self, name: str) -> None:
+        """Let the owner know what this rank waits for."""
+        if self.context.progress is not None:
+            self.context.progress(f"waiting for {name}", 0, 1)
+
+    def _close(self) -> None:
+        """Stop moving KV and compiling, let go of graphs, group and sockets, in this order."""
+        self.transfer.close()
+        self.runner.close()
+        self._group.close()
+        place, role = self.context.place, self.context.config.role
+        end_context(self._sockets, f"{place.name} of role {role.value}")
+
+
+def _join(
+    context: RankContext, rendezvous: Rendezvous | None, listener: socket.socket | None
+) -> GroupMembership:
+    if rendezvous is None:
+        return GroupMembership(None, Shard())
+    config, place = context.config, context.place
+    dp_rank, dp_size = context.lockstep_place
+    return GroupMembership.join(
+        rendezvous,
+        place.tp_rank,
+        config.device,
+        context.host,
+        listener=listener,
+        hello=rendezvous.hello(context.credentials, place.epoch),
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        shares_experts=ModelConfig.from_dir(config.model_path).experts is not None,
+    )

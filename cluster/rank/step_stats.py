@@ -1,0 +1,205 @@
+"""`StepStats`: what a rank notes of its steps, for its watchdog, its metrics and its errors.
+
+Nothing here locks, and writing costs the step less than a microsecond a note. What is read by other
+threads is made of plain numbers where they read it.
+
+What a step should take is learned by its size: a decode step of one token costs far more than a
+two-thousandth of a prefill of two thousand. A size that has not run yet takes what smaller ones
+take per token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from cluster.counts import Counts, Histogram
+from cluster.engine.watchdog import Heartbeat, Phase
+from cluster.messages import StepAgreement, StepKind, StepPlan
+from cluster.metrics import BY_NAME
+from compile.config import CUDAGraphMode
+
+KEEP = 0.9
+"""Weight of what was known, when a step has told how long a token takes."""
+NUM_LOGGED_STEPS = 1000
+NUM_TOLD_STEPS = 8
+"""Of the log in an error: those that lead to it."""
+_KINDS = {StepKind.NOTHING: "dummy", StepKind.DECODE: "decode", StepKind.MIXED: "mixed"}
+"""What this rank's own sequences do, whatever those of others."""
+
+
+class StepStats:
+    """What one rank's step thread notes of its steps, in the order of a step.
+
+    Invariant: one thread writes, any may read.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._now: tuple[int, Phase, float, float, bool, int | None]
+        self._now = (0, Phase.WAITING, clock(), 0.0, True, None)
+        self._token_s: dict[int, float] = {}
+        """Seconds that a token takes, by the number of binary digits of the step's tokens."""
+        self._in_flight: dict[int, tuple[int, float]] = {}
+        """Tokens of each step that was begun and has not ended, and when it began."""
+        self._last_end = 0.0
+        self._expected_s = 0.0
+        self.num_votes = 0
+        """Votes that this leader cast."""
+        self.vote_wait_s = 0.0
+        """Seconds between its votes and the last ones of its peers."""
+        self.last_step = 0
+        """The number of the last one that was begun; the same on all ranks that step together."""
+        self._log: deque[StepAgreement] = deque(maxlen=NUM_LOGGED_STEPS)
+        self._steps: Counter[tuple[int, StepKind]] = Counter()
+        """By mode and kind."""
+        self._replays: Counter[tuple[int, int]] = Counter()
+        """By mode and tokens, of those that replayed something."""
+        self._num_tokens = 0
+        self._num_padding = 0
+        bounds = BY_NAME["iteration_tokens_total"].bounds
+        self._tokens_of_step = Histogram("iteration_tokens_total", bounds)
+
+    def plan(self, step: int) -> None:
+        """A leader begins a step."""
+        self._enter(step, Phase.PLANNING)
+
+    def vote(self) -> None:
+        """A leader has voted."""
+        self.num_votes += 1
+        self._enter(self._now[0], Phase.AGREEING)
+
+    def agree(self) -> None:
+        """A leader has all votes, and waits for none any more."""
+        step, _, voted_at, *_ = self._now
+        self._enter(step, Phase.BUILDING)
+        self.vote_wait_s += self._now[2] - voted_at
+
+    def build(self, step: int, num_tokens: int) -> None:
+        """Inputs of `num_tokens` tokens are built."""
+        self._in_flight[step] = num_tokens, self._clock()
+        self._expected_s = self._expect_all()
+        self._enter(step, Phase.BUILDING)
+
+    def begin(self, plan: StepPlan, agreed: StepAgreement, num_padding: int) -> None:
+        """Log and count a step of this rank's plan, whose forward begins."""
+        self._log.append(agreed)
+        self.last_step = agreed.step
+        num_tokens, kind = plan.num_tokens, StepKind.NOTHING
+        if num_tokens:
+            is_decode = plan.num_decodes == plan.num_seqs
+            kind = StepKind.DECODE if is_decode else StepKind.MIXED
+            self._tokens_of_step.observe(num_tokens)
+        self._steps[agreed.mode, kind] += 1
+        if agreed.mode:
+            self._replays[agreed.mode, agreed.batch.num_tokens] += 1
+        self._num_tokens += num_tokens
+        self._num_padding += num_padding
+        self.run(agreed.step)
+
+    def run(self, step: int) -> None:
+        """The forward of a step begins, or is waited for."""
+        self._enter(step, Phase.RUNNING)
+
+    def end_step(self, step: int, *, is_seen: bool = True) -> None:
+        """The step has ended; others that were begun later may be under way.
+
+        Args:
+            is_seen: just now; else nobody looked before, perhaps for hours of sleep.
+        """
+        num_tokens, began = self._in_flight.pop(step)
+        now = self._clock()
+        # The step before it may have been under way when it began.
+        seconds = now - max(began, self._last_end)
+        if not is_seen:
+            seconds = min(seconds, self._expect(num_tokens) or seconds)
+        self.learn(num_tokens, seconds)
+        self._last_end = now
+        self._expected_s = self._expect_all()
+
+    def book(self, step: int) -> None:
+        """The step's results are there."""
+        self._enter(step, Phase.BOOKING)
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Note how long a step of this many tokens took."""
+        if not num_tokens:
+            return
+        size, token_s = num_tokens.bit_length(), seconds / num_tokens
+        known = self._token_s.get(size, token_s)
+        self._token_s[size] = KEEP * known + (1 - KEEP) * token_s
+
+    def wait(self, step: int, *, is_asleep: bool) -> None:
+        """A follower waits for the plan of `step`, or the group sleeps until it."""
+        self._enter(step, Phase.WAITING, is_asleep)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return what the step thread does. Any thread may call it."""
+        step, phase, since, expected_s, is_asleep, oldest_step = self._now
+        phase_s = self._clock() - since
+        return Heartbeat(step, phase, phase_s, expected_s, is_asleep, oldest_step)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the last steps as plain data, oldest first, one value a field."""
+        return [_as_dict(agreed) for agreed in list(self._log)]
+
+    def tail(self) -> tuple[str, ...]:
+        """Return the last steps as lines, for an error."""
+        return tuple(map(_line, self.as_dicts()[-NUM_TOLD_STEPS:]))
+
+    def counts(self) -> Counts:
+        """Return what was counted by now. Any thread may call it."""
+        counts: Counts = {
+            ("votes_total",): self.num_votes,
+            ("dp_wait_seconds_total",): self.vote_wait_s,
+            ("scheduled_tokens_total",): self._num_tokens,
+            ("padding_tokens_total",): self._num_padding,
+        }
+        for (mode, kind), times in [*self._steps.items()]:
+            counts["steps_total", _mode(mode), _KINDS[kind]] = times
+        for (mode, size), times in [*self._replays.items()]:
+            counts["graph_replays_total", _mode(mode), str(size)] = times
+        self._tokens_of_step.put_into(counts)
+        return counts
+
+    def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
+        oldest_step = min(self._in_flight, default=None)
+        self._now = (step, phase, self._clock(), self._expected_s, is_asleep, oldest_step)
+
+    def _expect_all(self) -> float:
+        return sum(self._expect(num_tokens) for num_tokens, _ in self._in_flight.values())
+
+    def _expect(self, num_tokens: int) -> float:
+        size = num_tokens.bit_length()
+        if (token_s := self._token_s.get(size)) is not None:
+            return token_s * num_tokens
+        if not self._token_s:
+            return 0.0
+        smaller = [token_s for known, token_s in self._token_s.items() if known < size]
+        if smaller:  # the least of them: a step that was held up once says nothing of others
+            return min(smaller) * num_tokens
+        larger = min(self._token_s)
+        return self._token_s[larger] * (1 << (larger - 1))
+
+
+def _as_dict(agreed: StepAgreement) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in msgspec.structs.asdict(agreed).items():
+        if name == "batch":
+            fields |= {"graph_bs": value.num_seqs or 0, "num_tokens": value.num_tokens}
+        else:
+            fields[name] = value
+    return fields
+
+
+def _line(fields: dict[str, Any]) -> str:
+    head = f"ran epoch {fields.pop('epoch')} step {fields.pop('step')}:"
+    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _mode(mode: int) -> str:
+    return CUDAGraphMode(mode).name.lower()
