@@ -36,7 +36,7 @@ def make_runner(oracle: Any, sealed: str = "strict", **arguments: Any) -> ModelR
             sealed=sealed,
         ),
     )
-    return ModelRunner(RankContext(config), **arguments)
+    return ModelRunner(RankContext(config, **arguments))
 
 
 @pytest.mark.feature("C04")
