@@ -1,4 +1,4 @@
-"""What leaders and followers have alike: a loaded model, what moves its KV, and their figures.
+"""What leaders and followers share: a loaded model, what moves its KV, and their figures.
 
 1. The rank joins its group.
 2. The runner loads and compiles the model, allocates the KV pool and captures graphs.
