@@ -324,10 +324,10 @@ def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
     thread.start()
     try:
         time.sleep(0.3)
-        steps = served.leader.stats(tp_rank=0, dp_rank=0, pid=0, node="").step
+        steps = served.leader.stats().step
         for _ in range(3):
             served.check()
-        done = served.leader.stats(tp_rank=0, dp_rank=0, pid=0, node="").step - steps
+        done = served.leader.stats().step - steps
     finally:
         is_over.set()
         thread.join(timeout=5)
