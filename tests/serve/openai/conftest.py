@@ -312,7 +312,8 @@ def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
     """Send one request to an app with these settings: `call_with({...}, "POST", ...)`."""
 
     def ask(limits: dict[str, Any], method: str, path: str, **kwargs: Any) -> httpx.Response:
-        args = {name: limits[name] for name in limits if name in DeployArgs.__struct_fields__}
+        own = ApiSettings.__struct_fields__
+        args = {name: limits[name] for name in limits if name not in own}
         limits = {name: limits[name] for name in limits.keys() - args}
         given = {"served_model_name": "m", "max_model_len": 256, **limits}
         settings = ApiSettings(**given, args=DeployArgs(**args))
