@@ -33,19 +33,19 @@ def test_every_kernel_compiles_for_both_architectures(usages: list[dict[str, Any
     assert {(usage["kernel"], usage["arch"]) for usage in usages} == {
         (kernel, arch)
         for kernel in (
-            "triton_decode._join_kernel",
-            "triton_decode._split_kernel",
-            "triton_experts._down_kernel",
-            "triton_experts._sum_kernel",
-            "triton_experts._up_kernel",
-            "triton_elementwise._norm_kernel",
-            "triton_filters._filter_kernel",
-            "triton_filters._search_kernel",
-            "triton_prefill._prefill_kernel",
-            "triton_rope._rope_kernel",
-            "triton_routing._route_kernel",
-            "triton_routing._sort_kernel",
-            "triton_elementwise._silu_kernel",
+            "decode._join_kernel",
+            "decode._split_kernel",
+            "experts._down_kernel",
+            "experts._sum_kernel",
+            "experts._up_kernel",
+            "elementwise._norm_kernel",
+            "filters._filter_kernel",
+            "filters._search_kernel",
+            "prefill._prefill_kernel",
+            "rope._rope_kernel",
+            "routing._route_kernel",
+            "routing._sort_kernel",
+            "elementwise._silu_kernel",
         )
         for arch in SHARED_LIMIT
     }
@@ -67,10 +67,10 @@ def test_attention_copies_tiles_ahead_and_decode_leaves_room_for_three_programs(
     usages: list[dict[str, Any]],
 ) -> None:
     """A decode whose copies are waited for at once reads memory at a fraction of its rate."""
-    decodes = [u for u in usages if u["kernel"] == "triton_decode._split_kernel"]
+    decodes = [u for u in usages if u["kernel"] == "decode._split_kernel"]
     assert {u["arch"] for u in decodes} == set(SHARED_LIMIT) and len(decodes) >= 20
     assert [u for u in decodes if min(u["buffers"]) < 2 or max(u["waits"]) < 2] == []
     assert [u for u in decodes if u["per_multiprocessor"] < 3] == []
-    prefills = [u for u in usages if u["kernel"] == "triton_prefill._prefill_kernel"]
+    prefills = [u for u in usages if u["kernel"] == "prefill._prefill_kernel"]
     assert {u["arch"] for u in prefills} == set(SHARED_LIMIT)
     assert [u for u in prefills if min(u["buffers"]) < 2 or max(u["waits"]) < 2] == []
