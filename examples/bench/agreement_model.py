@@ -210,7 +210,7 @@ def hello_of(dp_rank: int) -> PeerHello:
 def encoded(num_ranks: int, first_rank: int = 0) -> bytes:
     tokens = np.full(num_ranks, 31, dtype=np.int32).tobytes()
     return msgspec.msgpack.encode(
-        Partial(0, 1234567, 1, 31, 31, 1, True, True, False, first_rank, tokens)
+        Partial(0, 1234567, 1, 31, 31, 1, True, False, first_rank, tokens)
     )
 
 
