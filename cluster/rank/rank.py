@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from abc import ABC, abstractmethod
 
 import torch
 import zmq
@@ -114,7 +115,7 @@ class KVConnector:
                 part.close()
 
 
-class Rank:
+class Rank(ABC):
     """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
 
     All sockets of one rank share the context `_sockets`.
@@ -145,16 +146,17 @@ class Rank:
         self._wait_for("the other ranks")
         self._group.barrier("loaded")
 
+    @abstractmethod
     def run(self) -> None:
         """Step until stopped, and close."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self) -> None:
-        """Make `run` return at the border of a step. Any thread may call it."""
-        raise NotImplementedError
+        """Make `run` return between two steps. Any thread may call it."""
 
+    @abstractmethod
     def _scheduler_stats(self) -> SchedulerStats:
-        raise NotImplementedError
+        """Return the scheduler's figures, empty on a rank that has none."""
 
     def stats(self) -> RankStats:
         """Return the rank's figures. Any thread may call it: it reads plain numbers."""
