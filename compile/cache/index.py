@@ -264,10 +264,6 @@ class CompileCache:
         except OSError as error:
             logger.warning("compile cache: piece %d is not entered: %s", graph_index, error)
 
-    def artifact_path(self, name: str) -> Path:
-        """Return where an artifact lies."""
-        return self.artifacts / name
-
     def unpack(self, name: str, graph_index: int, shape: Shape) -> Path | None:
         """Write an artifact's generated code for people to read, if so configured.
 
@@ -285,15 +281,15 @@ class CompileCache:
         return path
 
     @contextmanager
-    def compiling(self, key: str) -> Iterator[bool]:
-        """Hold the one right to compile a piece; yield whether others may have compiled it."""
+    def compiling(self, key: str) -> Iterator[None]:
+        """Hold the only right to compile a piece, once those who hold it are done."""
         if not self._is_shared:
-            yield False
+            yield
             return
         with file_lock(self.shared / LOCKS / f"{key}.lock", COMPILE_WAIT_S) as is_held:
             if not is_held:
                 logger.warning("compile cache: %s is compiled by another process too", key)
-            yield is_held
+            yield
 
     def _relative(self, name: str) -> str:
         return f"../../{ARTIFACTS}/{name}"

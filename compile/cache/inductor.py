@@ -23,21 +23,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, pack, unpack
+from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, pack
 from compile.cache.builds import inductor_builds
-from compile.cache.compilers import (
-    CompilerInterface,
-    EagerAdaptor,
-    Handle,
-    compiler_name,
-)
+from compile.cache.compilers import CompilerInterface, EagerAdaptor, Handle, compiler_name
 from compile.cache.direct_call import DirectCall
 from compile.cache.inductor_directory import DIRECTORY, InductorDirectory
 from compile.cache.inductor_private import caching, compiler_facts, fresh_tracing, no_caches
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
-from compile.scope import Runnable, Shape
+from compile.scope import Runnable
 
 ARTIFACT = "artifact.bin"
 BUNDLED = f"{DIRECTORY}/"
@@ -51,19 +46,18 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 """Where pieces were compiled that could not be saved: they run from there until the end."""
 
 
-RUNTIME_MODULES = (
-    "torch._dynamo",
-    "torch._inductor.async_compile",
-    "torch._inductor.compile_fx",
-    "torch._inductor.standalone_compile",
-    "torch._functorch._aot_autograd.aot_autograd_result",
-)
-"""What the first load of an artifact, and the first capture on a CPU, would import."""
-
-
 def import_runtime() -> None:
-    """Import what loading artifacts needs, which holds up all Python for seconds."""
-    for name in RUNTIME_MODULES:
+    """Import what the first load of an artifact, and the first capture on a CPU, would import.
+
+    It holds up all Python for seconds.
+    """
+    for name in (
+        "torch._dynamo",
+        "torch._inductor.async_compile",
+        "torch._inductor.compile_fx",
+        "torch._inductor.standalone_compile",
+        "torch._functorch._aot_autograd.aot_autograd_result",
+    ):
         importlib.import_module(name)
 
 
@@ -71,7 +65,7 @@ class NotSaveableError(RuntimeError):
     """A compiled piece holds what cannot be written to a file."""
 
 
-class InductorAdaptor:
+class InductorAdaptor(CompilerInterface):
     """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
 
     Invariant: a piece is looked up by its key, outside of any tracing and without evaluating
@@ -81,17 +75,12 @@ class InductorAdaptor:
     name = "inductor"
 
     def __init__(self) -> None:
-        self._store: ArtifactStore | None = None
-        self._directory: InductorDirectory | None = None
+        super().__init__()
+        self._directory = InductorDirectory(Path())
 
-    def initialize_cache(
-        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
-    ) -> None:
+    def initialize_cache(self, cache_dir: str, disable_cache: bool = False) -> None:
         """Keep artifacts in `cache_dir` and Inductor's files next to it."""
-        if disable_cache:
-            self._store = self._directory = None
-            return
-        self._store = ArtifactStore(Path(cache_dir))
+        super().initialize_cache(cache_dir, disable_cache)
         self._directory = InductorDirectory(Path(cache_dir).parent / DIRECTORY)
 
     def compute_hash(self, config: CompilationConfig) -> str:
@@ -103,16 +92,11 @@ class InductorAdaptor:
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
-        runtime_shape: Shape = None,
         key: str | None = None,
     ) -> tuple[Runnable | None, Handle | None]:
-        """Compile a piece; save it if `initialize_cache` named a directory.
-
-        In that case it returns what was saved, loaded again, so a first start runs what later ones
-        do.
-        """
+        """Compile a piece. What is saved is loaded again: a first start runs what later ones do."""
         counter.num_inductor_compiles += 1
-        if self._store is None or self._directory is None or key is None:
+        if self._store is None or key is None:
             with inductor_builds(), no_caches():
                 compiled = self._compiled(graph, example_inputs, compiler_config)
                 return DirectCall(compiled), None
@@ -122,7 +106,7 @@ class InductorAdaptor:
         name = None if data is None else self._store.offer(data)
         try:
             if name is not None:
-                loaded = self.load((key, name), None, None, 0, runtime_shape)
+                loaded = self.load((key, name))
                 scratch.cleanup()
                 return loaded, (key, name)
         except ArtifactError as error:
@@ -177,19 +161,10 @@ class InductorAdaptor:
                 compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
                 return CacheCompiledArtifact(compiled, torch.compiler.save_cache_artifacts())
 
-    def load(
-        self,
-        handle: Handle,
-        graph: fx.GraphModule | None,
-        example_inputs: Sequence[Any] | None,
-        graph_index: int,
-        runtime_shape: Shape = None,
-    ) -> Runnable:
-        """Load a piece from its artifact alone."""
+    def load(self, handle: Handle) -> Runnable:
         from torch._inductor.standalone_compile import CompiledArtifact
 
-        assert self._store is not None and self._directory is not None
-        members = unpack(self._store.get(handle[1]))
+        members = self._members(handle)
         bundled = {n.removeprefix(BUNDLED): members[n] for n in members if n.startswith(BUNDLED)}
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / ARTIFACT
@@ -240,21 +215,16 @@ def make_compiler(config: CompilationConfig) -> CompilerInterface:
     """Return the compiler that a configuration means.
 
     Raises:
-        FieldError: it asks for an option that the compiler does not know.
+        FieldError: it asks for an option that Inductor does not know; with the closest names.
     """
     name = compiler_name(config)
     if name == "eager":
         return EagerAdaptor()
-    check_options(config)
+    _check_options(config)
     return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
 
 
-def check_options(config: CompilationConfig) -> None:
-    """Refuse options that Inductor does not know.
-
-    Raises:
-        FieldError: with the names that are closest.
-    """
+def _check_options(config: CompilationConfig) -> None:
     # torch lists what its module of options imports from typing, too.
     known = [name for name in torch._inductor.list_options() if not name.isupper()]
     for name in config.inductor_compile_config:

@@ -43,6 +43,7 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == [
         f"compilation.splitting_ops: {list(DEFAULT_SPLITTING_OPS)}",
         "compilation.graph_bs: [1, 4]",
+        "compilation.cudagraph_copy_inputs: False",
         "compilation.cudagraph_mode: FULL_AND_PIECEWISE",
         "compilation.compile_sizes: [1, 4, 7]",
         f"compilation.capture_num_tokens: {list(DEFAULT_NUM_TOKENS)}",
@@ -51,6 +52,7 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
         "compilation.passes: ['fuse_add_rms_norm']",
         "compilation.capture_logits: True",
         "compilation.serve_while_compiling: off",
+        "compilation.cudagraph_capture_sizes: [1, 4]",
     ]
 
 

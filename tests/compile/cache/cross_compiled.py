@@ -202,7 +202,7 @@ def main() -> None:
             if not is_first(kernel):
                 save_last(kernel, tuned)
     else:
-        loaded = adaptor.load((handle[0], handle[1]), None, None, 0, 8)
+        loaded = adaptor.load((handle[0], handle[1]))
         assert loaded is not None
     configs = {k.fn.__name__: [str(r.config) for r in k.compile_results] for k in kernels()}
     counts = {
