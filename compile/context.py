@@ -58,7 +58,6 @@ class DPMetadata:
 
     @property
     def max_tokens_across_dp(self) -> int:
-        """The longest rank's tokens."""
         return max(self.num_tokens_across_dp)
 
     def chunked_sizes(self, max_chunk: int, index: int) -> tuple[int, ...]:

@@ -235,7 +235,6 @@ def _check_options(config: CompilationConfig) -> None:
 
 
 def _saved(artifact: Any) -> bytes:
-    """Return what torch writes for a compiled piece."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / ARTIFACT
         try:

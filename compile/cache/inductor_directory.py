@@ -74,7 +74,9 @@ class InductorDirectory:
             stack.enter_context(_noted_files(loaded))
             stack.enter_context(_remembered_probes(self.probes))
             if is_loading:
-                stack.enter_context(replaced(PRECOMPILE_HEADER, _no_header))
+                stack.enter_context(
+                    replaced(PRECOMPILE_HEADER, lambda _: lambda *args, **kwargs: None)
+                )
                 stack.enter_context(_kept_tuning(self.directory))
             yield loaded
 
@@ -116,23 +118,20 @@ def _environment(directory: Path) -> Iterator[None]:
 def _noted_files(loaded: list[Path]) -> Iterator[None]:
     """Append the path of each library and each generated module that is loaded inside."""
 
-    def library(original: Any) -> Any:
-        def load(cls: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            loaded.append(Path(path))
-            return original.__func__(cls, path, *args, **kwargs)
+    def noting(place: int) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                loaded.append(Path(args[place]))
+                return original.__func__(cls, *args, **kwargs)
 
-        return classmethod(load)
+            return classmethod(load)
 
-    def module(original: Any) -> Any:
-        def load(cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
-            loaded.append(Path(path))
-            return original.__func__(cls, key, path, *args, **kwargs)
+        return make
 
-        return classmethod(load)
-
+    # Their arguments are (path, ...) and (key, path, ...).
     with (
-        replaced(LOAD_LIBRARY, library),
-        replaced(LOAD_MODULE, module),
+        replaced(LOAD_LIBRARY, noting(0)),
+        replaced(LOAD_MODULE, noting(1)),
     ):
         yield
 
@@ -171,10 +170,6 @@ def _rebind(kernel: Any, directory: Path) -> None:
             tuned.save(*args, **kwargs)
 
     kernel.save_cache_hook = tuned and save
-
-
-def _no_header(original: Any) -> Any:
-    return lambda *args, **kwargs: None
 
 
 # --- which vector instructions can be used ----------------------------------------------------

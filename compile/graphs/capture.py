@@ -21,13 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from compile.config import DEFAULT_WARMUPS, CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
+from compile.config import CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
 from compile.graphs.errors import LateCapture, LateCompilation
@@ -48,13 +48,12 @@ class _PerThread(threading.local):
 _thread = _PerThread()
 
 
+@dataclass
 class _Seal:
     """What this process still may do. Invariant: `policy` is None until it is sealed."""
 
     policy: SealPolicy | None = None
-
-    def __init__(self) -> None:
-        self.named: set[str] = set()
+    named: set[str] = field(default_factory=set)
 
 
 _seal = _Seal()
@@ -142,17 +141,14 @@ def graphs_to_capture(
     graph of mixed steps has as many sequences as its tokens and `max_num_seqs` allow, so any number
     of sequences in such a step fits.
     """
-    mode, graphs = config.graph_mode, []
-    if mode.requires_piecewise_compilation():
-        keys = [BatchDescriptor(n, None, False) for n in config.capture_num_tokens or ()]
-        graphs += [(CUDAGraphMode.PIECEWISE, key) for key in keys]
+    mode, sizes, full = config.graph_mode, config.capture_num_tokens or (), []
     if mode.decode_mode() is CUDAGraphMode.FULL:
-        keys = [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
-        graphs += [(CUDAGraphMode.FULL, key) for key in keys]
+        full += [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
     if mode.mixed_mode() is CUDAGraphMode.FULL:
-        sizes = config.capture_num_tokens or ()
-        keys = [BatchDescriptor(n, min(n, max_num_seqs), False) for n in sizes]
-        graphs += [(CUDAGraphMode.FULL, key) for key in keys]
+        full += [BatchDescriptor(n, min(n, max_num_seqs), False) for n in sizes]
+    graphs = [(CUDAGraphMode.FULL, key) for key in full]
+    if mode.requires_piecewise_compilation():
+        graphs += [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n, None, False)) for n in sizes]
     return sorted(graphs, key=_order)
 
 
@@ -187,24 +183,16 @@ class CaptureReport:
     """What the pools grew by."""
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Token counts that are captured, whatever the mode."""
-        return tuple(sorted({key.num_tokens for _, key in self.captured}))
-
-    @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of full graphs of decode steps."""
         return tuple(key.num_seqs or 0 for _, key in self.captured if key.uniform_decode)
 
     @property
     def mixed(self) -> tuple[BatchDescriptor, ...]:
-        """Full graphs of steps in which not all decode."""
         full = CUDAGraphMode.FULL
         return tuple(k for mode, k in self.captured if mode is full and not k.uniform_decode)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Token counts of piecewise graphs."""
         piecewise = CUDAGraphMode.PIECEWISE
         return tuple(key.num_tokens for mode, key in self.captured if mode is piecewise)
 
@@ -272,16 +260,10 @@ def joined(reports: Sequence[CaptureReport]) -> CaptureReport:
 
 
 def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
-    """Return how often a forward runs before it is captured, by mode."""
-
-    def num(field: str) -> int:
-        given: int | None = getattr(config, field)
-        return DEFAULT_WARMUPS[field] if given is None else given
-
-    return {
-        CUDAGraphMode.FULL: num("num_warmups_full"),
-        CUDAGraphMode.PIECEWISE: num("num_warmups_piecewise"),
-    }
+    """Return how often a forward runs before it is captured, by mode; `config` is resolved."""
+    full, piecewise = config.num_warmups_full, config.num_warmups_piecewise
+    assert full is not None and piecewise is not None, "warm-ups: wanted a resolved configuration"
+    return {CUDAGraphMode.FULL: full, CUDAGraphMode.PIECEWISE: piecewise}
 
 
 @contextmanager

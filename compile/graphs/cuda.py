@@ -35,22 +35,17 @@ class CudaGraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._handle = torch.cuda.graph_pool_handle()
-
-    @property
-    def handle(self) -> Any:
+        self.handle: Any = torch.cuda.graph_pool_handle()
         """What torch knows the pool by."""
-        return self._handle
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved. Walks the allocator's state: not for every step."""
         segments = torch.cuda.memory_snapshot()
-        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle)]
+        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self.handle)]
         return sum(s["total_size"] for s in own)
 
     def trim(self) -> None:
-        """Free what only garbage holds."""
         torch.cuda.synchronize(self.device)
         gc.collect()
 
@@ -59,7 +54,6 @@ class CudaGraphPool:
         torch.cuda.empty_cache()
 
     def weak_ref(self, value: Any) -> Any:
-        """Return `value` with its tensors as aliases, which own nothing."""
         return map_tensors(lambda t: alias(t) if t.is_cuda else t, value)
 
     def capture_stream(self) -> torch.cuda.Stream:
@@ -100,7 +94,6 @@ class CudaStepGraph:
         return result
 
     def replay(self) -> None:
-        """Run the step again on what its tensors hold now, on the current stream."""
         if self._graph is None:
             raise ReplayError("replay", "a captured step", "none")
         self._graph.replay()

@@ -80,7 +80,6 @@ class CUDAGraphWrapper:
 
     @property
     def num_replays(self) -> Mapping[BatchDescriptor, int]:
-        """How often each captured graph was replayed."""
         return {key: entry.num_replays for key, entry in self._entries.items()}
 
     def forget(self) -> None:

@@ -36,7 +36,6 @@ class Range(NamedTuple):
     high: int = sys.maxsize
 
     def holds(self, num_tokens: int) -> bool:
-        """Return whether the count lies inside."""
         return self.low <= num_tokens <= self.high
 
 
@@ -62,7 +61,6 @@ class PieceShapes:
         return cls(sizes, ranges, config.compile_lazily)
 
     def all(self) -> list[Shape]:
-        """Return every shape, the general one first."""
         return [None, *self.sizes, *((low, high) for low, high in self.ranges)]
 
 

@@ -38,12 +38,10 @@ class SplitItem:
     graph: fx.GraphModule
 
     def placeholders(self) -> list[fx.Node]:
-        """Return the inputs of the piece in the order of its arguments."""
         return placeholders(self.graph)
 
 
 def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    """Return the inputs of a graph in order."""
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
@@ -236,16 +234,12 @@ def _replace_by_tuple(
 ) -> None:
     for user in list(node.users):
         if user.target is operator.getitem and isinstance(user.args[1], int):
-            _replace_everywhere(user, entries[user.args[1]])
+            for reader in list(user.users):
+                _replace_argument(reader, user, entries[user.args[1]])
             graph.graph.erase_node(user)
         else:
             _replace_argument(user, node, entries)
     graph.graph.erase_node(node)
-
-
-def _replace_everywhere(node: fx.Node, entry: int | fx.Node) -> None:
-    for user in list(node.users):
-        _replace_argument(user, node, entry)
 
 
 def _replace_argument(user: fx.Node, old: fx.Node, new: Any) -> None:
@@ -385,32 +379,22 @@ def check_pieces(items: Sequence[SplitItem], num_tokens: Any, *, captured: bool)
             found = ", ".join(sorted(map(str, symbols - {num_tokens})))
             wanted = "no dynamic dimension but the number of tokens"
             raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
-        if captured and item.is_splitting:
-            _check_returns_nothing(item)
-        if captured and not item.is_splitting:
-            _check_has_tokens(item, num_tokens)
-
-
-def _check_returns_nothing(item: SplitItem) -> None:
-    for node in item.graph.graph.nodes:
-        if "attention" in str(node.target) and example_value(node) is not None:
-            wanted = "attention that writes into an output of its caller"
-            found = f"{node.target}, which returns one"
-            raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
-
-
-def _check_has_tokens(item: SplitItem, num_tokens: Any) -> None:
-    tensors = [v for n in item.placeholders() if isinstance(v := example_value(n), torch.Tensor)]
-    if not any(num_tokens in _symbols(value) for value in tensors):
-        wanted = "an input with the token dimension"
-        raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {len(tensors)} without")
+        if not captured:
+            continue
+        if not item.is_splitting:
+            tensors = [v for v in map(example_value, item.placeholders()) if torch.is_tensor(v)]
+            if not any(num_tokens in _symbols(value) for value in tensors):
+                wanted, found = "an input with the token dimension", f"{len(tensors)} without"
+                raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
+            continue
+        for node in item.graph.graph.nodes:
+            if "attention" in str(node.target) and example_value(node) is not None:
+                wanted = "attention that writes into an output of its caller"
+                found = f"{node.target}, which returns one"
+                raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
 
 
 def _symbols(value: Any) -> set[Any]:
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {s for size in sizes if isinstance(size, torch.SymInt) for s in _free(size)}
-
-
-def _free(size: torch.SymInt) -> set[Any]:
-    free: set[Any] = size.node.expr.free_symbols
-    return free
+    symbolic = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    return {symbol for expression in symbolic for symbol in expression.free_symbols}

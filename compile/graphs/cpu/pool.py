@@ -42,11 +42,9 @@ class CpuGraphPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved."""
         return self._arena.num_bytes
 
     def trim(self) -> None:
-        """Free what only garbage holds."""
         gc.collect()
 
     def release_cache(self) -> None:
@@ -57,7 +55,6 @@ class CpuGraphPool:
         return map_tensors(lambda t: self.alias(t) if self.owns(t) else t, value)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in this pool."""
         return self._arena.find(tensor.untyped_storage().data_ptr(), 0) is not None
 
     def place(self, num_bytes: int) -> tuple[Block, torch.UntypedStorage]:
@@ -148,7 +145,6 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved."""
         return sum(len(segment.memory) for segment in self._segments)
 
     def allocate(self, num_bytes: int) -> Block:

@@ -44,6 +44,8 @@ CONFIG = CompilationConfig(
     cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
     graph_bs=(1, 2, 4),
     capture_num_tokens=(1, 8, 16),
+    num_warmups_full=1,
+    num_warmups_piecewise=3,
 )
 IN_ORDER = [
     (PIECEWISE, BatchDescriptor(16, None, False)),
@@ -174,7 +176,7 @@ def test_progress_is_shown_on_rank_0_alone(rank: int, shown: list[Any]) -> None:
         rank=rank, progress=lambda *numbers: progress.append(numbers), clock=lambda: next(times)
     )
     assert progress == shown
-    assert (report.elapsed_s, report.sizes) == (2.5, (1, 2, 4, 8, 16))
+    assert report.elapsed_s == 2.5
 
 
 @pytest.mark.feature("C05")

@@ -117,6 +117,8 @@ class Engine:
             cudagraph_mode=mode,
             graph_bs=(1, 4),
             capture_num_tokens=(1, 2, 8),
+            num_warmups_full=1,
+            num_warmups_piecewise=3,
             **fields,
         )
         self.pools = shared_pools()
