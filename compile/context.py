@@ -86,7 +86,7 @@ class Context:
     is_draft: bool = False
     """The forward is a draft model's. For speculation, which no engine runs yet."""
     positions: torch.Tensor | None = field(default=None, compare=False)
-    """int64 [tokens]: where in its sequence each token stands."""
+    """int64 [tokens]: the position of each token in its sequence."""
 
 
 _Layer = TypeVar("_Layer")

@@ -54,7 +54,7 @@ LAYERS = {
 """From the forward to machine code: title, and the file; pieces lie in their artifacts."""
 
 LOADER = "serve.llm:LLM"
-"""What starts a model. It stands above this package, which knows it by name alone."""
+"""What starts a model. It belongs to a higher package, so only its name is known here."""
 TRACED = {
     "level": 3,
     "use_inductor": False,

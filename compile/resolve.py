@@ -96,8 +96,8 @@ def resolve(
     Args:
         preset: the mode if the configuration names none; None: PIECEWISE. Below level 3 a mode
             must be named, so the preset does not count there.
-        enforce_eager: level 0 and mode NONE, whatever the configuration says.
-        attention: of which steps the attention backend `backend_name` can be part of a graph.
+        enforce_eager: level 0 and mode NONE, overriding the configuration.
+        attention: in which steps the attention backend `backend_name` can be captured.
         device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
         is_served: the engine belongs to a server, which may answer before it has compiled.
 

@@ -105,7 +105,7 @@ class ArtifactExchange(Protocol):
     def claim(self, key: str) -> bytes | None:
         """Return what another rank compiled, waiting for it; None if this one is to compile.
 
-        A caller that gets None publishes in the end, whatever happens.
+        A caller that gets None must publish in the end, after an error too.
         """
 
     def publish(self, key: str, data: bytes | None) -> None:

@@ -82,7 +82,7 @@ class CompilerInterface(ABC):
 
 
 def compiler_name(config: CompilationConfig) -> str:
-    """Return which compiler a configuration means, by its name: `auto` stands for one of them."""
+    """Return the name of the compiler that a configuration selects; `auto` is resolved."""
     if not config.has_inductor:
         return "eager"
     if config.compiler != "auto":
@@ -140,7 +140,7 @@ def graph_source(graph: fx.GraphModule) -> str | None:
 
 
 def _without_types(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph without annotations, some of which no name leads to."""
+    """Copy a graph without annotations, some of which cannot be imported by name."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -150,7 +150,7 @@ def _without_types(graph: fx.Graph) -> fx.Graph:
 
 
 def _import_line(name: str, value: Any) -> str | None:
-    """Return Python that binds `name` to `value`; None if no name leads there."""
+    """Return Python that binds `name` to `value`; None if it cannot be imported by name."""
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):

@@ -57,6 +57,8 @@ INDEX = "index.py"
 FACTORS = "cache_key_factors.json"
 FORWARDS = "forwards"
 ARTIFACTS = "artifacts"
+LINK = f"../../{ARTIFACTS}/"
+"""From a forward's directory to an artifact."""
 LOCKS = "locks"
 UNPACKED = "pieces"
 
@@ -178,7 +180,11 @@ class CompileCache:
         root = root_directory(scope.config)
         try:
             if traced_files is None:
-                return cls._known(root, factors, scope, prefix)
+                for names in _read_pointer(_pointer(root, factors, prefix)):
+                    full = {**factors, TRACED_FILES: traced_factor(names)}
+                    if (root / hash_factors(full) / FACTORS).exists():
+                        return cls(root, full, scope, prefix, names)
+                return None
             names = traced_names(traced_files)
             full = {**factors, TRACED_FILES: traced_factor(names)}
             cache = cls(root, full, scope, prefix, names)
@@ -189,16 +195,6 @@ class CompileCache:
         for name in names:
             logger.debug("compile cache: traced %s", name)
         return cache
-
-    @classmethod
-    def _known(
-        cls, root: Path, factors: Mapping[str, str], scope: CompileScope, prefix: str
-    ) -> CompileCache | None:
-        for names in _read_pointer(_pointer(root, factors, prefix)):
-            full = {**factors, TRACED_FILES: traced_factor(names)}
-            if (root / hash_factors(full) / FACTORS).exists():
-                return cls(root, full, scope, prefix, names)
-        return None
 
     def _explain_miss(self, factors: Mapping[str, str]) -> None:
         nearest = nearest_factors(self.root, factors)
@@ -230,7 +226,7 @@ class CompileCache:
     def save_plan(self, text: str) -> None:
         """Keep a plan, and remember the files by which a later start finds it untraced."""
         try:
-            path = self._relative(self.store.put(text.encode()))
+            path = LINK + self.store.put(text.encode())
             self._update(lambda index: index.plans.update({self._plan_name: path}))
             self._write_pointer()
         except (OSError, PrivateDirectoryError) as error:
@@ -255,7 +251,7 @@ class CompileCache:
         return None
 
     def record(self, shape: Shape, graph_index: int, compiler: str, key: str, name: str) -> None:
-        entry = {"key": key, "artifact": self._relative(name)}
+        entry = {"key": key, "artifact": LINK + name}
         place = (shape, graph_index, compiler)
         if self._index.entries.get(place) == entry:
             return
@@ -290,9 +286,6 @@ class CompileCache:
             if not is_held:
                 logger.warning("compile cache: %s is compiled by another process too", key)
             yield
-
-    def _relative(self, name: str) -> str:
-        return f"../../{ARTIFACTS}/{name}"
 
     def _update(self, change: Callable[[Index], None]) -> None:
         """Change the index as it is now on disk: another process may have written it."""

@@ -18,7 +18,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -65,6 +65,14 @@ class NotSaveableError(RuntimeError):
     """A compiled piece holds what cannot be written to a file."""
 
 
+class _Source(NamedTuple):
+    """What is compiled, and how."""
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Mapping[str, Any]
+
+
 class InductorAdaptor(CompilerInterface):
     """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
 
@@ -96,13 +104,13 @@ class InductorAdaptor(CompilerInterface):
     ) -> tuple[Runnable | None, Handle | None]:
         """Compile a piece. What is saved is loaded again: a first start runs what later ones do."""
         counter.num_inductor_compiles += 1
+        source = _Source(graph, example_inputs, compiler_config)
         if self._store is None or key is None:
             with inductor_builds(), no_caches():
-                compiled = self._compiled(graph, example_inputs, compiler_config)
-                return DirectCall(compiled), None
+                return DirectCall(self._compiled(source)), None
         scratch = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
         directory = InductorDirectory(Path(scratch.name), self._directory.probes)
-        fresh, data = self._saved_in(directory, graph, example_inputs, compiler_config)
+        fresh, data = self._saved_in(directory, source)
         name = None if data is None else self._store.offer(data)
         try:
             if name is not None:
@@ -115,36 +123,23 @@ class InductorAdaptor(CompilerInterface):
         return DirectCall(fresh), None
 
     def _saved_in(
-        self,
-        directory: InductorDirectory,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any],
+        self, directory: InductorDirectory, source: _Source
     ) -> tuple[Runnable, bytes | None]:
         """Return a compiled piece and what to store of it; None if it cannot be saved."""
         with directory.entered(is_loading=False) as loaded, inductor_builds():
             artifact = None
             try:
-                artifact = self._compiled(graph, example_inputs, options, is_saved=True)
+                artifact = self._compiled(source, is_saved=True)
                 content = _saved(artifact)
             except NotSaveableError as error:
                 logger.debug("piece that cannot be saved: %s", error)
-                if artifact is None:
-                    artifact = self._compiled(graph, example_inputs, options)
-                return artifact, None
+                return artifact or self._compiled(source), None
             members = {BUNDLED + name: data for name, data in directory.collect(loaded).items()}
             sources = [path for path in loaded if path.suffix == ".py"]
             code = sources[-1].read_bytes() if sources else b""
             return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
 
-    def _compiled(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any],
-        *,
-        is_saved: bool = False,
-    ) -> Any:
+    def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
         """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved.
 
         Raises:
@@ -153,12 +148,13 @@ class InductorAdaptor(CompilerInterface):
         from torch._inductor import compile_fx
         from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-        inputs, graph = list(example_inputs), copy.deepcopy(graph)
+        graph, inputs = copy.deepcopy(source.graph), list(source.inputs)
+        options = dict(source.options)
         with fresh_tracing(inputs), torch.no_grad():
             if not is_saved:
-                return compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
+                return compile_fx.compile_fx(graph, inputs, config_patches=options)
             with caching():
-                compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
+                compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=options)
                 return CacheCompiledArtifact(compiled, torch.compiler.save_cache_artifacts())
 
     def load(self, handle: Handle) -> Runnable:
@@ -184,25 +180,18 @@ class StandaloneInductorAdaptor(InductorAdaptor):
 
     name = "inductor_standalone"
 
-    def _compiled(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any],
-        *,
-        is_saved: bool = False,
-    ) -> Any:
+    def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
         from torch._inductor import standalone_compile
 
-        is_fake = any(isinstance(x, torch._subclasses.FakeTensor) for x in example_inputs)
+        is_fake = any(isinstance(x, torch._subclasses.FakeTensor) for x in source.inputs)
         try:
             with torch.no_grad():
                 return standalone_compile(
-                    graph,
-                    list(example_inputs),
+                    source.graph,
+                    list(source.inputs),
                     # Real tensors have the sizes to compile for; fake ones belong to the graph.
                     dynamic_shapes="from_graph" if is_fake else "from_example_inputs",
-                    options={"config_patches": dict(options)},
+                    options={"config_patches": dict(source.options)},
                     aot=is_saved,
                 )
         except (RuntimeError, AssertionError) as error:
@@ -245,5 +234,5 @@ def _saved(artifact: Any) -> bytes:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error, or its type if it says nothing."""
+    """Return the first line of an error, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -183,7 +183,7 @@ def cleared_caches() -> Iterator[None]:
 
 
 def missing_kernels() -> int:
-    """Return how many kernels Inductor asked for and did not find in its artifact.
+    """Return how many kernels Inductor looked for and did not find in its artifact.
 
     Only a difference across one order counts builds: loading an artifact adds to these numbers what
     they grew by when it was compiled.

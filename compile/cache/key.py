@@ -42,8 +42,8 @@ KEYED_FIELDS = (
     "evaluate_guards",
     "passes",
 )
-"""Fields that change generated code. `compiler` is one too, by the name that auto stands for. All
-others say which code is needed or how it is run; a size is an entry of its own. A test lists them,
+"""Fields that change generated code. `compiler` is one too, by the name that auto stands for. The
+others select which code is needed or how it is run; each size has its own entry. A test lists them,
 so that a new field must be put into one list or the other."""
 
 TRACED_FILES = "traced files"

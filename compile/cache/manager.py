@@ -40,7 +40,7 @@ STATIC_OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 UNCHECKED_OPTIONS = {"size_asserts": False, "scalar_asserts": False, "alignment_asserts": False}
 """Inductor checks each input of a piece at run time, which is a tenth of a small step. Inputs were
-checked before: weights when they were bound, all else by what tracing knows of it."""
+checked before: weights when they were bound, all others by the shapes of the trace."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class CacheMissError(LookupError):
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is asked for. `key` names what it computes, and for which shape."""
+    """A piece for one shape. `key` names what it computes, and for which shape."""
 
     index: int
     shape: Shape
@@ -272,7 +272,7 @@ class Toolchain:
         return CompilerManager(scope, cache, progress=self._progress)
 
     def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
-        """Return a piece that is captured and replayed as the forward context says."""
+        """Return a piece that is captured and replayed depending on the forward context."""
         return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, trims_pool=is_first)
 
     def keep_outputs(self, op: Runnable) -> Runnable:

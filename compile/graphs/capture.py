@@ -3,13 +3,13 @@
 Graphs are captured in one window, in the same order on every rank, and never again. A rank that
 captured in the middle of serving would leave its peers waiting in a collective.
 
-1. `graphs_to_capture` says which graphs a configuration wants.
+1. `graphs_to_capture` lists the graphs of a configuration.
 2. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
    their memory in the pool.
 3. `seal` ends it: from now on what compiles or captures is counted, named, and refused if strict.
 
-What graphs will cost must be known before the KV cache takes all that is left, and only capturing
-tells. So `capture_trials` captures the two largest of each mode on a KV cache of one block, into
+The memory of graphs must be known before the KV cache takes all that is left, and can only be
+measured. So `capture_trials` captures the two largest of each mode on a KV cache of one block, into
 pools that are dropped again, and `estimate_graph_bytes` adds up the rest.
 """
 
@@ -34,6 +34,9 @@ from compile.graphs.errors import LateCapture, LateCompilation
 from compile.graphs.pools import GraphPools
 
 logger = logging.getLogger(__name__)
+
+Graph = tuple[CUDAGraphMode, BatchDescriptor]
+"""A captured graph by its runtime mode and its key."""
 
 
 # --- the window and the seal --------------------------------------------------------------------
@@ -81,18 +84,17 @@ def is_in_capture_window() -> bool:
 
 
 def seal(policy: SealPolicy = "warn") -> None:
-    """End the start of this process."""
+    """End the start-up of this process: nothing new is compiled or captured from now on."""
     _seal.policy = policy
     _seal.named.clear()
 
 
 def unseal() -> None:
-    """Start anew: another model is loaded into this process."""
+    """Allow both again: another model is loaded into this process."""
     _seal.policy = None
 
 
 def is_sealed() -> bool:
-    """Return whether everything that this process needs should be compiled and captured by now."""
     return _seal.policy is not None
 
 
@@ -132,9 +134,7 @@ def _warn_once(line: str) -> None:
 # --- what is captured ---------------------------------------------------------------------------
 
 
-def graphs_to_capture(
-    config: CompilationConfig, max_num_seqs: int
-) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+def graphs_to_capture(config: CompilationConfig, max_num_seqs: int) -> list[Graph]:
     """Return the graphs that a resolved configuration replays, in capture order.
 
     Full graphs of decode steps have one token per sequence, piecewise graphs any number. A full
@@ -152,7 +152,7 @@ def graphs_to_capture(
     return sorted(graphs, key=_order)
 
 
-def _order(graph: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[int, int, int]:
+def _order(graph: Graph) -> tuple[int, int, int]:
     """Piecewise graphs first, then by size, descending: the same on every rank."""
     mode, key = graph
     return mode.value, -key.num_tokens, -(key.num_seqs or 0)
@@ -176,8 +176,8 @@ class CaptureReport:
     """What a start captured. Invariant: keys are ascending, piecewise graphs first."""
 
     elapsed_s: float
-    captured: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
-    skipped: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
+    captured: tuple[Graph, ...]
+    skipped: tuple[Graph, ...]
     """Graphs that some rank had no memory for."""
     num_bytes: int
     """What the pools grew by."""
@@ -220,7 +220,7 @@ def capture_all(
         run: the forward on the inputs that a case prepared; its output is dropped.
         warmups: eager runs before a capture, by mode; see `warmups_of`.
         synchronize: waits for the device after each graph.
-        fits_on_all_ranks: waits for the other ranks before each graph; tells whether a graph of
+        fits_on_all_ranks: waits for the other ranks before each graph; whether a graph of
             this key fits on all of them.
         progress: called with (graphs done, graphs in all), on rank 0 alone.
     """
@@ -313,7 +313,7 @@ def _capture(
         run(case)
 
 
-def _ascending(graphs: list[tuple[CUDAGraphMode, BatchDescriptor]]) -> Any:
+def _ascending(graphs: list[Graph]) -> Any:
     return tuple(sorted(reversed(graphs), key=lambda graph: (graph[0].value, graph[1].num_tokens)))
 
 

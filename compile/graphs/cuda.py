@@ -24,8 +24,8 @@ T = TypeVar("T")
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that all pools of a device capture on.
 
-    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), for ever and
-    in the pool of that capture.
+    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), permanently
+    and in the pool of that capture.
     """
     return torch.cuda.Stream(device)
 
@@ -36,7 +36,7 @@ class CudaGraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle: Any = torch.cuda.graph_pool_handle()
-        """What torch knows the pool by."""
+        """Torch's identifier of the pool."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +79,7 @@ class CudaStepGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._pool.device)
         with torch.cuda.stream(self._pool.capture_stream()):
-            # Other threads may go on: NCCL's watchdog polls events, which a global capture forbids.
+            # NCCL's watchdog polls events in its thread, which a global capture forbids.
             graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
             try:
                 result = fn()

@@ -59,7 +59,7 @@ class GraphPool(Protocol):
 
 
 def new_graph_pool(device: torch.device, *, poison: bool = True) -> GraphPool:
-    """Return an empty pool; `poison` says whether one on CPU overwrites what is free.
+    """Return an empty pool; with `poison` one on CPU overwrites freed memory.
 
     Raises:
         ForeignTensorError: the device can hold no graphs.

@@ -1,7 +1,7 @@
 """Around a forward, or a piece of one: capture it, replay it, or just call it.
 
-A wrapper acts only in steps of its own mode. So a FULL one can stand around a model whose pieces
-have PIECEWISE ones, and whichever the step asks for does the work.
+A wrapper acts only in steps of its own mode. So a FULL one can wrap a model whose pieces have
+PIECEWISE ones, and the mode of the step selects which of them acts.
 
 1. The step's mode is another one: the runnable is called.
 2. Its key is known: addresses are compared, the graph is replayed, its output returned.
@@ -87,7 +87,7 @@ class CUDAGraphWrapper:
         self._entries.clear()
 
     def __call__(self, *args: Any) -> Any:
-        """Capture, replay or call, as the forward context says.
+        """Capture, replay or call, depending on the forward context.
 
         Raises:
             InputAddressError: a tensor lies elsewhere than when the graph was captured.

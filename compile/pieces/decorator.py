@@ -78,7 +78,7 @@ class CompiledForward(nn.Module):
     def loading(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Load what an earlier process compiled for calls like this one, a piece at a time.
 
-        Whoever exhausts it asks `is_compiled` whether there was anything to load.
+        Afterwards `is_compiled` says whether there was anything to load.
         """
         if self.compiled_forward is not None:
             yield from self.compiled_forward.loading(self, args, kwargs)
@@ -89,14 +89,14 @@ class CompiledForward(nn.Module):
         return self.compiled_forward is not None and self.compiled_forward.is_bound
 
     def run_as_written(self, as_written: bool) -> None:
-        """Run the forward as it is written from now on, or what was compiled again."""
+        """Run the forward as it is written from now on; False: the compiled one again."""
         self.do_not_compile = as_written
 
 
 def support_torch_compile(
     cls: type[Module] | None = None, *, dynamic_arg_dims: Mapping[str, Dims] | None = None
 ) -> Any:
-    """Make a module class compile its forward as the scope says in which it is built.
+    """Make a module class compile its forward as configured by the scope that it is built in.
 
     Args:
         dynamic_arg_dims: for each argument its dimensions of tokens, counted from the end if
@@ -146,7 +146,7 @@ def dynamic_dims(
 
 
 def _is_tensor(hint: Any) -> bool:
-    """Tell `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
+    """Accept `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
         return rest == [torch.Tensor]

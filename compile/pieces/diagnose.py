@@ -253,7 +253,7 @@ def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
 def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
     """Return `file:line` and source of lines that one module repeats more than MAX_UNROLLED times.
 
-    A loop over child modules is none: between its rounds stands what the children compute.
+    A loop over child modules is not counted: the children's nodes lie between its rounds.
     """
     times: Counter[tuple[str, str, str]] = Counter()
     rounds: dict[tuple[str, str, str], int] = {}
@@ -307,7 +307,7 @@ def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
 
     Three patterns: `bit_length`, `min` or `max` of one list, and a branch or loop on a size. A
     fourth, an op that wants plain integers, does not arise: `direct_register_custom_op` makes them
-    symbolic. A function without a source file has nothing that could be read.
+    symbolic. A function without a source file has none.
     """
     try:
         lines, first = inspect.getsourcelines(function)

@@ -1,7 +1,7 @@
 """Run Dynamo over a forward once, and take note of what can be learned only while it runs.
 
 Tracing computes nothing. The forward's graph is handed to a backend; the code that Dynamo wrote
-around it then runs with placeholders for the graph's outputs, which tells what the forward returns.
+around it then runs with placeholders for the graph's outputs, which shows what the forward returns.
 So a rank that traces and a rank that finds a plan in its cache run their first forward equally
 often, and collectives inside it meet.
 
@@ -155,7 +155,7 @@ def trace_once(
 
 @contextmanager
 def _settings(mode: DynamicShapes) -> Iterator[None]:
-    """Make everything that is not marked a constant, whatever other instances were traced with."""
+    """Make all sizes that are not marked constants, also after traces of other instances."""
     is_oblivious = mode is DynamicShapes.BACKED_SIZE_OBLIVIOUS
     with (
         _shape_config.patch(backed_size_oblivious=is_oblivious),

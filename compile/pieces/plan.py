@@ -66,9 +66,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on the number of tokens that tracing took for granted.
+    """A condition on the number of tokens that tracing assumed.
 
-    `expression` is Python over `num_tokens`; `where` is the line that asked.
+    `expression` is Python over `num_tokens`; `where` is the line that needed it.
     """
 
     expression: str
@@ -99,7 +99,7 @@ class ForwardPlan:
     arguments: tuple[str, ...]
     absent: tuple[str, ...]
     kinds: tuple[str, ...]
-    """For each argument what compiled code takes for granted of it."""
+    """For each argument what compiled code assumes of it."""
     symbolic_dims: tuple[tuple[int, ...], ...]
     """For each argument its dimensions of tokens."""
     source: str
@@ -172,12 +172,12 @@ def forward_name(module: nn.Module) -> str:
 
 
 def kind(value: torch.Tensor) -> str:
-    """Spell out what compiled code takes for granted of an argument, whatever its size."""
+    """Spell out what compiled code assumes of an argument of any size."""
     return f"{value.dtype} of {value.ndim} dimensions on {value.device.type}"
 
 
 def layout(value: torch.Tensor) -> str:
-    """Spell out what compiled code takes for granted of a tensor."""
+    """Spell out what compiled code assumes of a tensor."""
     shape, stride = list(value.shape), list(value.stride())
     return f"{value.dtype} {shape} with strides {stride} on {value.device.type}"
 

@@ -46,7 +46,7 @@ def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Tell a size that tracing left open from a number, which may be dressed as a symbol."""
+    """Return whether tracing left a size open; a symbol may also wrap a plain number."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
@@ -61,9 +61,9 @@ def split_graph(
     """Cut `graph` before and after each run of splitting ops.
 
     Splitting ops that follow one another share one piece. Elements of a tuple stay with the op
-    that returns it, so no tuple crosses a border, nor does a `torch.Size`. Memory reserved between
-    two splitting ops is reserved by the compiled piece before them. `graph` itself is rewritten
-    only where it hands whole sizes on.
+    that returns it, so neither tuples nor a `torch.Size` pass between pieces. Memory reserved
+    between two splitting ops is reserved by the compiled piece before them. `graph` itself is
+    rewritten only where it passes whole sizes.
 
     Returns:
         The root, and its pieces by ascending index.
@@ -163,13 +163,13 @@ def _partition(graph: fx.Graph, splitting: SplittingOps) -> tuple[dict[fx.Node, 
 
 
 def _open(waiting: list[fx.Node], parts: dict[fx.Node, int], current: int) -> int:
-    """Start a compiled piece behind `current` with what waits."""
+    """Start a compiled piece after `current` with the waiting nodes."""
     parts.update(dict.fromkeys(waiting, current + 1))
     return current + 1
 
 
 def _hoist(waiting: list[fx.Node], parts: dict[fx.Node, int], eager: int) -> bool:
-    """Move what waits behind the piece `eager` into the compiled one before it, if it can go."""
+    """Move nodes that wait after the piece `eager` into the compiled one before it, if possible."""
     inputs = {source for node in waiting for source in node.all_input_nodes}
     made_later = any(parts.get(source, -1) >= eager for source in inputs)
     if eager == 0 or made_later:
@@ -187,7 +187,7 @@ def _is_weightless(node: fx.Node) -> bool:
 
 
 def _is_element_of_tuple(node: fx.Node) -> bool:
-    """Tell a tuple's element from an indexed tensor, which computes."""
+    """Return whether a node takes an element of a tuple; indexing a tensor computes."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     value = example_value(node.args[0])

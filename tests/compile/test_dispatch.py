@@ -89,20 +89,6 @@ def test_every_prefill_and_mixed_step_has_its_entry_in_the_table(
             ) == expected(ROUTES[mode][1], False, tokens, seqs, 1, padding)
 
 
-def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
-    steps = [(False, 9, 2), (False, 6, 3), (True, 3, 3), (True, 9, 9), (False, 25, 1)]
-    found = [
-        decide(
-            is_uniform_decode=is_decode,
-            num_tokens=tokens,
-            num_seqs=seqs,
-            captured=captured(BOTH),
-        )[0]
-        for is_decode, tokens, seqs in steps
-    ]
-    assert found == [PIECEWISE, PIECEWISE, FULL, NONE, NONE]
-
-
 MIXED = CapturedGraphs(
     batch_sizes=(4,),
     token_counts=(8,),

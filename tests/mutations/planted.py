@@ -576,9 +576,8 @@ MUTATIONS = (
         "Inductor compiles under its defaults (F06, F07, F09).",
         "compile/cache/inductor.py",
         {
-            "                compiled: Any = compile_fx.compile_fx("
-            "graph, inputs, config_patches=dict(options))": (
-                "                compiled: Any = compile_fx.compile_fx(graph, inputs)"
+            "compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=options)": (
+                "compiled: Any = compile_fx.compile_fx(graph, inputs)"
             )
         },
         ("tests/compile/cache/test_manager.py",),
@@ -588,9 +587,8 @@ MUTATIONS = (
         "What is not saved is compiled under Inductor's defaults (F06, F07, F09).",
         "compile/cache/inductor.py",
         {
-            "                return compile_fx.compile_fx("
-            "graph, inputs, config_patches=dict(options))": (
-                "                return compile_fx.compile_fx(graph, inputs)"
+            "return compile_fx.compile_fx(graph, inputs, config_patches=options)": (
+                "return compile_fx.compile_fx(graph, inputs)"
             )
         },
         ("tests/compile/cache/test_manager.py",),
@@ -599,7 +597,7 @@ MUTATIONS = (
         "standalone_inductor_gets_no_options",
         "The standalone compiler compiles under Inductor's defaults (F06, F07, F09).",
         "compile/cache/inductor.py",
-        {'options={"config_patches": dict(options)},': 'options={"config_patches": {}},'},
+        {"dict(source.options)},": "{}},"},
         ("tests/compile/cache/test_manager.py",),
     ),
     Mutation(

@@ -2,7 +2,7 @@
 
 A replay behaves like that of a CUDA graph, down to its mistakes. Arguments, host values and the
 forward context are those of the capture. Nothing that changed since is followed, except the
-contents of tensors. How fast a replay is says nothing about CUDA graphs.
+contents of tensors. The speed of a replay says nothing about CUDA graphs.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CpuGraphPool:
         memory: Any = self._arena.find(address, num_bytes)
         if memory is None:
             memory = (ctypes.c_char * num_bytes).from_address(address)
-        # Compiled pieces and in-place ops tell inference tensors from others.
+        # Compiled pieces and in-place ops treat inference tensors differently.
         with torch.inference_mode(tensor.is_inference()):
             return view_of(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), tensor)
 
@@ -100,7 +100,7 @@ def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 
 def poison_value(dtype: torch.dtype) -> float | int:
-    """Return a value that shows in whatever uses it."""
+    """Return a value that shows in every result that it enters."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype is torch.bool:

@@ -142,7 +142,7 @@ class Recorder:
         """Give every fresh tensor of `value` memory in the pool.
 
         Returns the value with those tensors, and for each tensor in it the alias that a replay
-        must fill. Tensors that share memory go on sharing it.
+        must fill. Tensors that share memory still share it.
         """
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []

@@ -15,7 +15,7 @@ from torch import fx
 from compile.cache.artifacts import ArtifactError
 from compile.cache.compilers import CompilerInterface, Handle
 from compile.cache.index import CompileCache
-from compile.cache.manager import STATIC_OPTIONS, UNCHECKED_OPTIONS, CacheMissError, CompilerManager
+from compile.cache.manager import UNCHECKED_OPTIONS, CacheMissError, CompilerManager
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.capture import LateCompilation, seal
@@ -218,33 +218,20 @@ def test_a_compiler_that_returns_nothing_is_an_error(
         compiled(start(), graph)
 
 
-@pytest.mark.feature("F06")
-@pytest.mark.parametrize("shape", [1, 64])
-def test_a_piece_of_one_size_is_tuned(
-    start: Callable[..., CompilerManager],
-    graph: fx.GraphModule,
-    compiler: ScriptedCompiler,
-    shape: int,
-) -> None:
-    compiled(start(inductor_compile_config={"max_fusion_size": 3}), graph, shape=shape)
-    assert compiler.calls[0][1] == {
-        **UNCHECKED_OPTIONS,
-        "max_autotune": True,
-        "coordinate_descent_tuning": True,
-        "max_fusion_size": 3,
-    }
-
-
-@pytest.mark.feature("F09")
-@pytest.mark.parametrize("shape", [None, (1, 16), (4, 4)])
-def test_a_piece_of_several_sizes_is_never_tuned(
+@pytest.mark.feature("F06", "F07", "F09")
+@pytest.mark.parametrize("shape", [1, 64, None, (1, 16), (4, 4)])
+@pytest.mark.parametrize("given", [{"max_fusion_size": 3}, {"max_autotune": False}, {}])
+def test_a_piece_of_one_size_is_tuned_and_options_of_the_configuration_win(
     start: Callable[..., CompilerManager],
     graph: fx.GraphModule,
     compiler: ScriptedCompiler,
     shape: Shape,
+    given: dict[str, Any],
 ) -> None:
-    compiled(start(), graph, shape=shape)
-    assert compiler.calls[0][1] == UNCHECKED_OPTIONS
+    compiled(start(inductor_compile_config={**given, "size_asserts": True}), graph, shape=shape)
+    tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
+    static = tuned if isinstance(shape, int) else {}
+    assert compiler.calls[0][1] == {**UNCHECKED_OPTIONS, **static, **given, "size_asserts": True}
 
 
 @pytest.mark.feature("F09")
@@ -255,15 +242,6 @@ def test_a_second_start_tunes_nothing(
     compiled(start(), graph, shape=4)
     tuned = [call for call in compiler.calls if call[1].get("max_autotune")]
     assert len(tuned) == 1 and compiler.verbs == ["compile", "load"]
-
-
-@pytest.mark.feature("F07")
-def test_options_of_the_configuration_reach_the_compiler_and_win(
-    start: Callable[..., CompilerManager], graph: fx.GraphModule, compiler: ScriptedCompiler
-) -> None:
-    given = {"max_autotune": False, "size_asserts": True}
-    compiled(start(inductor_compile_config=given), graph, shape=4)
-    assert compiler.calls[0][1] == {**UNCHECKED_OPTIONS, **STATIC_OPTIONS, **given}
 
 
 @pytest.mark.feature("F06", "F07", "F09")
