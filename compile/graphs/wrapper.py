@@ -114,7 +114,7 @@ class CUDAGraphWrapper:
         args: tuple[Any, ...],
         replay: Callable[[StepGraph], None],
     ) -> Any:
-        addresses = _addresses(args)
+        addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
         if addresses != entry.addresses:
             wanted, found = (str([hex(a) for a in each]) for each in (entry.addresses, addresses))
             raise InputAddressError(
@@ -131,16 +131,13 @@ class CUDAGraphWrapper:
             pool.trim()
         graph = new_step_graph(pool)
         output = graph.capture(lambda: self.runnable(*args))
-        self._entries[key] = _Entry(graph, _addresses(args), pool.weak_ref(output))
+        addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
+        self._entries[key] = _Entry(graph, addresses, pool.weak_ref(output))
         counter.num_cudagraph_captured += 1
         return output
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("CUDAGraphWrapper: wanted a capture in each process, found a copy of one")
-
-
-def _addresses(args: tuple[Any, ...]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors_of(args)]
 
 
 def wrap_forward(
