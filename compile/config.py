@@ -345,8 +345,13 @@ class CompilationConfig:
 
     @property
     def can_split(self) -> bool:
-        """Return whether graphs are split into pieces, which can then be captured."""
+        """Whether graphs are split into pieces, which can then be captured."""
         return self.level == CompilationLevel.PIECEWISE and self.splitting_ops != ()
+
+    @property
+    def has_inductor(self) -> bool:
+        """Whether Inductor compiles; without it pieces run as they were traced."""
+        return self.use_inductor and self.compiler != "eager"
 
 
 _KINDS = get_type_hints(CompilationConfig, include_extras=True)
@@ -413,7 +418,8 @@ def _check_mode(config: CompilationConfig) -> None:
 
 
 def _check_combinations(config: CompilationConfig) -> None:
-    if config.cudagraph_copy_inputs and not _may_copy_inputs(config):
+    can_copy = config.can_split and config.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE)
+    if config.cudagraph_copy_inputs and not can_copy:
         wanted = "false where cudagraph_mode is not PIECEWISE at level 3"
         raise FieldError("compilation.cudagraph_copy_inputs", wanted, True)
     if config.compile_lazily and config.sealed == "strict":
@@ -431,10 +437,6 @@ def _check_combinations(config: CompilationConfig) -> None:
     if not config.use_inductor and config.compiler.startswith("inductor"):
         wanted = "auto or eager where use_inductor is false"
         raise FieldError("compilation.compiler", wanted, config.compiler)
-
-
-def _may_copy_inputs(config: CompilationConfig) -> bool:
-    return config.can_split and config.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE)
 
 
 def _as_plain(value: Any) -> Any:

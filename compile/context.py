@@ -58,7 +58,6 @@ class DPMetadata:
 
     @property
     def max_tokens_across_dp(self) -> int:
-        """The longest rank's tokens."""
         return max(self.num_tokens_across_dp)
 
     def chunked_sizes(self, max_chunk: int, index: int) -> tuple[int, ...]:
@@ -87,7 +86,7 @@ class Context:
     is_draft: bool = False
     """The forward is a draft model's. For speculation, which no engine runs yet."""
     positions: torch.Tensor | None = field(default=None, compare=False)
-    """int64 [tokens]: where in its sequence each token stands."""
+    """int64 [tokens]: the position of each token in its sequence."""
 
 
 _Layer = TypeVar("_Layer")

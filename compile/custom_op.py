@@ -1,7 +1,7 @@
 """Register a Python function as an opaque torch op.
 
-An opaque op is a border that tracing does not cross: what is inside may loop over sequences or
-look a layer up by name, and the traced graph stays the same for every batch.
+Tracing does not look into an opaque op: its code may loop over sequences or look a layer up by
+name, and the traced graph stays the same for every batch.
 
 An integer argument becomes a SymInt, so that a graph serves all its values.
 """

@@ -1,8 +1,8 @@
-"""The environment variables that Lockstep heeds: read here and nowhere else.
+"""The environment variables of Lockstep: read here and nowhere else.
 
-A variable is read when it is asked for, so changes that a process makes to its own environment
-before it starts ranks count. A field that is given explicitly wins over all of these; code that has
-such a field asks only if it is absent.
+A variable is read at each call, so changes that a process makes to its own environment before it
+starts ranks count. A field that is given explicitly wins over all of these; code that has such a
+field calls these functions only if it is absent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG_LEVEL = "LOCKSTEP_LOG_LEVEL"
 SaveFormat = Literal["binary", "unpacked"]
 SAVE_FORMATS = get_args(SaveFormat)
 CODEGEN = ("ATEN_CPU_CAPABILITY", "TRITON_INTERPRET")
-"""Variables of torch and Triton that decide generated code and stand in no configuration."""
+"""Variables of torch and Triton that affect generated code and are in no configuration."""
 
 
 def cache_root() -> Path:

@@ -54,7 +54,7 @@ LAYERS = {
 """From the forward to machine code: title, and the file; pieces lie in their artifacts."""
 
 LOADER = "serve.llm:LLM"
-"""What starts a model. It stands above this package, which knows it by name alone."""
+"""What starts a model. It belongs to a higher package, so only its name is known here."""
 TRACED = {
     "level": 3,
     "use_inductor": False,
@@ -108,7 +108,10 @@ def _trace(
 
 
 def _print(directory: Path, layer: str | None) -> int:
-    found = [path.parent for path in sorted(directory.rglob(FACTORS), key=_age)]
+    oldest_first = sorted(
+        directory.rglob(FACTORS), key=lambda p: (p.stat().st_mtime, p.parent.name)
+    )
+    found = [path.parent for path in oldest_first]
     found = found or [path for path in directory.parents if (path / FACTORS).exists()][:1]
     if not found:
         print(f"directory: wanted one with {FACTORS} in or above it, found none: {directory}")
@@ -116,10 +119,6 @@ def _print(directory: Path, layer: str | None) -> int:
     for shared in found:
         print("\n".join(_explain(shared, directory, layer)))
     return 0
-
-
-def _age(path: Path) -> tuple[float, str]:
-    return path.stat().st_mtime, path.parent.name
 
 
 def _explain(shared: Path, within: Path, layer: str | None) -> Iterator[str]:
@@ -132,15 +131,10 @@ def _explain(shared: Path, within: Path, layer: str | None) -> Iterator[str]:
             yield from _layer(shared, forward, layer)
         return
     yield f"{shared.name}"
-    yield from _indented(_key(shared))
+    yield from (f"  {line}" for line in _key(shared))
     for forward in forwards:
         yield f"  {forward.relative_to(shared)}"
-        yield from _indented(_forward(shared, forward), 4)
-
-
-def _indented(lines: Iterator[str], by: int = 2) -> Iterator[str]:
-    for line in lines:
-        yield " " * by + line
+        yield from (f"    {line}" for line in _forward(shared, forward))
 
 
 # --- the key ----------------------------------------------------------------------------------
@@ -174,11 +168,12 @@ def _short(value: str) -> str:
 
 
 def _forward(shared: Path, forward: Path) -> Iterator[str]:
-    report = _report(forward)
-    if isinstance(report, str):
-        yield report
-    else:
-        yield from _from_report(report)
+    try:
+        yield from _from_report(CompileReport.from_json((forward / REPORT).read_text()))
+    except FileNotFoundError:
+        yield "report: none was left"
+    except (OSError, UnicodeDecodeError, ReportError) as error:
+        yield str(error)
     entries = Index.read(forward / INDEX).places()
     for (shape, index, compiler), entry in entries:
         name = Path(entry["artifact"]).name
@@ -186,15 +181,6 @@ def _forward(shared: Path, forward: Path) -> Iterator[str]:
         yield f"graph {index}, shape {shape_text(shape)}: {compiler}, key {entry['key']}, {state}"
     for name, (title, file) in LAYERS.items():
         yield f"layer {name}: {title}: {_where(forward, file, len(entries))}"
-
-
-def _report(forward: Path) -> CompileReport | str:
-    try:
-        return CompileReport.from_json((forward / REPORT).read_text())
-    except FileNotFoundError:
-        return "report: none was left"
-    except (OSError, UnicodeDecodeError, ReportError) as error:
-        return str(error)
 
 
 def _from_report(report: CompileReport) -> Iterator[str]:

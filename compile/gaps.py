@@ -1,7 +1,7 @@
 """How much of a piecewise step is spent between its replayed pieces.
 
 Replaying pieces does not speed up what runs between them. In prefill that is attention with its
-metadata on the host, and its share of the step says what a faster replay could still gain. Host
+metadata on the host, and its share of the step bounds what a faster replay could gain. Host
 seconds: on a GPU a replay takes as long as launching it.
 """
 

@@ -61,7 +61,6 @@ class CompileReport:
     """Why something was compiled although there is a cache."""
 
     def to_json(self) -> str:
-        """Return the report as text."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
@@ -72,16 +71,12 @@ class CompileReport:
             ReportError: it is none, or one of another version.
         """
         try:
-            data = json.loads(text)
+            data: dict[str, Any] = json.loads(text)
             version = data.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ReportError(f"report: wanted JSON with a version, found {error!r}") from error
         if version != VERSION:
             raise ReportError(f"report: wanted version {VERSION}, found {version}")
-        return cls._of(data)
-
-    @classmethod
-    def _of(cls, data: dict[str, Any]) -> CompileReport:
         try:
             pieces = tuple(PieceReport(**piece) for piece in data.pop("pieces"))
             lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
@@ -90,7 +85,6 @@ class CompileReport:
             raise ReportError(f"report: wanted the fields of a report, found {error!r}") from error
 
     def write(self, directory: Path) -> None:
-        """Write the report into the directory of its forward."""
         (directory / REPORT).write_text(self.to_json())
 
     def log(self) -> None:

@@ -1,17 +1,8 @@
 """`resolve`: what a configuration leaves open is filled in from the scheduler and the pool.
 
-The order matters, since each step reads what those before it decided:
-
-1. splitting ops: attention, at level 3;
-2. capture sizes: the rule for sizes, then only what the scheduler can produce;
-3. mode: the pool's preset if none is given, then only what attention can be part of;
-4. compile sizes: "cudagraph_capture_sizes" becomes the sizes of step 2;
-5. token counts: those of piecewise graphs, bounded in the same way;
-6. warm-ups: none on a CPU, where nothing is built or allocated by a kernel's first run;
-7. passes: those that gain over what the compiler does by itself;
-8. whether a server starts before its pieces are compiled.
-
-Resolving a resolved configuration changes nothing, unless attention can do less than was assumed.
+`_RULES` has one rule for each field that may be open, in the order in which they are decided: a
+rule reads what those before it decided. Resolving a resolved configuration changes nothing, unless
+attention can do less than was assumed.
 """
 
 from __future__ import annotations
@@ -19,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from compile.config import (
@@ -68,20 +60,24 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
-class _Surroundings:
+class _Facts:
     """What decides besides the configuration."""
 
     limits: StepLimits
-    preset: CUDAGraphMode | None
-    """Used if the configuration, as it was given, names no mode."""
-    attention: AttentionGraphSupport
-    backend_name: str
-    is_captured: bool
-    """Something is captured, so a size that is dropped is worth a warning."""
+    asked_mode: CUDAGraphMode
+    mode: CUDAGraphMode
+    """The nearest to `asked_mode` that attention can be part of."""
+    attention: str
+    """The attention backend and what it supports, in words."""
     are_sizes_tokens: bool
     """Batch sizes were listed, and no pool's preset gives them another meaning than pieces."""
     is_cpu: bool
     is_served: bool
+
+    @property
+    def is_captured(self) -> bool:
+        """Something is captured, so a size that is dropped is worth a warning."""
+        return self.asked_mode is not CUDAGraphMode.NONE
 
 
 def resolve(
@@ -100,8 +96,8 @@ def resolve(
     Args:
         preset: the mode if the configuration names none; None: PIECEWISE. Below level 3 a mode
             must be named, so the preset does not count there.
-        enforce_eager: level 0 and mode NONE, whatever the configuration says.
-        attention: of which steps the attention backend `backend_name` can be part of a graph.
+        enforce_eager: level 0 and mode NONE, overriding the configuration.
+        attention: in which steps the attention backend `backend_name` can be captured.
         device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
         is_served: the engine belongs to a server, which may answer before it has compiled.
 
@@ -109,104 +105,30 @@ def resolve(
         FieldError: no size is left to capture, or the result contradicts itself.
     """
     if enforce_eager:
-        config = _eager(config)
-    around = _Surroundings(
+        level, mode = int(CompilationLevel.NO_COMPILATION), CUDAGraphMode.NONE
+        config = replace(config, level=level, cudagraph_mode=mode, cudagraph_copy_inputs=False)
+    asked = _asked_mode(config, preset)
+    facts = _Facts(
         limits=limits,
-        preset=preset,
-        attention=attention,
-        backend_name=backend_name,
-        is_captured=_wanted_mode(config, preset) is not CUDAGraphMode.NONE,
+        asked_mode=asked,
+        mode=_within_attention(asked, attention, can_split=config.can_split),
+        attention=f"{backend_name or 'in use'}: {attention.name}",
         are_sizes_tokens=config.cudagraph_capture_sizes is not None
         and (preset is None or config.cudagraph_mode is not None),
         is_cpu=device == "cpu",
         is_served=is_served,
     )
-    for fields, step in _STEPS:
-        config = step(config, around)
-        if log.isEnabledFor(logging.DEBUG):
-            for field in fields.split():
-                log.debug("compilation.%s: %s", field, config.to_dict()[field])
-    _check_sizes_left(config, limits)
-    return replace(
-        config, cudagraph_capture_sizes=config.graph_bs or config.cudagraph_capture_sizes
-    )
+    for field, rule in _RULES.items():
+        changes: dict[str, Any] = {field: rule(config, facts)}
+        config = replace(config, **changes)
+        log.debug("compilation.%s: %s", field, config.to_dict()[field])
+    return config
 
 
-def _eager(config: CompilationConfig) -> CompilationConfig:
-    return replace(
-        config,
-        level=int(CompilationLevel.NO_COMPILATION),
-        cudagraph_mode=CUDAGraphMode.NONE,
-        cudagraph_copy_inputs=False,
-    )
+# --- the mode -----------------------------------------------------------------------------------
 
 
-def _splitting_ops(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    if config.splitting_ops is not None:
-        return config
-    is_split = config.level == CompilationLevel.PIECEWISE
-    return replace(config, splitting_ops=DEFAULT_SPLITTING_OPS if is_split else ())
-
-
-def _capture_sizes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    sizes = capture_sizes(config.cudagraph_capture_sizes, config.cuda_graph_sizes)
-    kept, dropped = within(sizes, around.limits.max_decode_seqs)
-    # The sizes of the default rule were not asked for, so none is missed.
-    is_asked = (
-        config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_GRAPH_SIZES
-    )
-    wanted = _wanted_mode(config, around.preset)
-    is_of_tokens = around.are_sizes_tokens and wanted is CUDAGraphMode.PIECEWISE
-    if is_asked and around.is_captured and not is_of_tokens:
-        most = f"{around.limits.max_decode_seqs} decoding sequences"
-        _warn_dropped(_sizes_field(config), dropped, most)
-    largest, most_seqs = max(kept, default=0), around.limits.max_decode_seqs
-    if wanted.has_full_cudagraphs() and not is_asked and largest < most_seqs:
-        log.warning(
-            "compilation.cuda_graph_sizes: steps in which %d to %d sequences decode have no graph "
-            "of their own: the largest size up to max_num_seqs=%d is %d",
-            largest + 1,
-            most_seqs,
-            most_seqs,
-            largest,
-        )
-    return replace(config, graph_bs=kept)
-
-
-def _sizes_field(config: CompilationConfig) -> str:
-    is_listed = config.cudagraph_capture_sizes is not None
-    return "cudagraph_capture_sizes" if is_listed else "cuda_graph_sizes"
-
-
-def _mode(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    wanted = _wanted_mode(config, around.preset)
-    mode = _within_attention(wanted, around.attention, can_split=config.can_split)
-    if mode is not wanted:
-        log.warning(
-            "compilation.cudagraph_mode: %s became %s: graphs of the attention backend %s: %s",
-            wanted.name,
-            mode.name,
-            around.backend_name or "in use",
-            around.attention.name,
-        )
-    copies = config.cudagraph_copy_inputs and mode is CUDAGraphMode.PIECEWISE
-    return replace(config, cudagraph_mode=mode, cudagraph_copy_inputs=copies)
-
-
-def _passes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    """Fuse norms unless the compiler does: Inductor, if they are torch functions, as on a CPU.
-
-    On a GPU a norm is an op that Inductor cannot look into: fused, it is one launch with the
-    residual's addition instead of two.
-    """
-    if config.passes is not None:
-        return config
-    has_inductor = config.use_inductor and config.compiler != "eager"
-    is_fused_by_it = has_inductor and around.is_cpu
-    return replace(config, passes=() if is_fused_by_it else ("fuse_add_rms_norm",))
-
-
-def _wanted_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUDAGraphMode:
+def _asked_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUDAGraphMode:
     if not config.use_cudagraph:
         return CUDAGraphMode.NONE
     if config.cudagraph_mode is not None:
@@ -214,12 +136,7 @@ def _wanted_mode(config: CompilationConfig, preset: CUDAGraphMode | None) -> CUD
     if config.level != CompilationLevel.PIECEWISE:
         return CUDAGraphMode.NONE
     mode = CUDAGraphMode.PIECEWISE if preset is None else preset
-    return mode if config.can_split else _without_pieces(mode)
-
-
-def _without_pieces(mode: CUDAGraphMode) -> CUDAGraphMode:
-    """Return the nearest mode for a graph that is not split."""
-    if not mode.requires_piecewise_compilation():
+    if config.can_split or not mode.requires_piecewise_compilation():
         return mode
     has_full = mode.has_full_cudagraphs()
     return CUDAGraphMode.FULL_DECODE_ONLY if has_full else CUDAGraphMode.NONE
@@ -238,86 +155,82 @@ def _within_attention(
     return CUDAGraphMode.FULL_AND_PIECEWISE if can_split else CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def _compile_sizes(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+def _mode(config: CompilationConfig, facts: _Facts) -> CUDAGraphMode:
+    if facts.mode is not facts.asked_mode:
+        log.warning(
+            "compilation.cudagraph_mode: %s became %s: graphs of the attention backend %s",
+            facts.asked_mode.name,
+            facts.mode.name,
+            facts.attention,
+        )
+    return facts.mode
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+def _graph_bs(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
+    most = facts.limits.max_decode_seqs
+    sizes = capture_sizes(config.cudagraph_capture_sizes, config.cuda_graph_sizes)
+    kept, dropped = within(sizes, most)
+    # The sizes of the default rule were not asked for, so none is missed.
+    is_asked = (
+        config.cudagraph_capture_sizes is not None or config.cuda_graph_sizes != DEFAULT_GRAPH_SIZES
+    )
+    is_of_tokens = facts.are_sizes_tokens and facts.asked_mode is CUDAGraphMode.PIECEWISE
+    if is_asked and facts.is_captured and not is_of_tokens:
+        _warn_dropped(_sizes_field(config), dropped, f"{most} decoding sequences")
+    largest = max(kept, default=0)
+    if facts.asked_mode.has_full_cudagraphs() and not is_asked and largest < most:
+        log.warning(
+            "compilation.cuda_graph_sizes: steps in which %d to %d sequences decode have no graph "
+            "of their own: the largest size up to max_num_seqs=%d is %d",
+            *(largest + 1, most, most, largest),
+        )
+    return kept
+
+
+def _sizes_field(config: CompilationConfig) -> str:
+    is_listed = config.cudagraph_capture_sizes is not None
+    return "cudagraph_capture_sizes" if is_listed else "cuda_graph_sizes"
+
+
+def _compile_sizes(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
+    """Replace "cudagraph_capture_sizes" by the tokens of those batch sizes."""
     if config.level != CompilationLevel.PIECEWISE:
         for field in ("compile_sizes", "compile_ranges", "compile_lazily"):
             if getattr(config, field):
                 log.warning(
                     "compilation.%s: without effect at level %d: only the pieces of level 3 are "
                     "compiled for sizes",
-                    field,
-                    config.level,
+                    *(field, config.level),
                 )
+    most, captured = facts.limits.max_num_batched_tokens, config.graph_bs
     sizes: list[int] = []
     for size in config.compile_sizes or ():
-        sizes += _graph_tokens(config, around) if isinstance(size, str) else [size]
-    kept, dropped = within(ascending(sizes), around.limits.max_num_batched_tokens)
-    _warn_dropped("compile_sizes", dropped, f"{around.limits.max_num_batched_tokens} tokens")
-    return replace(config, compile_sizes=kept)
+        is_name = isinstance(size, str)
+        sizes += [bs * facts.limits.query_len for bs in captured] if is_name else [int(size)]
+    kept, dropped = within(ascending(sizes), most)
+    _warn_dropped("compile_sizes", dropped, f"{most} tokens")
+    return kept
 
 
-def _num_tokens(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
+def _num_tokens(config: CompilationConfig, facts: _Facts) -> tuple[int, ...]:
     """Take listed batch sizes for token counts if only piecewise graphs are captured."""
-    sizes: tuple[int, ...] = DEFAULT_NUM_TOKENS
-    if around.is_cpu:
-        sizes = within(sizes, MAX_CPU_TOKENS)[0]
+    most, listed = facts.limits.max_num_batched_tokens, ""
+    sizes = within(DEFAULT_NUM_TOKENS, MAX_CPU_TOKENS)[0] if facts.is_cpu else DEFAULT_NUM_TOKENS
     if config.capture_num_tokens is not None:
-        sizes = ascending(config.capture_num_tokens)
-    is_listed = around.are_sizes_tokens and config.graph_mode is CUDAGraphMode.PIECEWISE
-    field = "capture_num_tokens" if config.capture_num_tokens is not None else ""
-    if not field and is_listed:
+        listed, sizes = "capture_num_tokens", ascending(config.capture_num_tokens)
+    elif facts.are_sizes_tokens and facts.mode is CUDAGraphMode.PIECEWISE:
         # As they were given, because the bound on batch sizes does not apply to token counts.
-        field, query_len = "cudagraph_capture_sizes", around.limits.query_len
-        sizes = ascending(n * query_len for n in config.cudagraph_capture_sizes or ())
-    kept, dropped = within(sizes, around.limits.max_num_batched_tokens)
-    if field and around.is_captured:
-        _warn_dropped(field, dropped, f"{around.limits.max_num_batched_tokens} tokens")
-    # If none is left, all are kept: `_check_sizes_left` refuses them if they matter.
-    return replace(config, capture_num_tokens=kept or sizes)
-
-
-def _warmups(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    """Fill in the defaults, and refuse captures on a GPU without an eager run before them.
-
-    A kernel's first run may build it, and allocate what the library keeps: neither may be captured.
-    """
-    for field, num in DEFAULT_WARMUPS.items():
-        is_captured = not around.is_cpu and config.graph_mode is not CUDAGraphMode.NONE
-        if is_captured and getattr(config, field) == 0:
-            raise FieldError(f"compilation.{field}", "at least 1 with device=cuda", 0)
-        if getattr(config, field) is None:
-            changes: dict[str, Any] = {field: 0 if around.is_cpu else num}
-            config = replace(config, **changes)
-    return config
-
-
-def _capture_logits(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    if config.capture_logits is not None:
-        return config
-    return replace(config, capture_logits=not around.is_cpu)
-
-
-def _serve_while_compiling(config: CompilationConfig, around: _Surroundings) -> CompilationConfig:
-    """Decide what auto means.
-
-    On CUDA the process that compiles would need memory of the device, which the KV cache has.
-    """
-    asked = config.serve_while_compiling
-    if asked == "on" and not around.is_cpu:
-        wanted = "auto or off with device=cuda (another process cannot compile there yet)"
-        raise FieldError("compilation.serve_while_compiling", wanted, asked)
-    if asked != "auto":
-        return config
-    is_kept = config.use_inductor and config.compiler != "eager" and not config.compile_lazily
-    is_compiled = config.level >= CompilationLevel.DYNAMO_ONCE
-    # Trials of graphs need what is compiled, before the KV cache takes its memory.
-    is_on = around.is_served and around.is_cpu and is_compiled and is_kept
-    is_on = is_on and not config.reserve_graph_memory
-    return replace(config, serve_while_compiling="on" if is_on else "off")
-
-
-def _graph_tokens(config: CompilationConfig, around: _Surroundings) -> tuple[int, ...]:
-    return tuple(bs * around.limits.query_len for bs in config.graph_bs)
+        given = config.cudagraph_capture_sizes or ()
+        listed = "cudagraph_capture_sizes"
+        sizes = ascending(n * facts.limits.query_len for n in given)
+    kept, dropped = within(sizes, most)
+    if listed and facts.is_captured:
+        _warn_dropped(listed, dropped, f"{most} tokens")
+    # If none is left, all are kept: `_sizes_left` refuses them if they matter.
+    return kept or sizes
 
 
 def _warn_dropped(field: str, dropped: tuple[int, ...], most: str) -> None:
@@ -328,29 +241,91 @@ def _warn_dropped(field: str, dropped: tuple[int, ...], most: str) -> None:
         log.warning("compilation.%s: dropped %s: a step has at most %s", field, sizes, most)
 
 
-def _check_sizes_left(config: CompilationConfig, limits: StepLimits) -> None:
-    mode = config.graph_mode
+def _sizes_left(config: CompilationConfig, facts: _Facts) -> tuple[int, ...] | None:
+    """Return the batch sizes that are captured, and refuse a mode that has no size left."""
+    mode, most = config.graph_mode, facts.limits.max_num_batched_tokens
     if mode.has_full_cudagraphs() and not config.graph_bs:
-        field, most = _sizes_field(config), limits.max_decode_seqs
+        field, most = _sizes_field(config), facts.limits.max_decode_seqs
         wanted = f"a size of at most {most} (decoding sequences of the largest step)"
         raise FieldError(f"compilation.{field}", wanted, list(getattr(config, field)))
-    most = limits.max_num_batched_tokens
     sizes = config.capture_num_tokens or ()
     needs_tokens = mode.requires_piecewise_compilation() or mode is CUDAGraphMode.FULL
     if needs_tokens and not within(sizes, most)[0]:
         wanted = f"a size of at most {most} (tokens of the largest step)"
         raise FieldError("compilation.capture_num_tokens", wanted, list(sizes))
+    return config.graph_bs or config.cudagraph_capture_sizes
 
 
-_Step = Callable[[CompilationConfig, _Surroundings], CompilationConfig]
-_STEPS: tuple[tuple[str, _Step], ...] = (
-    ("splitting_ops", _splitting_ops),
-    ("graph_bs", _capture_sizes),
-    ("cudagraph_mode", _mode),
-    ("compile_sizes", _compile_sizes),
-    ("capture_num_tokens", _num_tokens),
-    (" ".join(DEFAULT_WARMUPS), _warmups),
-    ("passes", _passes),
-    ("capture_logits", _capture_logits),
-    ("serve_while_compiling", _serve_while_compiling),
-)
+# --- all else -----------------------------------------------------------------------------------
+
+
+def _splitting_ops(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
+    if config.splitting_ops is not None:
+        return config.splitting_ops
+    return DEFAULT_SPLITTING_OPS if config.level == CompilationLevel.PIECEWISE else ()
+
+
+def _warmups(field: str, config: CompilationConfig, facts: _Facts) -> int:
+    """Refuse captures on a GPU without an eager run before them.
+
+    A kernel's first run may build it, and allocate what the library keeps: neither may be captured.
+    """
+    given: int | None = getattr(config, field)
+    if given == 0 and not facts.is_cpu and facts.mode is not CUDAGraphMode.NONE:
+        raise FieldError(f"compilation.{field}", "at least 1 with device=cuda", 0)
+    default = 0 if facts.is_cpu else DEFAULT_WARMUPS[field]
+    return default if given is None else given
+
+
+def _passes(config: CompilationConfig, facts: _Facts) -> tuple[str, ...]:
+    """Fuse norms unless the compiler does: Inductor, if they are torch functions, as on a CPU.
+
+    On a GPU a norm is an op that Inductor cannot look into: fused, it is one launch with the
+    residual's addition instead of two.
+    """
+    if config.passes is not None:
+        return config.passes
+    return () if config.has_inductor and facts.is_cpu else ("fuse_add_rms_norm",)
+
+
+def _serve_while_compiling(config: CompilationConfig, facts: _Facts) -> str:
+    """Decide what auto means.
+
+    On CUDA the process that compiles would need memory of the device, which the KV cache has.
+    """
+    asked = config.serve_while_compiling
+    if asked == "on" and not facts.is_cpu:
+        wanted = "auto or off with device=cuda (another process cannot compile there yet)"
+        raise FieldError("compilation.serve_while_compiling", wanted, asked)
+    if asked != "auto":
+        return asked
+    is_on = (
+        facts.is_served
+        and facts.is_cpu
+        and config.level >= CompilationLevel.DYNAMO_ONCE
+        and config.has_inductor
+        and not config.compile_lazily
+        # Trials of graphs need what is compiled, before the KV cache takes its memory.
+        and not config.reserve_graph_memory
+    )
+    return "on" if is_on else "off"
+
+
+_RULES: dict[str, Callable[[CompilationConfig, _Facts], Any]] = {
+    "splitting_ops": _splitting_ops,
+    "graph_bs": _graph_bs,
+    # Before the mode, with which copies may be a contradiction.
+    "cudagraph_copy_inputs": lambda config, facts: (
+        config.cudagraph_copy_inputs and facts.mode is CUDAGraphMode.PIECEWISE
+    ),
+    "cudagraph_mode": _mode,
+    "compile_sizes": _compile_sizes,
+    "capture_num_tokens": _num_tokens,
+    **{field: partial(_warmups, field) for field in DEFAULT_WARMUPS},
+    "passes": _passes,
+    "capture_logits": lambda config, facts: (
+        not facts.is_cpu if config.capture_logits is None else config.capture_logits
+    ),
+    "serve_while_compiling": _serve_while_compiling,
+    "cudagraph_capture_sizes": _sizes_left,
+}

@@ -37,6 +37,21 @@ class CompileScope:
     """Most tokens of a step; None: the first step is the largest."""
     exchange: ArtifactExchange | None = None
     """Where ranks on other disks publish what they compile."""
+    _claimed_tags: set[str] = field(default_factory=set, compare=False)
+
+    def claim(self, tag: str) -> None:
+        """Take the name of a compiled module, its directory in the cache, before its first call.
+
+        Of the modules of one scope at most one runs under a name. Others may have been built, as
+        loading a checkpoint builds a model to look at.
+
+        Raises:
+            ModelTagError: another module of the scope took it.
+        """
+        if tag in self._claimed_tags:
+            wanted = "one compiled module for each tag; enter model_tag(...) around the other"
+            raise ModelTagError(f"model_tag: wanted {wanted}, found {tag!r} twice")
+        self._claimed_tags.add(tag)
 
 
 class ModelTagError(ValueError):
@@ -45,18 +60,16 @@ class ModelTagError(ValueError):
 
 _current: ContextVar[CompileScope | None] = ContextVar("compile_scope", default=None)
 _tag: ContextVar[str] = ContextVar("model_tag", default="backbone")
-_claimed: ContextVar[set[str] | None] = ContextVar("claimed_model_tags", default=None)
 
 
 @contextmanager
 def compile_scope(scope: CompileScope) -> Iterator[CompileScope]:
     """Make `scope` the current one, also for nested builds, and restore the one before."""
-    token, claimed = _current.set(scope), _claimed.set(set())
+    token = _current.set(scope)
     try:
         yield scope
     finally:
         _current.reset(token)
-        _claimed.reset(claimed)
 
 
 @contextmanager
@@ -69,33 +82,9 @@ def model_tag(tag: str) -> Iterator[None]:
         _tag.reset(token)
 
 
-@dataclass(frozen=True)
-class ModelTag:
-    """The name of a compiled module, which is its directory in the cache.
-
-    Invariant: of the modules of one scope, at most one runs under a name. Others may have been
-    built, as loading a checkpoint builds a model to look at.
-    """
-
-    name: str
-    _claimed: set[str]
-
-    def claim(self) -> None:
-        """Take the name, before the first forward.
-
-        Raises:
-            ModelTagError: another module of the scope took it.
-        """
-        if self.name in self._claimed:
-            wanted = "one compiled module for each tag; enter model_tag(...) around the other"
-            raise ModelTagError(f"model_tag: wanted {wanted}, found {self.name!r} twice")
-        self._claimed.add(self.name)
-
-
-def current_model_tag() -> ModelTag:
+def current_model_tag() -> str:
     """Return the name of the module that is being built."""
-    claimed = _claimed.get()
-    return ModelTag(_tag.get(), set() if claimed is None else claimed)
+    return _tag.get()
 
 
 def current_scope() -> CompileScope:
@@ -116,7 +105,7 @@ class ArtifactExchange(Protocol):
     def claim(self, key: str) -> bytes | None:
         """Return what another rank compiled, waiting for it; None if this one is to compile.
 
-        A caller that gets None publishes in the end, whatever happens.
+        A caller that gets None must publish in the end, after an error too.
         """
 
     def publish(self, key: str, data: bytes | None) -> None:

@@ -85,8 +85,7 @@ def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
     wanted = config.compilation
     needs_compiler = (
         config.device == "cpu"
-        and wanted.use_inductor
-        and wanted.compiler != "eager"
+        and wanted.has_inductor
         and wanted.level >= CompilationLevel.DYNAMO_ONCE
     )
     if not needs_compiler:

@@ -33,8 +33,7 @@ _in_inductor = _InInductor()
 
 def install() -> None:
     """Count from now on. Idempotent; needs Inductor, and counts Triton once that is imported."""
-    _count_cpp_builds()
-    _count_ordered_kernels()
+    _count_inductor_builds()
     if "triton" in sys.modules:
         _count_triton_builds()
 
@@ -52,8 +51,8 @@ def _add(name: str, number: int) -> None:
 
 
 @functools.cache
-def _count_cpp_builds() -> None:
-    def counting(run: Callable[..., Any]) -> Callable[..., Any]:
+def _count_inductor_builds() -> None:
+    def compiling(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def counted(*args: Any, **kwargs: Any) -> Any:
             _add("num_cpp_builds", 1)
@@ -61,7 +60,20 @@ def _count_cpp_builds() -> None:
 
         return counted
 
-    replace(RUN_COMPILER, counting)
+    def ordering(order: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(order)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = missing_kernels()
+            try:
+                return order(*args, **kwargs)
+            finally:
+                if _in_inductor.depth:
+                    _add("num_triton_builds", missing_kernels() - before)
+
+        return counted
+
+    replace(RUN_COMPILER, compiling)
+    replace(ORDER_KERNEL, ordering)
 
 
 @functools.cache
@@ -84,23 +96,6 @@ def _count_triton_builds() -> None:
             note_late_compile(f"Triton kernel {getattr(facts.get('src'), 'name', '')}")
 
     compilation.listener = listener
-
-
-@functools.cache
-def _count_ordered_kernels() -> None:
-    def counting(order: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(order)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            before = missing_kernels()
-            try:
-                return order(*args, **kwargs)
-            finally:
-                if _in_inductor.depth:
-                    _add("num_triton_builds", missing_kernels() - before)
-
-        return counted
-
-    replace(ORDER_KERNEL, counting)
 
 
 @contextmanager

@@ -10,9 +10,10 @@ import math
 import re
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +21,7 @@ from torch import fx
 from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, pack, unpack
 from compile.config import CompilationConfig
 from compile.counters import counter
-from compile.scope import Runnable, Shape
+from compile.scope import Runnable
 
 Handle = tuple[str, str]
 """The key that was given to `compile`, and a file's name below the cache directory."""
@@ -29,31 +30,29 @@ STANDALONE_SINCE = (2, 8)
 """The first torch that compiles pieces into files without help."""
 
 
-class CompilerInterface(Protocol):
+class CompilerInterface(ABC):
     """Compiles pieces, and loads what it compiled in an earlier process."""
 
     name: str
     """What the configuration and the cache's index call it."""
 
-    def initialize_cache(
-        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
-    ) -> None:
-        """Say where artifacts go; with `disable_cache` nothing is read or written.
+    def __init__(self) -> None:
+        self._store: ArtifactStore | None = None
 
-        Args:
-            cache_dir: holds the artifacts of all prefixes and ranks.
-            prefix: whose pieces these are, for messages.
-        """
+    def initialize_cache(self, cache_dir: str, disable_cache: bool = False) -> None:
+        """Keep the artifacts of all forwards and ranks in `cache_dir`, unless it is disabled."""
+        self._store = None if disable_cache else ArtifactStore(Path(cache_dir))
 
+    @abstractmethod
     def compute_hash(self, config: CompilationConfig) -> str:
         """Return a hash of what the compiler's output depends on besides its arguments."""
 
+    @abstractmethod
     def compile(
         self,
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
-        runtime_shape: Shape = None,
         key: str | None = None,
     ) -> tuple[Runnable | None, Handle | None]:
         """Compile a piece, which is left as it was.
@@ -62,30 +61,29 @@ class CompilerInterface(Protocol):
             example_inputs: fake tensors and symbols of the graph; for a fixed number of tokens
                 tensors of that size.
             compiler_config: the compiler's own options.
+            key: names what is compiled; None: it is not to be saved.
 
         Returns:
             The runnable, None if compiling failed; and its handle, None if it cannot be
             saved and lives in this process alone.
         """
 
-    def load(
-        self,
-        handle: Handle,
-        graph: fx.GraphModule | None,
-        example_inputs: Sequence[Any] | None,
-        graph_index: int,
-        runtime_shape: Shape = None,
-    ) -> Runnable:
-        """Return what was compiled; `graph` and inputs are None if nothing was traced.
+    @abstractmethod
+    def load(self, handle: Handle) -> Runnable:
+        """Return what was compiled, without its graph.
 
         Raises:
             ArtifactError: it cannot be used, and must be compiled again.
         """
 
+    def _members(self, handle: Handle) -> dict[str, bytes]:
+        assert self._store is not None, "cache: wanted initialize_cache first, found none"
+        return unpack(self._store.get(handle[1]))
+
 
 def compiler_name(config: CompilationConfig) -> str:
-    """Return which compiler a configuration means, by its name: `auto` stands for one of them."""
-    if not config.use_inductor or config.compiler == "eager":
+    """Return the name of the compiler that a configuration selects; `auto` is resolved."""
+    if not config.has_inductor:
         return "eager"
     if config.compiler != "auto":
         return config.compiler
@@ -94,22 +92,12 @@ def compiler_name(config: CompilationConfig) -> str:
     return "inductor_standalone" if is_new else "inductor"
 
 
-class EagerAdaptor:
+class EagerAdaptor(CompilerInterface):
     """Runs a piece as it was traced. Its artifact is the piece's Python source."""
 
     name = "eager"
 
-    def __init__(self) -> None:
-        self._store: ArtifactStore | None = None
-
-    def initialize_cache(
-        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
-    ) -> None:
-        """Keep artifacts in `cache_dir`."""
-        self._store = None if disable_cache else ArtifactStore(Path(cache_dir))
-
     def compute_hash(self, config: CompilationConfig) -> str:
-        """Return the same for all: source runs as it is."""
         return "eager"
 
     def compile(
@@ -117,28 +105,16 @@ class EagerAdaptor:
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
-        runtime_shape: Shape = None,
         key: str | None = None,
     ) -> tuple[Runnable | None, Handle | None]:
-        """Return the graph itself."""
         counter.num_eager_compiles += 1
-        source = graph_source(graph) if self._store is not None and key is not None else None
-        if source is None or self._store is None or key is None:
+        if self._store is None or key is None or (source := graph_source(graph)) is None:
             return graph, None
         name = self._store.offer(pack({OUTPUT_CODE: source.encode()}))
         return graph, None if name is None else (key, name)
 
-    def load(
-        self,
-        handle: Handle,
-        graph: fx.GraphModule | None,
-        example_inputs: Sequence[Any] | None,
-        graph_index: int,
-        runtime_shape: Shape = None,
-    ) -> Runnable:
-        """Return the function whose source was saved."""
-        assert self._store is not None, "cache: wanted initialize_cache first, found none"
-        source = unpack(self._store.get(handle[1])).get(OUTPUT_CODE)
+    def load(self, handle: Handle) -> Runnable:
+        source = self._members(handle).get(OUTPUT_CODE)
         if source is None:
             raise ArtifactError(f"artifact {handle[1][:12]}: wanted {OUTPUT_CODE}, found none")
         namespace: dict[str, Any] = {}
@@ -164,7 +140,7 @@ def graph_source(graph: fx.GraphModule) -> str | None:
 
 
 def _without_types(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph without annotations, some of which no name leads to."""
+    """Copy a graph without annotations, some of which cannot be imported by name."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -174,7 +150,7 @@ def _without_types(graph: fx.Graph) -> fx.Graph:
 
 
 def _import_line(name: str, value: Any) -> str | None:
-    """Return Python that binds `name` to `value`; None if no name leads there."""
+    """Return Python that binds `name` to `value`; None if it cannot be imported by name."""
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):

@@ -10,6 +10,7 @@ does one under the profiler.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,33 +79,36 @@ def _is_one(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
+class _PerThread(threading.local):
+    """Ranks of one process may be threads: each watches its own calls."""
+
+    calls: list[_Call] | None = None
+
+
+_watching = _PerThread()
 _lock = threading.Lock()
-_watching: dict[int, list[_Call]] = {}
-"""Calls by the thread that watches. Ranks of one process may be threads, which meet in
-collectives inside of pieces: no thread may hold the lock there."""
-_undo: list[Callable[[], None]] = []
 
 
 @contextmanager
 def _watched() -> Iterator[list[_Call]]:
     """Collect the calls of generated code that this thread makes inside."""
-    thread, calls = threading.get_ident(), list[_Call]()
     with _lock:
-        if not _watching:
-            _undo.append(replace(CALL_GRAPH, _watch))
-        _watching[thread] = calls
+        _install()
+    _watching.calls = calls = list[_Call]()
     try:
         yield calls
     finally:
-        with _lock:
-            del _watching[thread]
-            if not _watching:
-                _undo.pop()()
+        _watching.calls = None
+
+
+@functools.cache
+def _install() -> None:
+    replace(CALL_GRAPH, _watch)
 
 
 def _watch(original: Callable[..., Any]) -> Callable[..., Any]:
     def watch(self: Any, inputs: Sequence[Any]) -> Any:
-        calls = _watching.get(threading.get_ident())
+        calls = _watching.calls
         if calls is None:
             return original(self, inputs)
         before = list(inputs)  # generated code empties the list

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 POLL_S = 0.02
-"""How often a waiting process asks for a lock: short against a build, long against a file."""
+"""How often a waiting process tries a lock: short against a build, long against a file."""
 _MARK = "# sha256 "
 
 
@@ -69,7 +69,7 @@ def _digest(text: str) -> str:
 def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
     """Hold a lock that ends with its process; yield whether it was acquired within `wait_s`.
 
-    Without the lock the caller goes on all the same: two processes then do the same work, which
+    The caller proceeds without the lock as well: two processes then do the same work, which
     costs time and nothing else.
     """
     try:

@@ -57,9 +57,10 @@ INDEX = "index.py"
 FACTORS = "cache_key_factors.json"
 FORWARDS = "forwards"
 ARTIFACTS = "artifacts"
+LINK = f"../../{ARTIFACTS}/"
+"""From a forward's directory to an artifact."""
 LOCKS = "locks"
 UNPACKED = "pieces"
-RANK = "rank_{tp}_{dp}"
 
 MAX_FORWARDS = 4
 """Sets of traced files that a key is remembered with: a code base has few such variants."""
@@ -107,8 +108,9 @@ class Index:
         write_checked(path, pprint.pformat(content, width=100, sort_dicts=False) + "\n")
 
     def places(self) -> list[tuple[IndexKey, dict[str, str]]]:
-        """Return the entries in the order of the pieces."""
-        return sorted(self.entries.items(), key=lambda entry: _place(entry[0]))
+        """Return the entries by piece, then shape, then compiler."""
+        # By the shape's text: None and numbers do not compare.
+        return sorted(self.entries.items(), key=lambda e: (e[0][1], repr(e[0][0]), e[0][2]))
 
 
 class CompileCache:
@@ -134,19 +136,20 @@ class CompileCache:
         self.root, self.prefix, self.names = root, prefix, tuple(names)
         self.hash = hash_factors(factors)
         self.shared = root / self.hash
-        rank = self.shared / RANK.format(tp=scope.tp_rank, dp=scope.dp_rank)
+        rank = self.shared / f"rank_{scope.tp_rank}_{scope.dp_rank}"
         self.directory = rank / prefix
         self.artifacts = self.shared / ARTIFACTS
-        locks, inductor = self.shared / LOCKS, self.shared / DIRECTORY
         is_new = not (self.shared / FACTORS).exists()
-        own = (root, self.shared, rank, self.directory, self.artifacts, locks, inductor)
-        for directory in own:
+        below = (self.shared / name for name in (LOCKS, DIRECTORY))
+        for directory in (root, self.shared, rank, self.directory, self.artifacts, *below):
             make_private(directory)
         self.store = ArtifactStore(self.artifacts)
         self.save_format = scope.config.compile_cache_save_format or compile_cache_save_format()
         self._is_shared = scope.config.share_artifacts
-        self._plan_name = _plan_name(scope.config)
-        self._pointer = root / FORWARDS / _pointer_name(factors, prefix)
+        config = scope.config
+        # Another set of sizes needs another plan.
+        self._plan_name = f"sizes {config.compile_sizes or ()} ranges {config.compile_ranges}"
+        self._pointer = _pointer(root, factors, prefix)
         self._index = Index.read(self.directory / INDEX)
         self.misses: list[str] = []
         if is_new:
@@ -177,7 +180,11 @@ class CompileCache:
         root = root_directory(scope.config)
         try:
             if traced_files is None:
-                return cls._known(root, factors, scope, prefix)
+                for names in _read_pointer(_pointer(root, factors, prefix)):
+                    full = {**factors, TRACED_FILES: traced_factor(names)}
+                    if (root / hash_factors(full) / FACTORS).exists():
+                        return cls(root, full, scope, prefix, names)
+                return None
             names = traced_names(traced_files)
             full = {**factors, TRACED_FILES: traced_factor(names)}
             cache = cls(root, full, scope, prefix, names)
@@ -188,16 +195,6 @@ class CompileCache:
         for name in names:
             logger.debug("compile cache: traced %s", name)
         return cache
-
-    @classmethod
-    def _known(
-        cls, root: Path, factors: Mapping[str, str], scope: CompileScope, prefix: str
-    ) -> CompileCache | None:
-        for names in _read_pointer(root / FORWARDS / _pointer_name(factors, prefix)):
-            full = {**factors, TRACED_FILES: traced_factor(names)}
-            if (root / hash_factors(full) / FACTORS).exists():
-                return cls(root, full, scope, prefix, names)
-        return None
 
     def _explain_miss(self, factors: Mapping[str, str]) -> None:
         nearest = nearest_factors(self.root, factors)
@@ -216,7 +213,7 @@ class CompileCache:
     # --- plans ---------------------------------------------------------------------------------
 
     def load_plan(self) -> str | None:
-        """Return the plan that was saved for the same sizes; None if there is none to use."""
+        """Return the plan that was saved for the same sizes; None if none can be used."""
         path = self._index.plans.get(self._plan_name)
         if path is None:
             return None
@@ -229,7 +226,7 @@ class CompileCache:
     def save_plan(self, text: str) -> None:
         """Keep a plan, and remember the files by which a later start finds it untraced."""
         try:
-            path = self._relative(self.store.put(text.encode()))
+            path = LINK + self.store.put(text.encode())
             self._update(lambda index: index.plans.update({self._plan_name: path}))
             self._write_pointer()
         except (OSError, PrivateDirectoryError) as error:
@@ -254,8 +251,7 @@ class CompileCache:
         return None
 
     def record(self, shape: Shape, graph_index: int, compiler: str, key: str, name: str) -> None:
-        """Enter a piece's artifact into this rank's index."""
-        entry = {"key": key, "artifact": self._relative(name)}
+        entry = {"key": key, "artifact": LINK + name}
         place = (shape, graph_index, compiler)
         if self._index.entries.get(place) == entry:
             return
@@ -263,10 +259,6 @@ class CompileCache:
             self._update(lambda index: index.entries.update({place: entry}))
         except OSError as error:
             logger.warning("compile cache: piece %d is not entered: %s", graph_index, error)
-
-    def artifact_path(self, name: str) -> Path:
-        """Return where an artifact lies."""
-        return self.artifacts / name
 
     def unpack(self, name: str, graph_index: int, shape: Shape) -> Path | None:
         """Write an artifact's generated code for people to read, if so configured.
@@ -285,23 +277,21 @@ class CompileCache:
         return path
 
     @contextmanager
-    def compiling(self, key: str) -> Iterator[bool]:
-        """Hold the one right to compile a piece; yield whether others may have compiled it."""
+    def compiling(self, key: str) -> Iterator[None]:
+        """Hold the only right to compile a piece, once those who hold it are done."""
         if not self._is_shared:
-            yield False
+            yield
             return
         with file_lock(self.shared / LOCKS / f"{key}.lock", COMPILE_WAIT_S) as is_held:
             if not is_held:
                 logger.warning("compile cache: %s is compiled by another process too", key)
-            yield is_held
-
-    def _relative(self, name: str) -> str:
-        return f"../../{ARTIFACTS}/{name}"
+            yield
 
     def _update(self, change: Callable[[Index], None]) -> None:
         """Change the index as it is now on disk: another process may have written it."""
         path = self.directory / INDEX
-        with file_lock(self.shared / LOCKS / _lock_name(self.directory), INDEX_WAIT_S):
+        rank, prefix = self.directory.parts[-2:]
+        with file_lock(self.shared / LOCKS / f"{rank}_{prefix}.lock", INDEX_WAIT_S):
             self._index = Index.read(path)
             change(self._index)
             self._index.write(path)
@@ -348,24 +338,9 @@ def nearest_factors(
     return min(found, key=lambda item: item[:3])[2:] if found else None
 
 
-def _place(key: IndexKey) -> tuple[int, str, str]:
-    """Sort pieces by their place, then by shape; None and numbers do not compare."""
-    shape, graph_index, compiler = key
-    return graph_index, repr(shape), compiler
-
-
-def _plan_name(config: CompilationConfig) -> str:
-    """Spell the sizes that a plan has pieces for: another set needs another plan."""
-    return f"sizes {config.compile_sizes or ()} ranges {config.compile_ranges}"
-
-
-def _pointer_name(factors: Mapping[str, str], prefix: str) -> str:
+def _pointer(root: Path, factors: Mapping[str, str], prefix: str) -> Path:
     base = {name: value for name, value in factors.items() if name != TRACED_FILES}
-    return f"{hash_factors(base)}_{prefix}.json"
-
-
-def _lock_name(directory: Path) -> str:
-    return f"{directory.parent.name}_{directory.name}.lock"
+    return root / FORWARDS / f"{hash_factors(base)}_{prefix}.json"
 
 
 def _read_pointer(path: Path) -> list[list[str]]:

@@ -18,26 +18,21 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, ArtifactStore, pack, unpack
+from compile.cache.artifacts import OUTPUT_CODE, ArtifactError, pack
 from compile.cache.builds import inductor_builds
-from compile.cache.compilers import (
-    CompilerInterface,
-    EagerAdaptor,
-    Handle,
-    compiler_name,
-)
+from compile.cache.compilers import CompilerInterface, EagerAdaptor, Handle, compiler_name
 from compile.cache.direct_call import DirectCall
 from compile.cache.inductor_directory import DIRECTORY, InductorDirectory
 from compile.cache.inductor_private import caching, compiler_facts, fresh_tracing, no_caches
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
-from compile.scope import Runnable, Shape
+from compile.scope import Runnable
 
 ARTIFACT = "artifact.bin"
 BUNDLED = f"{DIRECTORY}/"
@@ -51,19 +46,18 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 """Where pieces were compiled that could not be saved: they run from there until the end."""
 
 
-RUNTIME_MODULES = (
-    "torch._dynamo",
-    "torch._inductor.async_compile",
-    "torch._inductor.compile_fx",
-    "torch._inductor.standalone_compile",
-    "torch._functorch._aot_autograd.aot_autograd_result",
-)
-"""What the first load of an artifact, and the first capture on a CPU, would import."""
-
-
 def import_runtime() -> None:
-    """Import what loading artifacts needs, which holds up all Python for seconds."""
-    for name in RUNTIME_MODULES:
+    """Import what the first load of an artifact, and the first capture on a CPU, would import.
+
+    It holds up all Python for seconds.
+    """
+    for name in (
+        "torch._dynamo",
+        "torch._inductor.async_compile",
+        "torch._inductor.compile_fx",
+        "torch._inductor.standalone_compile",
+        "torch._functorch._aot_autograd.aot_autograd_result",
+    ):
         importlib.import_module(name)
 
 
@@ -71,7 +65,15 @@ class NotSaveableError(RuntimeError):
     """A compiled piece holds what cannot be written to a file."""
 
 
-class InductorAdaptor:
+class _Source(NamedTuple):
+    """What is compiled, and how."""
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Mapping[str, Any]
+
+
+class InductorAdaptor(CompilerInterface):
     """Compiles with `compile_fx` and takes the artifact from the caches that it filled.
 
     Invariant: a piece is looked up by its key, outside of any tracing and without evaluating
@@ -81,17 +83,12 @@ class InductorAdaptor:
     name = "inductor"
 
     def __init__(self) -> None:
-        self._store: ArtifactStore | None = None
-        self._directory: InductorDirectory | None = None
+        super().__init__()
+        self._directory = InductorDirectory(Path())
 
-    def initialize_cache(
-        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
-    ) -> None:
+    def initialize_cache(self, cache_dir: str, disable_cache: bool = False) -> None:
         """Keep artifacts in `cache_dir` and Inductor's files next to it."""
-        if disable_cache:
-            self._store = self._directory = None
-            return
-        self._store = ArtifactStore(Path(cache_dir))
+        super().initialize_cache(cache_dir, disable_cache)
         self._directory = InductorDirectory(Path(cache_dir).parent / DIRECTORY)
 
     def compute_hash(self, config: CompilationConfig) -> str:
@@ -103,26 +100,21 @@ class InductorAdaptor:
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
-        runtime_shape: Shape = None,
         key: str | None = None,
     ) -> tuple[Runnable | None, Handle | None]:
-        """Compile a piece; save it if `initialize_cache` named a directory.
-
-        In that case it returns what was saved, loaded again, so a first start runs what later ones
-        do.
-        """
+        """Compile a piece. What is saved is loaded again: a first start runs what later ones do."""
         counter.num_inductor_compiles += 1
-        if self._store is None or self._directory is None or key is None:
+        source = _Source(graph, example_inputs, compiler_config)
+        if self._store is None or key is None:
             with inductor_builds(), no_caches():
-                compiled = self._compiled(graph, example_inputs, compiler_config)
-                return DirectCall(compiled), None
+                return DirectCall(self._compiled(source)), None
         scratch = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
         directory = InductorDirectory(Path(scratch.name), self._directory.probes)
-        fresh, data = self._saved_in(directory, graph, example_inputs, compiler_config)
+        fresh, data = self._saved_in(directory, source)
         name = None if data is None else self._store.offer(data)
         try:
             if name is not None:
-                loaded = self.load((key, name), None, None, 0, runtime_shape)
+                loaded = self.load((key, name))
                 scratch.cleanup()
                 return loaded, (key, name)
         except ArtifactError as error:
@@ -131,36 +123,23 @@ class InductorAdaptor:
         return DirectCall(fresh), None
 
     def _saved_in(
-        self,
-        directory: InductorDirectory,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any],
+        self, directory: InductorDirectory, source: _Source
     ) -> tuple[Runnable, bytes | None]:
         """Return a compiled piece and what to store of it; None if it cannot be saved."""
         with directory.entered(is_loading=False) as loaded, inductor_builds():
             artifact = None
             try:
-                artifact = self._compiled(graph, example_inputs, options, is_saved=True)
+                artifact = self._compiled(source, is_saved=True)
                 content = _saved(artifact)
             except NotSaveableError as error:
                 logger.debug("piece that cannot be saved: %s", error)
-                if artifact is None:
-                    artifact = self._compiled(graph, example_inputs, options)
-                return artifact, None
+                return artifact or self._compiled(source), None
             members = {BUNDLED + name: data for name, data in directory.collect(loaded).items()}
             sources = [path for path in loaded if path.suffix == ".py"]
             code = sources[-1].read_bytes() if sources else b""
             return artifact, pack({**members, ARTIFACT: content, OUTPUT_CODE: code})
 
-    def _compiled(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any],
-        *,
-        is_saved: bool = False,
-    ) -> Any:
+    def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
         """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved.
 
         Raises:
@@ -169,27 +148,19 @@ class InductorAdaptor:
         from torch._inductor import compile_fx
         from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-        inputs, graph = list(example_inputs), copy.deepcopy(graph)
+        graph, inputs = copy.deepcopy(source.graph), list(source.inputs)
+        options = dict(source.options)
         with fresh_tracing(inputs), torch.no_grad():
             if not is_saved:
-                return compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
+                return compile_fx.compile_fx(graph, inputs, config_patches=options)
             with caching():
-                compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=dict(options))
+                compiled: Any = compile_fx.compile_fx(graph, inputs, config_patches=options)
                 return CacheCompiledArtifact(compiled, torch.compiler.save_cache_artifacts())
 
-    def load(
-        self,
-        handle: Handle,
-        graph: fx.GraphModule | None,
-        example_inputs: Sequence[Any] | None,
-        graph_index: int,
-        runtime_shape: Shape = None,
-    ) -> Runnable:
-        """Load a piece from its artifact alone."""
+    def load(self, handle: Handle) -> Runnable:
         from torch._inductor.standalone_compile import CompiledArtifact
 
-        assert self._store is not None and self._directory is not None
-        members = unpack(self._store.get(handle[1]))
+        members = self._members(handle)
         bundled = {n.removeprefix(BUNDLED): members[n] for n in members if n.startswith(BUNDLED)}
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / ARTIFACT
@@ -209,25 +180,18 @@ class StandaloneInductorAdaptor(InductorAdaptor):
 
     name = "inductor_standalone"
 
-    def _compiled(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any],
-        *,
-        is_saved: bool = False,
-    ) -> Any:
+    def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
         from torch._inductor import standalone_compile
 
-        is_fake = any(isinstance(x, torch._subclasses.FakeTensor) for x in example_inputs)
+        is_fake = any(isinstance(x, torch._subclasses.FakeTensor) for x in source.inputs)
         try:
             with torch.no_grad():
                 return standalone_compile(
-                    graph,
-                    list(example_inputs),
+                    source.graph,
+                    list(source.inputs),
                     # Real tensors have the sizes to compile for; fake ones belong to the graph.
                     dynamic_shapes="from_graph" if is_fake else "from_example_inputs",
-                    options={"config_patches": dict(options)},
+                    options={"config_patches": dict(source.options)},
                     aot=is_saved,
                 )
         except (RuntimeError, AssertionError) as error:
@@ -240,21 +204,16 @@ def make_compiler(config: CompilationConfig) -> CompilerInterface:
     """Return the compiler that a configuration means.
 
     Raises:
-        FieldError: it asks for an option that the compiler does not know.
+        FieldError: it asks for an option that Inductor does not know; with the closest names.
     """
     name = compiler_name(config)
     if name == "eager":
         return EagerAdaptor()
-    check_options(config)
+    _check_options(config)
     return StandaloneInductorAdaptor() if name == "inductor_standalone" else InductorAdaptor()
 
 
-def check_options(config: CompilationConfig) -> None:
-    """Refuse options that Inductor does not know.
-
-    Raises:
-        FieldError: with the names that are closest.
-    """
+def _check_options(config: CompilationConfig) -> None:
     # torch lists what its module of options imports from typing, too.
     known = [name for name in torch._inductor.list_options() if not name.isupper()]
     for name in config.inductor_compile_config:
@@ -265,7 +224,6 @@ def check_options(config: CompilationConfig) -> None:
 
 
 def _saved(artifact: Any) -> bytes:
-    """Return what torch writes for a compiled piece."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / ARTIFACT
         try:
@@ -276,5 +234,5 @@ def _saved(artifact: Any) -> bytes:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error, or its type if it says nothing."""
+    """Return the first line of an error, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -3,8 +3,8 @@
 1. Everything that Inductor and Triton write lies below one directory, which all ranks share.
 2. The files that a piece needs (generated Python, machine code) are noted when they are loaded, so
    that they can travel inside the piece's artifact.
-3. Whether the processor's vector instructions can be used is asked once and the answer is kept,
-   because asking costs a start a second and a C++ build.
+3. Whether the processor's vector instructions can be used is probed once and the answer is kept,
+   because a probe costs a second and a C++ build.
 4. Loading builds no header, because a header only helps to build code, and all of it is there.
 5. What a GPU's kernels are tuned to is kept here: what is found while a piece compiles travels
    inside its artifact, what is found when it runs is written here, and loading looks for both.
@@ -74,7 +74,9 @@ class InductorDirectory:
             stack.enter_context(_noted_files(loaded))
             stack.enter_context(_remembered_probes(self.probes))
             if is_loading:
-                stack.enter_context(replaced(PRECOMPILE_HEADER, _no_header))
+                stack.enter_context(
+                    replaced(PRECOMPILE_HEADER, lambda _: lambda *args, **kwargs: None)
+                )
                 stack.enter_context(_kept_tuning(self.directory))
             yield loaded
 
@@ -116,23 +118,20 @@ def _environment(directory: Path) -> Iterator[None]:
 def _noted_files(loaded: list[Path]) -> Iterator[None]:
     """Append the path of each library and each generated module that is loaded inside."""
 
-    def library(original: Any) -> Any:
-        def load(cls: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            loaded.append(Path(path))
-            return original.__func__(cls, path, *args, **kwargs)
+    def noting(place: int) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                loaded.append(Path(args[place]))
+                return original.__func__(cls, *args, **kwargs)
 
-        return classmethod(load)
+            return classmethod(load)
 
-    def module(original: Any) -> Any:
-        def load(cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
-            loaded.append(Path(path))
-            return original.__func__(cls, key, path, *args, **kwargs)
+        return make
 
-        return classmethod(load)
-
+    # Their arguments are (path, ...) and (key, path, ...).
     with (
-        replaced(LOAD_LIBRARY, library),
-        replaced(LOAD_MODULE, module),
+        replaced(LOAD_LIBRARY, noting(0)),
+        replaced(LOAD_MODULE, noting(1)),
     ):
         yield
 
@@ -167,14 +166,10 @@ def _rebind(kernel: Any, directory: Path) -> None:
     _, tuned, _ = check(configs, kernel.filename, kernel.inductor_meta)
 
     def save(*args: Any, **kwargs: Any) -> None:
-        with suppress(OSError):  # a directory that can only be read: the next start tunes again
+        with suppress(OSError):  # a read-only directory: the next start tunes again
             tuned.save(*args, **kwargs)
 
     kernel.save_cache_hook = tuned and save
-
-
-def _no_header(original: Any) -> Any:
-    return lambda *args, **kwargs: None
 
 
 # --- which vector instructions can be used ----------------------------------------------------
@@ -182,9 +177,9 @@ def _no_header(original: Any) -> Any:
 
 @contextmanager
 def _remembered_probes(path: Path) -> Iterator[None]:
-    """Answer from `path` what was asked before; the cache's key names processor and compiler.
+    """Answer from `path` what was probed before; the cache's key names processor and compiler.
 
-    Inductor asks once in a process, so what one directory was told is written into all.
+    Inductor probes once in a process, so each answer is written into every directory.
     """
     known = _read_probes(path)
     _answers.update(known)
@@ -202,7 +197,7 @@ def _remembered_probes(path: Path) -> Iterator[None]:
     with replaced(CHECK_BUILD, remembered):
         yield
     if known != _answers:
-        with suppress(OSError):  # a directory that can only be read: it is asked again
+        with suppress(OSError):  # a read-only directory: the next start probes again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_checked(path, pprint.pformat(_answers))
 

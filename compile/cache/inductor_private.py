@@ -1,9 +1,9 @@
 """The private names of Inductor that Lockstep depends on, each with its reason.
 
 No other file names them, but for what loads and saves a compiled piece (inductor.py) and traces a
-forward. Names that are replaced are listed in `REPLACED`: with a torch that lacks one of them, only
-what it was for is lost, and a line in the log says so. The others decide what is right, so a torch
-without them is an error.
+forward. A name that is replaced is a `Private`: with a torch that lacks it, only what it was for is
+lost, and a line in the log says so. The others decide what is right, so a torch without them is an
+error.
 """
 
 from __future__ import annotations
@@ -73,11 +73,6 @@ CALL_GRAPH = Private(
     "pieces are called through torch's layers",
 )
 """Passes the inputs of a piece to the generated code, which nothing else leads to."""
-
-REPLACED = (
-    *(PRECOMPILE_HEADER, LOAD_LIBRARY, LOAD_MODULE, CHECK_BUILD, RECHECK_TUNING),
-    *(RUN_COMPILER, ORDER_KERNEL, CALL_GRAPH),
-)
 
 
 def replace(private: Private, make: Callable[[Any], Any]) -> Callable[[], None]:
@@ -188,7 +183,7 @@ def cleared_caches() -> Iterator[None]:
 
 
 def missing_kernels() -> int:
-    """Return how many kernels Inductor asked for and did not find in its artifact.
+    """Return how many kernels Inductor looked for and did not find in its artifact.
 
     Only a difference across one order counts builds: loading an artifact adds to these numbers what
     they grew by when it was compiled.

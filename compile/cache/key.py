@@ -9,7 +9,7 @@
 
 Nothing is in the key by accident. A fact that is left out makes two different programs share code;
 one too many (a port, a rank, a path, the sizes that are captured) makes every start a cold one. So
-each field of the configuration is sorted by name into one of two lists below.
+only the fields that `KEYED_FIELDS` names are part of it.
 """
 
 from __future__ import annotations
@@ -42,35 +42,9 @@ KEYED_FIELDS = (
     "evaluate_guards",
     "passes",
 )
-"""Fields that change generated code. `compiler` is one too, by the name that auto stands for."""
-
-UNKEYED_FIELDS = (
-    "compiler",
-    "use_cudagraph",
-    "cudagraph_capture_sizes",
-    "cuda_graph_sizes",
-    "cudagraph_mode",
-    "cudagraph_copy_inputs",
-    "compile_sizes",
-    "compile_ranges",
-    "compile_lazily",
-    "debug_dump_path",
-    "cache_dir",
-    "share_artifacts",
-    "compile_cache_save_format",
-    "capture_num_tokens",
-    "enable_padding",
-    "num_warmups_full",
-    "num_warmups_piecewise",
-    "graph_pool",
-    "poison_graph_pool",
-    "reserve_graph_memory",
-    "capture_logits",
-    "sealed",
-    "serve_while_compiling",
-    "graph_bs",
-)
-"""Fields that say which code is needed or how it is run. Each size is an entry of its own."""
+"""Fields that change generated code. `compiler` is one too, by the name that auto stands for. The
+others select which code is needed or how it is run; each size has its own entry. A test lists them,
+so that a new field must be put into one list or the other."""
 
 TRACED_FILES = "traced files"
 MAIN_MODULES = ("__main__", "__mp_main__")

@@ -13,22 +13,18 @@ is an error only in a warm start, which has no graph to compile.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from compile.cache.artifacts import ArtifactError
-from compile.cache.compilers import (
-    CompilerInterface,
-    EagerAdaptor,
-    Handle,
-)
+from compile.cache.compilers import CompilerInterface, EagerAdaptor
 from compile.cache.index import CompileCache, entry_key, shape_text
 from compile.cache.inductor import make_compiler
 from compile.config import CUDAGraphMode
@@ -44,7 +40,7 @@ STATIC_OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 UNCHECKED_OPTIONS = {"size_asserts": False, "scalar_asserts": False, "alignment_asserts": False}
 """Inductor checks each input of a piece at run time, which is a tenth of a small step. Inputs were
-checked before: weights when they were bound, all else by what tracing knows of it."""
+checked before: weights when they were bound, all others by the shapes of the trace."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ class CacheMissError(LookupError):
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is asked for. `key` names what it computes, and for which shape."""
+    """A piece for one shape. `key` names what it computes, and for which shape."""
 
     index: int
     shape: Shape
@@ -81,7 +77,7 @@ class CompilerManager:
 
         Args:
             compiler: other than the one that the configuration means.
-            progress: called with (pieces there are, pieces in all) as they come.
+            progress: called with (pieces compiled or loaded, pieces in all) after each.
         """
         self._progress = progress
         self.compiler = make_compiler(scope.config) if compiler is None else compiler
@@ -90,7 +86,6 @@ class CompilerManager:
         self.timings_s: dict[str, float] = {"compile": 0.0, "load": 0.0}
         """Seconds spent compiling and loading, altogether."""
         self.cache = cache
-        """Keeps the forward's plan and its pieces; without one nothing is read or written."""
         self._exchange = scope.exchange if scope.config.share_artifacts else None
         self.passes = PassManager.from_names(scope.config.passes or ())
         """Rewrite each piece before, or inside of, its compiler."""
@@ -99,8 +94,7 @@ class CompilerManager:
         self._has_warned = False
         self._unusable: set[str] = set()
         directory = "" if cache is None else str(cache.artifacts)
-        prefix = "" if cache is None else cache.prefix
-        self.compiler.initialize_cache(directory, cache is None, prefix)
+        self.compiler.initialize_cache(directory, disable_cache=cache is None)
 
     def compile(
         self,
@@ -123,18 +117,17 @@ class CompilerManager:
         Raises:
             RuntimeError: the compiler returned nothing.
         """
-        piece = self._piece(key, index, shape, num_graphs)
+        piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key in self._runnables:
             logger.debug("%s is one that this process has: key %s", piece, piece.key)
-            self._enter_again(piece)
+            if (name := self._find(piece)) is not None:
+                self._record(piece, name)  # at its own place too
             return self._runnables[piece.key]
-        arguments = (graph, example_inputs)
-        found = self._loaded(piece, *arguments)
+        found = self._loaded(piece)
         if found is None:
-            with self._compiling(piece) as is_shared:
+            with nullcontext() if self.cache is None else self.cache.compiling(piece.key):
                 # The process that had the right before may have left what is needed.
-                found = self._loaded(piece, *arguments) if is_shared else None
-                found = found or self._fetched(piece, *arguments)
+                found = self._loaded(piece) or self._fetched(piece, graph, example_inputs)
         self._runnables[piece.key] = found
         if self._progress is not None:
             self._progress(index + 1, num_graphs)
@@ -146,9 +139,9 @@ class CompilerManager:
         Raises:
             CacheMissError: there is none that can be used, so the forward must be traced.
         """
-        piece = self._piece(key, index, shape, num_graphs)
+        piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key not in self._runnables:
-            found = self._loaded(piece, None, None)
+            found = self._loaded(piece)
             if found is None:
                 raise CacheMissError(f"{piece}: wanted an artifact of key {piece.key}, found none")
             self._runnables[piece.key] = found
@@ -159,31 +152,25 @@ class CompilerManager:
         static = STATIC_OPTIONS if isinstance(shape, int) else {}
         return {**UNCHECKED_OPTIONS, **static, **self._options}
 
-    def _piece(self, key: str, index: int, shape: Shape, num_graphs: int) -> _Piece:
-        return _Piece(index, shape, num_graphs, entry_key(key, shape))
-
     # --- loading -------------------------------------------------------------------------------
 
-    def _loaded(
-        self, piece: _Piece, graph: fx.GraphModule | None, inputs: Sequence[Any] | None
-    ) -> Runnable | None:
+    def _loaded(self, piece: _Piece) -> Runnable | None:
         """Return a stored piece; None, and the reason in the log, if there is none to use."""
         name = self._find(piece)
         if self.cache is None or name is None or name in self._unusable:
             return None
         started = time.perf_counter()
         try:
-            handle = (piece.key, name)
-            found = self.compiler.load(handle, graph, inputs, piece.index, piece.shape)
+            found = self.compiler.load((piece.key, name))
         except (ArtifactError, OSError) as error:
             self._unusable.add(name)
-            self._miss(piece, str(error))
+            self.misses.append(f"{piece}: {error}")
+            cache_misses[UNREADABLE] += 1
+            logger.warning("%s is compiled again: %s", piece, error)
             return None
-        took = self._took("load", started)
         counter.num_compiled_artifacts_loaded += 1
-        logger.debug("loaded %s in %.2f s", piece, took)
-        self._log("load", piece, name)
-        self._record(piece, name)
+        logger.debug("loaded %s in %.2f s", piece, self._took("load", started))
+        self._record(piece, name, "load")
         return found
 
     def _find(self, piece: _Piece) -> str | None:
@@ -191,21 +178,7 @@ class CompilerManager:
             return None
         return self.cache.find(piece.key, self.compiler.name)
 
-    def _miss(self, piece: _Piece, reason: str) -> None:
-        self.misses.append(f"{piece}: {reason}")
-        cache_misses[UNREADABLE] += 1
-        logger.warning("%s is compiled again: %s", piece, reason)
-
     # --- compiling -----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _compiling(self, piece: _Piece) -> Iterator[bool]:
-        """Hold the right to compile a piece; yield whether others may have compiled it."""
-        if self.cache is None:
-            yield False
-            return
-        with self.cache.compiling(piece.key):
-            yield True
 
     def _fetched(self, piece: _Piece, graph: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Return what a rank elsewhere has compiled; compile it here if none has."""
@@ -217,7 +190,7 @@ class CompilerManager:
             name = cache.store.offer(data)
             if name is not None:
                 self._record(piece, name)
-            if (found := self._loaded(piece, graph, inputs)) is not None:
+            if (found := self._loaded(piece)) is not None:
                 return found
         name = None
         try:
@@ -239,42 +212,28 @@ class CompilerManager:
             self.passes.apply(graph)
         else:
             options |= self.passes.inductor_config()
-        found, handle = self.compiler.compile(graph, inputs, options, piece.shape, key)
+        found, handle = self.compiler.compile(graph, inputs, options, key)
         if found is None:
             wanted = f"a runnable from {self.compiler.name}"
             raise RuntimeError(f"{piece}: wanted {wanted}, found none")
         logger.info("compiled %s in %.2f s", piece, self._took("compile", started))
-        if self.cache is not None:
-            self._store(piece, handle)
+        if handle is not None and self.cache is not None:
+            counter.num_compiled_artifacts_saved += 1
+            self._record(piece, handle[1], "store")
+        elif self.cache is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s cannot be saved: every start compiles it again", piece)
         return found
 
-    def _store(self, piece: _Piece, handle: Handle | None) -> None:
+    def _record(self, piece: _Piece, name: str, verb: str = "") -> None:
+        """Enter a piece's artifact into the index; the log has what was done with it."""
         assert self.cache is not None
-        if handle is None:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("%s cannot be saved: every start compiles it again", piece)
-            return
-        counter.num_compiled_artifacts_saved += 1
-        self._log("store", piece, handle[1])
-        self._record(piece, handle[1])
-
-    def _log(self, what: str, piece: _Piece, name: str) -> None:
-        assert self.cache is not None
-        path, compiler = self.cache.artifact_path(name), self.compiler.name
-        logger.debug("%s %s from %s: key %s, path %s", what, piece, compiler, piece.key, path)
-
-    def _record(self, piece: _Piece, name: str) -> None:
-        assert self.cache is not None
-        self.cache.record(piece.shape, piece.index, self.compiler.name, piece.key, name)
-        if path := self.cache.unpack(name, piece.index, piece.shape):
-            logger.debug("unpack %s: key %s, path %s", piece, piece.key, path)
-
-    def _enter_again(self, piece: _Piece) -> None:
-        """Enter an equal piece into the index at its own place too."""
-        name = self._find(piece)
-        if name is not None:
-            self._record(piece, name)
+        path, compiler = self.cache.artifacts / name, self.compiler.name
+        if verb:
+            logger.debug("%s %s from %s: key %s, path %s", verb, piece, compiler, piece.key, path)
+        self.cache.record(piece.shape, piece.index, compiler, piece.key, name)
+        if unpacked := self.cache.unpack(name, piece.index, piece.shape):
+            logger.debug("unpack %s: key %s, path %s", piece, piece.key, unpacked)
 
     def _took(self, what: str, started: float) -> float:
         took = time.perf_counter() - started
@@ -295,7 +254,7 @@ class Toolchain:
     def __init__(
         self, pools: GraphPools, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Capture into these pools; `progress` is told of pieces that come to be compiled."""
+        """Capture into these pools; `progress` as for `CompilerManager`."""
         self._pools = pools
         self._progress = progress
 
@@ -313,7 +272,7 @@ class Toolchain:
         return CompilerManager(scope, cache, progress=self._progress)
 
     def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
-        """Return a piece that is captured and replayed as the forward context says."""
+        """Return a piece that is captured and replayed depending on the forward context."""
         return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, trims_pool=is_first)
 
     def keep_outputs(self, op: Runnable) -> Runnable:

@@ -63,9 +63,13 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return every tensor in `value`, in order."""
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, value)
-    return found
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in tensors_of(item)]
 
 
 def rebuild(like: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:

@@ -3,13 +3,13 @@
 Graphs are captured in one window, in the same order on every rank, and never again. A rank that
 captured in the middle of serving would leave its peers waiting in a collective.
 
-1. `graphs_to_capture` says which graphs a configuration wants.
+1. `graphs_to_capture` lists the graphs of a configuration.
 2. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
    their memory in the pool.
 3. `seal` ends it: from now on what compiles or captures is counted, named, and refused if strict.
 
-What graphs will cost must be known before the KV cache takes all that is left, and only capturing
-tells. So `capture_trials` captures the two largest of each mode on a KV cache of one block, into
+The memory of graphs must be known before the KV cache takes all that is left, and can only be
+measured. So `capture_trials` captures the two largest of each mode on a KV cache of one block, into
 pools that are dropped again, and `estimate_graph_bytes` adds up the rest.
 """
 
@@ -21,19 +21,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from compile.config import DEFAULT_WARMUPS, CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
+from compile.config import CompilationConfig, CUDAGraphMode, PoolPolicy, SealPolicy
 from compile.context import BatchDescriptor, ForwardContext, forward_context
 from compile.counters import counter
 from compile.graphs.errors import LateCapture, LateCompilation
 from compile.graphs.pools import GraphPools
 
 logger = logging.getLogger(__name__)
+
+Graph = tuple[CUDAGraphMode, BatchDescriptor]
+"""A captured graph by its runtime mode and its key."""
 
 
 # --- the window and the seal --------------------------------------------------------------------
@@ -48,13 +51,12 @@ class _PerThread(threading.local):
 _thread = _PerThread()
 
 
+@dataclass
 class _Seal:
     """What this process still may do. Invariant: `policy` is None until it is sealed."""
 
     policy: SealPolicy | None = None
-
-    def __init__(self) -> None:
-        self.named: set[str] = set()
+    named: set[str] = field(default_factory=set)
 
 
 _seal = _Seal()
@@ -82,18 +84,17 @@ def is_in_capture_window() -> bool:
 
 
 def seal(policy: SealPolicy = "warn") -> None:
-    """End the start of this process."""
+    """End the start-up of this process: nothing new is compiled or captured from now on."""
     _seal.policy = policy
     _seal.named.clear()
 
 
 def unseal() -> None:
-    """Start anew: another model is loaded into this process."""
+    """Allow both again: another model is loaded into this process."""
     _seal.policy = None
 
 
 def is_sealed() -> bool:
-    """Return whether everything that this process needs should be compiled and captured by now."""
     return _seal.policy is not None
 
 
@@ -133,30 +134,25 @@ def _warn_once(line: str) -> None:
 # --- what is captured ---------------------------------------------------------------------------
 
 
-def graphs_to_capture(
-    config: CompilationConfig, max_num_seqs: int
-) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+def graphs_to_capture(config: CompilationConfig, max_num_seqs: int) -> list[Graph]:
     """Return the graphs that a resolved configuration replays, in capture order.
 
     Full graphs of decode steps have one token per sequence, piecewise graphs any number. A full
     graph of mixed steps has as many sequences as its tokens and `max_num_seqs` allow, so any number
     of sequences in such a step fits.
     """
-    mode, graphs = config.graph_mode, []
-    if mode.requires_piecewise_compilation():
-        keys = [BatchDescriptor(n, None, False) for n in config.capture_num_tokens or ()]
-        graphs += [(CUDAGraphMode.PIECEWISE, key) for key in keys]
+    mode, sizes, full = config.graph_mode, config.capture_num_tokens or (), []
     if mode.decode_mode() is CUDAGraphMode.FULL:
-        keys = [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
-        graphs += [(CUDAGraphMode.FULL, key) for key in keys]
+        full += [BatchDescriptor(bs, bs, True) for bs in config.graph_bs]
     if mode.mixed_mode() is CUDAGraphMode.FULL:
-        sizes = config.capture_num_tokens or ()
-        keys = [BatchDescriptor(n, min(n, max_num_seqs), False) for n in sizes]
-        graphs += [(CUDAGraphMode.FULL, key) for key in keys]
+        full += [BatchDescriptor(n, min(n, max_num_seqs), False) for n in sizes]
+    graphs = [(CUDAGraphMode.FULL, key) for key in full]
+    if mode.requires_piecewise_compilation():
+        graphs += [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n, None, False)) for n in sizes]
     return sorted(graphs, key=_order)
 
 
-def _order(graph: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[int, int, int]:
+def _order(graph: Graph) -> tuple[int, int, int]:
     """Piecewise graphs first, then by size, descending: the same on every rank."""
     mode, key = graph
     return mode.value, -key.num_tokens, -(key.num_seqs or 0)
@@ -180,31 +176,23 @@ class CaptureReport:
     """What a start captured. Invariant: keys are ascending, piecewise graphs first."""
 
     elapsed_s: float
-    captured: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
-    skipped: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
+    captured: tuple[Graph, ...]
+    skipped: tuple[Graph, ...]
     """Graphs that some rank had no memory for."""
     num_bytes: int
     """What the pools grew by."""
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Token counts that are captured, whatever the mode."""
-        return tuple(sorted({key.num_tokens for _, key in self.captured}))
-
-    @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of full graphs of decode steps."""
         return tuple(key.num_seqs or 0 for _, key in self.captured if key.uniform_decode)
 
     @property
     def mixed(self) -> tuple[BatchDescriptor, ...]:
-        """Full graphs of steps in which not all decode."""
         full = CUDAGraphMode.FULL
         return tuple(k for mode, k in self.captured if mode is full and not k.uniform_decode)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Token counts of piecewise graphs."""
         piecewise = CUDAGraphMode.PIECEWISE
         return tuple(key.num_tokens for mode, key in self.captured if mode is piecewise)
 
@@ -232,7 +220,7 @@ def capture_all(
         run: the forward on the inputs that a case prepared; its output is dropped.
         warmups: eager runs before a capture, by mode; see `warmups_of`.
         synchronize: waits for the device after each graph.
-        fits_on_all_ranks: waits for the other ranks before each graph; tells whether a graph of
+        fits_on_all_ranks: waits for the other ranks before each graph; whether a graph of
             this key fits on all of them.
         progress: called with (graphs done, graphs in all), on rank 0 alone.
     """
@@ -272,16 +260,10 @@ def joined(reports: Sequence[CaptureReport]) -> CaptureReport:
 
 
 def warmups_of(config: CompilationConfig) -> dict[CUDAGraphMode, int]:
-    """Return how often a forward runs before it is captured, by mode."""
-
-    def num(field: str) -> int:
-        given: int | None = getattr(config, field)
-        return DEFAULT_WARMUPS[field] if given is None else given
-
-    return {
-        CUDAGraphMode.FULL: num("num_warmups_full"),
-        CUDAGraphMode.PIECEWISE: num("num_warmups_piecewise"),
-    }
+    """Return how often a forward runs before it is captured, by mode; `config` is resolved."""
+    full, piecewise = config.num_warmups_full, config.num_warmups_piecewise
+    assert full is not None and piecewise is not None, "warm-ups: wanted a resolved configuration"
+    return {CUDAGraphMode.FULL: full, CUDAGraphMode.PIECEWISE: piecewise}
 
 
 @contextmanager
@@ -331,7 +313,7 @@ def _capture(
         run(case)
 
 
-def _ascending(graphs: list[tuple[CUDAGraphMode, BatchDescriptor]]) -> Any:
+def _ascending(graphs: list[Graph]) -> Any:
     return tuple(sorted(reversed(graphs), key=lambda graph: (graph[0].value, graph[1].num_tokens)))
 
 

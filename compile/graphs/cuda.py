@@ -24,8 +24,8 @@ T = TypeVar("T")
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that all pools of a device capture on.
 
-    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), for ever and
-    in the pool of that capture.
+    cuBLAS keeps a workspace for every stream it was captured on (32 MiB on Hopper), permanently
+    and in the pool of that capture.
     """
     return torch.cuda.Stream(device)
 
@@ -35,22 +35,17 @@ class CudaGraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._handle = torch.cuda.graph_pool_handle()
-
-    @property
-    def handle(self) -> Any:
-        """What torch knows the pool by."""
-        return self._handle
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        """Torch's identifier of the pool."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are reserved. Walks the allocator's state: not for every step."""
         segments = torch.cuda.memory_snapshot()
-        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle)]
+        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self.handle)]
         return sum(s["total_size"] for s in own)
 
     def trim(self) -> None:
-        """Free what only garbage holds."""
         torch.cuda.synchronize(self.device)
         gc.collect()
 
@@ -59,7 +54,6 @@ class CudaGraphPool:
         torch.cuda.empty_cache()
 
     def weak_ref(self, value: Any) -> Any:
-        """Return `value` with its tensors as aliases, which own nothing."""
         return map_tensors(lambda t: alias(t) if t.is_cuda else t, value)
 
     def capture_stream(self) -> torch.cuda.Stream:
@@ -85,7 +79,7 @@ class CudaStepGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._pool.device)
         with torch.cuda.stream(self._pool.capture_stream()):
-            # Other threads may go on: NCCL's watchdog polls events, which a global capture forbids.
+            # NCCL's watchdog polls events in its thread, which a global capture forbids.
             graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
             try:
                 result = fn()
@@ -100,7 +94,6 @@ class CudaStepGraph:
         return result
 
     def replay(self) -> None:
-        """Run the step again on what its tensors hold now, on the current stream."""
         if self._graph is None:
             raise ReplayError("replay", "a captured step", "none")
         self._graph.replay()

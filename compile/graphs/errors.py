@@ -36,7 +36,7 @@ class CaptureError(GraphError):
 
 
 class ValueReadError(CaptureError):
-    """A value was read between ops: a replay would go on with the one read at capture."""
+    """A value was read between ops: a replay would reuse the one read at capture."""
 
 
 class NestedCaptureError(CaptureError):

@@ -59,7 +59,7 @@ class GraphPool(Protocol):
 
 
 def new_graph_pool(device: torch.device, *, poison: bool = True) -> GraphPool:
-    """Return an empty pool; `poison` says whether one on CPU overwrites what is free.
+    """Return an empty pool; with `poison` one on CPU overwrites freed memory.
 
     Raises:
         ForeignTensorError: the device can hold no graphs.
@@ -94,7 +94,6 @@ class GraphPools:
     """
 
     def __init__(self, new_pool: Callable[[], GraphPool], *, policy: PoolPolicy = "shared") -> None:
-        """Make pools with `new_pool` when they are first asked for."""
         self._new_pool = new_pool
         self._is_shared = policy == "shared"
         self._pools: dict[int, GraphPool] = {}
@@ -106,7 +105,6 @@ class GraphPools:
         return sum(pool.num_bytes for pool in self._pools.values())
 
     def of(self, descriptor: BatchDescriptor) -> GraphPool:
-        """Return the pool for a graph with this key."""
         bucket = 0 if self._is_shared else descriptor.num_tokens
         if bucket not in self._pools:
             self._pools[bucket] = self._new_pool()

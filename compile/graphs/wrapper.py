@@ -1,7 +1,7 @@
 """Around a forward, or a piece of one: capture it, replay it, or just call it.
 
-A wrapper acts only in steps of its own mode. So a FULL one can stand around a model whose pieces
-have PIECEWISE ones, and whichever the step asks for does the work.
+A wrapper acts only in steps of its own mode. So a FULL one can wrap a model whose pieces have
+PIECEWISE ones, and the mode of the step selects which of them acts.
 
 1. The step's mode is another one: the runnable is called.
 2. Its key is known: addresses are compared, the graph is replayed, its output returned.
@@ -80,7 +80,6 @@ class CUDAGraphWrapper:
 
     @property
     def num_replays(self) -> Mapping[BatchDescriptor, int]:
-        """How often each captured graph was replayed."""
         return {key: entry.num_replays for key, entry in self._entries.items()}
 
     def forget(self) -> None:
@@ -88,7 +87,7 @@ class CUDAGraphWrapper:
         self._entries.clear()
 
     def __call__(self, *args: Any) -> Any:
-        """Capture, replay or call, as the forward context says.
+        """Capture, replay or call, depending on the forward context.
 
         Raises:
             InputAddressError: a tensor lies elsewhere than when the graph was captured.
@@ -115,7 +114,7 @@ class CUDAGraphWrapper:
         args: tuple[Any, ...],
         replay: Callable[[StepGraph], None],
     ) -> Any:
-        addresses = _addresses(args)
+        addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
         if addresses != entry.addresses:
             wanted, found = (str([hex(a) for a in each]) for each in (entry.addresses, addresses))
             raise InputAddressError(
@@ -132,16 +131,13 @@ class CUDAGraphWrapper:
             pool.trim()
         graph = new_step_graph(pool)
         output = graph.capture(lambda: self.runnable(*args))
-        self._entries[key] = _Entry(graph, _addresses(args), pool.weak_ref(output))
+        addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
+        self._entries[key] = _Entry(graph, addresses, pool.weak_ref(output))
         counter.num_cudagraph_captured += 1
         return output
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("CUDAGraphWrapper: wanted a capture in each process, found a copy of one")
-
-
-def _addresses(args: tuple[Any, ...]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors_of(args)]
 
 
 def wrap_forward(

@@ -66,7 +66,6 @@ class FuseAddRMSNorm:
         return source_hash(sys.modules[__name__], graph_pass, config=schema)
 
     def __call__(self, graph: torch.fx.Graph) -> int:
-        """Rewrite every match and return how many there were."""
         count = 0
         for node in list(graph.nodes):
             match = _find(node)
@@ -82,7 +81,6 @@ def _find(node: Node) -> Match | None:
 
 
 def _can_replace(match: Match) -> bool:
-    """Return whether the op computes what was matched, in the place of the sum."""
     x, residual, weight = (value(match[name]) for name in ("x", "residual", "weight"))
     if x is None or residual is None or weight is None:
         return False

@@ -46,7 +46,6 @@ class GraphPass(Protocol):
 
 
 def source_hash(*modules: ModuleType, config: str = "") -> str:
-    """Return a hash of modules' sources and a configuration."""
     sources = (inspect.getsource(module) for module in modules)
     return hashlib.sha256("\0".join([config, *sources]).encode()).hexdigest()
 

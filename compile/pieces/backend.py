@@ -16,7 +16,7 @@ from __future__ import annotations
 import dis
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,9 @@ from compile.pieces.plan import (
     ForwardPlan,
     Guard,
     PiecePlan,
-    TracedCall,
     Weight,
     attribute,
+    forward_name,
     kept,
     kind,
     layout,
@@ -65,11 +65,7 @@ from compile.pieces.split import (
     placeholders,
     split_graph,
 )
-from compile.pieces.stitch import (
-    bind_ops,
-    compile_execution_fn,
-    generate_execution_code,
-)
+from compile.pieces.stitch import bind_ops, compile_execution_fn, generate_execution_code
 from compile.report import (
     COMPUTATION_GRAPH,
     DYNAMO_GRAPH,
@@ -105,13 +101,9 @@ class PiecewiseCompiler:
         self,
         scope: CompileScope,
         prefix: str,
-        traced_files: Callable[[], Sequence[str]] = tuple,
+        traced_files: Sequence[str] = (),
     ) -> None:
-        """Prepare to compile the forward called `prefix`.
-
-        Args:
-            traced_files: called when the graph arrives; the files that it was traced from.
-        """
+        """Prepare to compile the forward called `prefix`, traced from these files."""
         self.manager: CompilerManager | None = None
         self.graph: fx.GraphModule
         self.split_gm: fx.GraphModule
@@ -122,7 +114,7 @@ class PiecewiseCompiler:
         self._scope = scope
         self._prefix = prefix
         self._toolchain = toolchain_of(scope)
-        self._traced_files = traced_files
+        self._traced_files = tuple(traced_files)
         self._was_called = False
         self.split_s = 0.0
 
@@ -140,7 +132,7 @@ class PiecewiseCompiler:
         counter.num_graphs_seen += 1
         config = self._scope.config
         self._read(graph)
-        self.manager = self._toolchain.open(self._scope, self._prefix, tuple(self._traced_files()))
+        self.manager = self._toolchain.open(self._scope, self._prefix, self._traced_files)
         if self.manager is None:
             raise BackendError("toolchain: wanted compilers for traced files, found None")
         self.write_readable(DYNAMO_GRAPH, lambda: readable(graph))
@@ -155,9 +147,11 @@ class PiecewiseCompiler:
             raise SpecialisedError(f"{self._prefix}: wanted {wanted}, found {found}")
         self.write_readable(COMPUTATION_GRAPH, lambda: readable(self.split_gm))
         code = generate_execution_code(self.split_gm, self.items)
-        values = {name: self.pieces[submod] for name, submod in code.pieces.items()}
-        values |= bind_ops(code.ops, partial(kept, self._scope))
-        return self._behind_copies(compile_execution_fn(code.source, values))
+        bound = {name: self.pieces[submod] for name, submod in code.pieces.items()}
+        bound |= bind_ops(code.ops, partial(kept, self._scope))
+        call = compile_execution_fn(code.source, bound)
+        dims = [_symbolic_dims(example_value(node)) for node in placeholders(self.split_gm)]
+        return with_copies(self._scope, call, dims)
 
     # --- the steps ---
 
@@ -171,7 +165,6 @@ class PiecewiseCompiler:
         warn_unrolled(graph)
 
     def _check(self) -> None:
-        """Count the pieces, and check what piecewise graphs rely on."""
         captured = self._scope.config.graph_mode.requires_piecewise_compilation()
         compiled = [item for item in self.items if not item.is_splitting]
         counter.num_piecewise_graphs_seen += len(self.items)
@@ -181,19 +174,11 @@ class PiecewiseCompiler:
             kind = "eager" if item.is_splitting else "compiled"
             logger.debug("%s: %s, %d nodes", item.name, kind, len(item.graph.graph.nodes))
 
-    def _behind_copies(self, call: Runnable) -> Runnable:
-        dims = [self._symbolic_dims(example_value(node)) for node in placeholders(self.split_gm)]
-        return with_copies(self._scope, call, dims)
-
-    def _symbolic_dims(self, value: Any) -> tuple[int, ...]:
-        sizes = value.shape if isinstance(value, torch.Tensor) else ()
-        return tuple(dim for dim, size in enumerate(sizes) if is_symbolic(size))
-
     # --- what readers and later starts get ---
 
-    def report(self, trace: Trace, *, keeps_guards: bool) -> CompileReport:
-        """Return what tracing and compiling found out, for people."""
+    def report(self, trace: Trace) -> CompileReport:
         assert self.manager is not None
+        keeps_guards = self._scope.config.evaluate_guards
         conditions = tuple(f"{guard.expression} ({guard.where})" for guard in self.guards)
         others = tuple(f"{number} x {kind}" for kind, number in trace.dropped_guards.items())
         return CompileReport(
@@ -201,7 +186,16 @@ class PiecewiseCompiler:
             traced_files=tuple(trace.files),
             guards_kept=conditions if keeps_guards else (),
             guards_dropped=others if keeps_guards else (*conditions, *others),
-            pieces=tuple(self._piece_report(item) for item in self.items),
+            pieces=tuple(
+                PieceReport(
+                    name=item.name,
+                    id=item.index,
+                    is_splitting=item.is_splitting,
+                    num_nodes=len(item.graph.graph.nodes),
+                    key="" if item.is_splitting else self.backends[item.name].key,
+                )
+                for item in self.items
+            ),
             timings_s={
                 "dynamo": trace.elapsed_s - trace.compile_s,
                 "split": self.split_s,
@@ -211,35 +205,24 @@ class PiecewiseCompiler:
         )
 
     def report_break(self, error: GraphBreakError) -> None:
-        """Write down what tracing broke on, when no graph arrived that could be compiled."""
-        files = tuple(self._traced_files())
-        if self.manager is None:
-            self.manager = self._toolchain.open(self._scope, self._prefix, files)
+        """Write down what tracing broke on, in place of a graph that could be compiled."""
+        files = self._traced_files
+        self.manager = self._toolchain.open(self._scope, self._prefix, files)
         report = CompileReport(self._prefix, traced_files=files, graph_breaks=(str(error),))
         self.write_readable(REPORT, report.to_json)
 
-    def _piece_report(self, item: SplitItem) -> PieceReport:
-        key = "" if item.is_splitting else self.backends[item.name].key
-        num_nodes = len(item.graph.graph.nodes)
-        return PieceReport(item.name, item.index, item.is_splitting, num_nodes, key)
-
-    def directories(self) -> list[Path]:
-        """Return where readable files go: next to the cache's plan, and into the dump path."""
-        found = []
-        if self.manager is not None and self.manager.cache is not None:
-            found.append(self.manager.cache.directory)
-        dump = self._scope.config.debug_dump_path
-        if dump:
-            rank = f"rank_{self._scope.tp_rank}_{self._scope.dp_rank}"
-            found.append(Path(dump) / rank / self._prefix)
-        return found
-
     def write_readable(self, name: str, text: Callable[[], str]) -> None:
-        """Write a file for readers into each of the directories; without any `text` is not made.
+        """Write a file for readers next to the cache's plan and into the dump path.
 
-        Nothing depends on these files, so one that cannot be written is a warning.
+        Without either `text` is not called. Nothing depends on these files, so one that cannot be
+        written is a warning.
         """
-        directories = self.directories()
+        directories = []
+        if self.manager is not None and self.manager.cache is not None:
+            directories.append(self.manager.cache.directory)
+        if dump := self._scope.config.debug_dump_path:
+            rank = f"rank_{self._scope.tp_rank}_{self._scope.dp_rank}"
+            directories.append(Path(dump) / rank / self._prefix)
         content = text() if directories else ""
         for directory in directories:
             try:
@@ -250,34 +233,38 @@ class PiecewiseCompiler:
             else:
                 logger.debug("%s: wrote %s", self._prefix, directory / name)
 
-    def plan(self, module: nn.Module, call: TracedCall, trace: Trace) -> ForwardPlan:
+    def plan(
+        self, module: nn.Module, trace: Trace, dims: Mapping[str, tuple[int, ...]]
+    ) -> ForwardPlan:
         """Write down how the forward runs, for this process and later ones.
 
         Args:
             module: whose attributes the weights are.
+            dims: the dimensions of tokens of its arguments.
 
         Raises:
             PlanError: an input of the graph is no argument and no tensor of the module.
         """
-        given = call.present()
+        given = {name: value for name, value in trace.arguments.items() if value is not None}
         names = list(given)
-        inputs = sources_of(trace.inputs, module, call)
+        inputs = sources_of(trace.inputs, module, given, dims)
         code = generate_execution_code(
             self.split_gm, self.items, arguments=names, inputs=inputs, returns=trace.returns
         )
+        backends = {name: self.backends[submod] for name, submod in code.pieces.items()}
         return ForwardPlan(
-            forward=call.forward,
+            forward=forward_name(module),
             arguments=tuple(names),
-            absent=tuple(name for name in call.given if name not in given),
+            absent=tuple(name for name in trace.arguments if name not in given),
             kinds=tuple(kind(value) for value in given.values()),
-            symbolic_dims=tuple(call.dims.get(name, ()) for name in names),
+            symbolic_dims=tuple(dims.get(name, ()) for name in names),
             source=code.source,
             weights=tuple(
                 Weight(name, path, layout(attribute(module, path)))
                 for name, path in code.weights.items()
             ),
             ops=code.ops,
-            pieces=tuple(self._piece_plan(name, submod) for name, submod in code.pieces.items()),
+            pieces=tuple(PiecePlan(n, b.index, b.key, b.tokens) for n, b in backends.items()),
             guards=self.guards,
         )
 
@@ -287,16 +274,10 @@ class PiecewiseCompiler:
         return {piece.name: by_index[piece.index] for piece in plan.pieces}
 
     def save(self, plan: ForwardPlan, trace: Trace) -> None:
-        """Keep a plan in the cache, and write it for readers."""
         assert self.manager is not None
-        code = trace.code
-        self.write_readable(TRANSFORMED_CODE, lambda: _transformed(code, plan))
+        self.write_readable(TRANSFORMED_CODE, lambda: _transformed(trace.code, plan))
         if self.manager.cache is not None:
             self.manager.cache.save_plan(plan.to_json())
-
-    def _piece_plan(self, name: str, submod: str) -> PiecePlan:
-        backend = self.backends[submod]
-        return PiecePlan(name, backend.index, backend.key, backend.tokens)
 
     def add(self, item: SplitItem, index: int, num_graphs: int, example_inputs: list[Any]) -> None:
         """Compile one piece, wrap it, and put it in the place of its graph.
@@ -342,11 +323,9 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
 
     def compile_all(self) -> None:
         """Compile every piece that is not a splitting one."""
-        values = [example_value(node) for node in placeholders(self._compiler.split_gm)]
-        self.run(*values)
+        self.run(*map(example_value, placeholders(self._compiler.split_gm)))
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the fake outputs of a piece, which is compiled on the way."""
         # Decompositions of symbolic shapes are written in Python.
         with _fake_mode(args), enable_python_dispatcher():
             outputs = super().call_module(target, args, kwargs)
@@ -356,14 +335,17 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         return outputs
 
 
+def _symbolic_dims(value: Any) -> tuple[int, ...]:
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return tuple(dim for dim, size in enumerate(sizes) if is_symbolic(size))
+
+
 def _fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return the mode of fake tensors; a piece without any needs none."""
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     return modes[0] if modes else nullcontext()
 
 
 def _transformed(code: CodeType, plan: ForwardPlan) -> str:
-    """Return Dynamo's code as comments, and the function that takes its place."""
     head = "# Dynamo's code around the graph, of which the function below takes the place:"
     lines = [f"# {line}".rstrip() for line in dis.Bytecode(code).dis().splitlines()]
     return "\n".join([head, *lines, "", "import torch", "", "", plan.source])

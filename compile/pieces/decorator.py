@@ -30,9 +30,9 @@ from compile.pieces.plan import (
     ForwardPlan,
     Guard,
     PlanError,
-    TracedCall,
     bind,
     check_guards,
+    forward_name,
     kept,
     kind,
     load_pieces,
@@ -56,7 +56,7 @@ class ForwardError(ValueError):
     """A forward is called in a way that it was not traced for."""
 
 
-class CompiledForward:
+class CompiledForward(nn.Module):
     """Base of decorated modules: calls go to the compiled forward, if there is one."""
 
     do_not_compile: bool
@@ -66,23 +66,21 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. Hooks run only if it is not compiled."""
         if self.do_not_compile:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         assert self.compiled_forward is not None
         return self.compiled_forward(self, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Load or trace and compile for calls like this one, without running the forward."""
         if self.compiled_forward is not None:
-            assert isinstance(self, nn.Module)
             self.compiled_forward.prepare(self, args, kwargs)
 
     def loading(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Load what an earlier process compiled for calls like this one, a piece at a time.
 
-        Whoever exhausts it asks `is_compiled` whether there was anything to load.
+        Afterwards `is_compiled` says whether there was anything to load.
         """
         if self.compiled_forward is not None:
-            assert isinstance(self, nn.Module)
             yield from self.compiled_forward.loading(self, args, kwargs)
 
     @property
@@ -91,14 +89,14 @@ class CompiledForward:
         return self.compiled_forward is not None and self.compiled_forward.is_bound
 
     def run_as_written(self, as_written: bool) -> None:
-        """Run the forward as it is written from now on, or what was compiled again."""
+        """Run the forward as it is written from now on; False: the compiled one again."""
         self.do_not_compile = as_written
 
 
 def support_torch_compile(
     cls: type[Module] | None = None, *, dynamic_arg_dims: Mapping[str, Dims] | None = None
 ) -> Any:
-    """Make a module class compile its forward as the scope says in which it is built.
+    """Make a module class compile its forward as configured by the scope that it is built in.
 
     Args:
         dynamic_arg_dims: for each argument its dimensions of tokens, counted from the end if
@@ -148,7 +146,7 @@ def dynamic_dims(
 
 
 def _is_tensor(hint: Any) -> bool:
-    """Tell `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
+    """Accept `torch.Tensor`, `Optional[torch.Tensor]` and `torch.Tensor | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
         return rest == [torch.Tensor]
@@ -169,15 +167,12 @@ class TracedForward:
     ) -> None:
         """Prepare to compile a module built in `scope`.
 
-        Args:
-            parameters: names of the forward's arguments.
-            dims: dimensions of tokens of some of them.
+        `parameters` names the forward's arguments; `dims` has the dimensions of tokens of some.
         """
         self.plan: ForwardPlan | None = None
         self.compiler: PiecewiseCompiler | None = None
         """What traced it; None after a warm start."""
-        self._model_tag = current_model_tag()
-        self.tag = self._model_tag.name
+        self.tag = current_model_tag()
         self._scope = scope
         self._toolchain = toolchain_of(scope)
         self._parameters = tuple(parameters)
@@ -190,17 +185,15 @@ class TracedForward:
         """A call with exactly this many positional arguments has them in order."""
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward of `module`, which is the same one in every call."""
-        run = self._run
+        run = self._run or self.prepare(module, args, kwargs)
         if run is None:
-            return self._first(module, args, kwargs)
+            return module.forward(*args, **kwargs)
         if kwargs or len(args) != self._num_positional:
             args = self._in_order(module, args, kwargs)
         return run(*args)
 
     @property
     def is_bound(self) -> bool:
-        """Whether it was loaded or traced."""
         return self._run is not None
 
     # --- the first call ---
@@ -208,45 +201,31 @@ class TracedForward:
     def loading(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """Load without tracing, and pause after each piece."""
-        self._claim()
+        if not self._is_claimed:
+            self._scope.claim(self.tag)
+            self._is_claimed = True
         if self._run is None:
             yield from self._loading(module, _arguments(module, args, kwargs))
 
-    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Load or trace now without computing anything, so that ranks that meet inside the forward
-        can wait for each other before they enter it."""
-        if self._run is None:
-            self._load_or_trace(module, args, kwargs)
-
-    def _first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._load_or_trace(module, args, kwargs)
-        if self._run is None:
-            return module.forward(*args, **kwargs)
-        return self._run(*self._in_order(module, args, kwargs))
-
-    def _load_or_trace(
+    def prepare(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Set the function that runs the forward, unless there are too few tokens to trace with."""
-        given: Mapping[str, Any] = _arguments(module, args, kwargs)
-        self._claim()
-        for _ in self._loading(module, given):
+    ) -> Runnable | None:
+        """Load or trace now without computing anything, so that ranks that meet inside the forward
+        can wait for each other before they enter it. None: there are too few tokens to trace with.
+        """
+        for _ in self.loading(module, args, kwargs):
             pass
         if self._run is not None:
-            return
+            return self._run
+        given: Mapping[str, Any] = _arguments(module, args, kwargs)
         dims = self._token_dims(given)
         mode = self._scope.config.dynamic_shapes
         num_tokens = next(given[name].shape[dims[name][0]] for name in dims)
         if num_tokens < 2 and mode is DynamicShapes.BACKED:
             logger.warning("%s: too few tokens to trace with: %d", self.tag, num_tokens)
-            return
-        self._trace(module, given, dims)
-
-    def _claim(self) -> None:
-        if not self._is_claimed:
-            self._model_tag.claim()
-            self._is_claimed = True
+        else:
+            self._trace(module, given, dims)
+        return self._run
 
     def _token_dims(self, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return each tensor's dimensions of tokens, counted from the front.
@@ -289,7 +268,6 @@ class TracedForward:
     def _trace(
         self, module: nn.Module, given: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Trace, compile, bind and save."""
         # A warm start imports neither Dynamo nor what needs it.
         from compile.pieces.backend import PiecewiseCompiler
         from compile.pieces.diagnose import GraphBreakError, recompile_hazards
@@ -297,14 +275,15 @@ class TracedForward:
 
         forward = types.MethodType(type(module).forward, module)
         place = (forward.__code__.co_filename, forward.__code__.co_firstlineno)
-        logger.debug("%s: tracing %s (%s:%d)", self.tag, _name(module), *place)
+        logger.debug("%s: tracing %s (%s:%d)", self.tag, forward_name(module), *place)
         for hazard in recompile_hazards(forward):
             logger.warning("%s: %s", self.tag, hazard)
-        compilers: list[PiecewiseCompiler] = []
+        files = [place[0]]  # until there is a graph
 
         def backend(trace: Trace) -> PiecewiseCompiler:
-            compilers.append(PiecewiseCompiler(self._scope, self.tag, lambda: trace.files))
-            return compilers[0]
+            files[:] = trace.files
+            self.compiler = PiecewiseCompiler(self._scope, self.tag, files)
+            return self.compiler
 
         config = self._scope.config
         try:
@@ -317,38 +296,33 @@ class TracedForward:
                 tolerates_side_effects=config.graph_mode is CUDAGraphMode.NONE,
             )
         except GraphBreakError as error:
-            if not compilers:  # the forward broke before there was a graph
-                compilers.append(PiecewiseCompiler(self._scope, self.tag, lambda: place[:1]))
-            compilers[0].report_break(error)
+            PiecewiseCompiler(self._scope, self.tag, files).report_break(error)
             raise
-        self.compiler = compilers[0]
-        self._report(trace, self.compiler)
+        compiler = self.compiler
+        assert compiler is not None
+        logger.debug("%s: traced files: %s", self.tag, ", ".join(trace.files))
+        logger.debug("%s: %d guards dropped", self.tag, trace.dropped_guards.total())
+        self._tell_guards(compiler.guards)
+        report = compiler.report(trace)
+        report.log()
+        compiler.write_readable(REPORT, report.to_json)
         if trace.run is not None:
             effects = "; ".join(trace.side_effects)
             logger.warning(
                 "%s: not kept in the cache, because it has side effects: %s", self.tag, effects
             )
-            self._keep(trace.run, given, (), self.compiler.guards)
+            self._keep(trace.run, given, (), compiler.guards)
             return
-        call = TracedCall(_name(module), trace.arguments, dims)
-        plan = self.compiler.plan(module, call, trace)
+        plan = compiler.plan(module, trace, dims)
         trace.arguments = trace.inputs = {}
-        self._bind(plan, module, self.compiler.pieces_of(plan))
-        self.compiler.save(plan, trace)
+        self._bind(plan, module, compiler.pieces_of(plan))
+        compiler.save(plan, trace)
 
     def _tell_guards(self, guards: Iterable[Guard]) -> None:
         for guard in guards:
             logger.warning(
                 "%s: traced for %s alone, as %s asked", self.tag, guard.expression, guard.where
             )
-
-    def _report(self, trace: Trace, compiler: PiecewiseCompiler) -> None:
-        logger.debug("%s: traced files: %s", self.tag, ", ".join(trace.files))
-        logger.debug("%s: %d guards dropped", self.tag, trace.dropped_guards.total())
-        self._tell_guards(compiler.guards)
-        report = compiler.report(trace, keeps_guards=self._scope.config.evaluate_guards)
-        report.log()
-        compiler.write_readable(REPORT, report.to_json)
 
     # --- every call ---
 
@@ -408,14 +382,10 @@ def _from_the_front(name: str, dim: int, value: torch.Tensor) -> int:
 
 def _check_fits(plan: ForwardPlan, module: nn.Module, given: Mapping[str, Any]) -> None:
     present = {name: kind(value) for name, value in given.items() if value is not None}
-    wanted = (_name(module), present)
+    wanted = (forward_name(module), present)
     found = (plan.forward, dict(zip(plan.arguments, plan.kinds, strict=True)))
     if wanted != found:
         raise PlanError(f"plan: wanted one of {wanted}, found one of {found}")
-
-
-def _name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).forward.__qualname__}"
 
 
 def _arguments(
@@ -432,7 +402,7 @@ def _arguments(
     for name, value in given.items():
         if value is not None and not isinstance(value, torch.Tensor):
             wanted = "a tensor or None"
-            raise ForwardError(f"{_name(module)}({name}): wanted {wanted}, found {value!r}")
+            raise ForwardError(f"{forward_name(module)}({name}): wanted {wanted}, found {value!r}")
     return given
 
 

@@ -111,7 +111,7 @@ def explained(error: Exception, forward: MethodType) -> GraphBreakError | None:
         return None
     frame = _user_frame(getattr(error, "real_stack", None) or _frames(str(error)))
     line = "" if frame is None else _source(frame)
-    where = forward.__qualname__ if frame is None else _place(frame)
+    where = forward.__qualname__ if frame is None else f"{frame.filename}:{frame.lineno}"
     cause = _cause(line) or _cause(str(error).split("from user code")[0])
     return GraphBreakError(_break(cause or _unknown(str(error)), where, line))
 
@@ -122,7 +122,6 @@ def _break(cause: Cause, where: str, line: str) -> str:
 
 
 def _cause(text: str) -> Cause | None:
-    """Return the first cause that a text shows."""
     return next((cause for cause in CAUSES if re.search(cause.pattern, text)), None)
 
 
@@ -146,14 +145,8 @@ def _user_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
     return chosen[-1] if chosen else None
 
 
-def _is_library(filename: str) -> bool:
-    if filename.startswith(_TORCH):
-        return True
-    return filename.startswith(_STDLIB) and "site-packages" not in filename
-
-
-def _place(frame: FrameSummary) -> str:
-    return f"{frame.filename}:{frame.lineno}"
+def _is_library(file: str) -> bool:
+    return file.startswith(_TORCH) or (file.startswith(_STDLIB) and "site-packages" not in file)
 
 
 def _source(frame: FrameSummary) -> str:
@@ -178,7 +171,9 @@ def check_stays_on_device(graph: fx.GraphModule) -> None:
 def traced_at(node: fx.Node) -> tuple[str, str]:
     """Return `file:line` and the source of the line that a node was traced from."""
     frame = _user_frame(_frames(node.stack_trace or ""))
-    return ("an unknown line", "") if frame is None else (_place(frame), _source(frame))
+    if frame is None:
+        return "an unknown line", ""
+    return f"{frame.filename}:{frame.lineno}", _source(frame)
 
 
 # --- the token dimension ----------------------------------------------------------------------
@@ -211,7 +206,7 @@ def _specialised_at(value: Any) -> str:
     env = value.fake_mode.shape_env
     stacks = getattr(env, "specialization_stacks", {}).values()
     frames = [frame for stack in stacks if (frame := _user_frame(stack)) is not None]
-    return f" at {_place(frames[0])} `{_source(frames[0])}`" if frames else ""
+    return f" at {frames[0].filename}:{frames[0].lineno} `{_source(frames[0])}`" if frames else ""
 
 
 def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
@@ -247,13 +242,9 @@ def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
         condition = env.replace(guard.expr)
         if condition.free_symbols == {own}:
             renamed = condition.xreplace({own: type(own)(NUM_TOKENS, integer=True, positive=True)})
-            found.append(Guard(PythonPrinter().doprint(renamed), _asked_at(guard.sloc)))
+            asked_at = getattr(guard.sloc, "maybe_user_loc", None) or guard.sloc
+            found.append(Guard(PythonPrinter().doprint(renamed), str(asked_at)))
     return tuple(dict.fromkeys(found))
-
-
-def _asked_at(location: Any) -> str:
-    text = getattr(location, "maybe_user_loc", None)
-    return str(text or location)
 
 
 # --- loops ------------------------------------------------------------------------------------
@@ -262,7 +253,7 @@ def _asked_at(location: Any) -> str:
 def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
     """Return `file:line` and source of lines that one module repeats more than MAX_UNROLLED times.
 
-    A loop over child modules is none: between its rounds stands what the children compute.
+    A loop over child modules is not counted: the children's nodes lie between its rounds.
     """
     times: Counter[tuple[str, str, str]] = Counter()
     rounds: dict[tuple[str, str, str], int] = {}
@@ -271,7 +262,9 @@ def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
     for node in graph.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        *ancestors, module = _modules(node)
+        # The paths of the modules that it was traced in, outermost first.
+        stack = node.meta.get("nn_module_stack") or {}
+        *ancestors, module = ["", *(str(path) for path, _ in stack.values())]
         num_child_nodes.update(ancestors)
         where, source = traced_at(node)
         key = (module, where, str(node.target))
@@ -281,12 +274,6 @@ def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
         if times[key] > MAX_UNROLLED:
             found[where, source] = None
     return list(found)
-
-
-def _modules(node: fx.Node) -> list[str]:
-    """Return the paths of the modules that a node was traced in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return ["", *(str(path) for path, _ in stack.values())]
 
 
 def warn_unrolled(graph: fx.GraphModule) -> None:
@@ -320,7 +307,7 @@ def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
 
     Three patterns: `bit_length`, `min` or `max` of one list, and a branch or loop on a size. A
     fourth, an op that wants plain integers, does not arise: `direct_register_custom_op` makes them
-    symbolic. A function without a source file has nothing that could be read.
+    symbolic. A function without a source file has none.
     """
     try:
         lines, first = inspect.getsourcelines(function)
@@ -352,7 +339,6 @@ def _hazard(node: ast.AST) -> tuple[str, str] | None:
 
 
 def _asks_for_a_size(test: ast.expr) -> bool:
-    """Return whether a condition compares a tensor's size."""
     comparisons = (part for part in ast.walk(test) if isinstance(part, ast.Compare))
     return any(_is_size(part) for comparison in comparisons for part in ast.walk(comparison))
 

@@ -1,7 +1,7 @@
 """Run Dynamo over a forward once, and take note of what can be learned only while it runs.
 
 Tracing computes nothing. The forward's graph is handed to a backend; the code that Dynamo wrote
-around it then runs with placeholders for the graph's outputs, which tells what the forward returns.
+around it then runs with placeholders for the graph's outputs, which shows what the forward returns.
 So a rank that traces and a rank that finds a plan in its cache run their first forward equally
 often, and collectives inside it meet.
 
@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
@@ -115,8 +115,10 @@ def trace_once(
         }
         captured, graph = _captured(forward, marked)
         traced = captured.graph_capture_output
+        names = [code.co_filename for code in traced.traced_code]
         trace = Trace(
-            files=_files(traced.traced_code),
+            # Generated code has no file.
+            files=[name for name in dict.fromkeys(names) if not name.startswith("<")],
             code=traced.bytecode,
             side_effects=side_effects(traced.bytecode),
             dropped_guards=Counter(g.create_fn_name() for g in traced.output_graph.guards),
@@ -127,7 +129,10 @@ def trace_once(
             raise TraceError(f"forward: wanted {wanted}, found {found}")
         nodes = list(graph.graph_module.graph.nodes)
         compiling = time.perf_counter()
-        with tracing(_context(graph)):
+        # What compilers expect to be around them.
+        context = TracingContext(graph.fake_mode)
+        context.tensor_to_context = graph.tensor_to_context
+        with tracing(context):
             compiled = backend(trace)(graph.graph_module, graph.example_inputs)
         trace.compile_s = time.perf_counter() - compiling
     counter.num_dropped_guards += trace.dropped_guards.total()
@@ -135,11 +140,11 @@ def trace_once(
         run = _around(captured, forward, compiled)
         trace.run = _in_place(run, forward.__func__.__globals__)
     else:
-        names = [node.name for node in nodes if node.op == "placeholder"]
+        inputs = [node.name for node in nodes if node.op == "placeholder"]
         outputs = tuple(_Output(index) for index in range(len(nodes[-1].args[0])))
 
-        def enter(*inputs: Any) -> tuple[_Output, ...]:
-            trace.inputs = dict(zip(names, inputs, strict=True))
+        def enter(*passed: Any) -> tuple[_Output, ...]:
+            trace.inputs = dict(zip(inputs, passed, strict=True))
             return outputs
 
         trace.arguments = marked
@@ -150,7 +155,7 @@ def trace_once(
 
 @contextmanager
 def _settings(mode: DynamicShapes) -> Iterator[None]:
-    """Make everything that is not marked a constant, whatever other instances were traced with."""
+    """Make all sizes that are not marked constants, also after traces of other instances."""
     is_oblivious = mode is DynamicShapes.BACKED_SIZE_OBLIVIOUS
     with (
         _shape_config.patch(backed_size_oblivious=is_oblivious),
@@ -195,19 +200,6 @@ def _in_place(run: MethodType, names: dict[str, Any]) -> Callable[..., Any]:
     bound = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
     bound.__kwdefaults__ = code.__kwdefaults__
     return MethodType(bound, run.__self__)
-
-
-def _context(graph: BackendInput) -> TracingContext:
-    """Return what compilers expect to be around them while a graph is compiled."""
-    context = TracingContext(graph.fake_mode)
-    context.tensor_to_context = graph.tensor_to_context
-    return context
-
-
-def _files(traced: Iterable[CodeType]) -> list[str]:
-    """Return the file of each function that Dynamo traced; generated code has none."""
-    names = [code.co_filename for code in traced]
-    return list(dict.fromkeys(name for name in names if not name.startswith("<")))
 
 
 def side_effects(code: CodeType) -> list[str]:

@@ -36,7 +36,6 @@ class Range(NamedTuple):
     high: int = sys.maxsize
 
     def holds(self, num_tokens: int) -> bool:
-        """Return whether the count lies inside."""
         return self.low <= num_tokens <= self.high
 
 
@@ -62,12 +61,11 @@ class PieceShapes:
         return cls(sizes, ranges, config.compile_lazily)
 
     def all(self) -> list[Shape]:
-        """Return every shape, the general one first."""
         return [None, *self.sizes, *((low, high) for low, high in self.ranges)]
 
 
 class TokenSource(NamedTuple):
-    """Where a piece's arguments say how many tokens there are."""
+    """Where the number of tokens is found among a piece's arguments."""
 
     argument: int
     dim: int | None
@@ -201,7 +199,7 @@ def first_gap(shapes: Sequence[int | tuple[int, int]]) -> int | None:
 
 
 def find_tokens(example_inputs: Sequence[Any], symbol: Any) -> TokenSource | None:
-    """Find the argument that tells the number of tokens: `symbol` itself, or a dimension of it."""
+    """Find the argument that has the number of tokens: `symbol` itself, or as a dimension."""
     for argument, value in enumerate(example_inputs):
         if isinstance(value, torch.SymInt) and value.node.expr == symbol:
             return TokenSource(argument, None)

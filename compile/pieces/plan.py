@@ -66,21 +66,20 @@ class Weight:
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on the number of tokens that tracing took for granted.
+    """A condition on the number of tokens that tracing assumed.
 
-    `expression` is Python over `num_tokens`; `where` is the line that asked.
+    `expression` is Python over `num_tokens`; `where` is the line that needed it.
     """
 
     expression: str
     where: str
 
     def holds(self, num_tokens: int) -> bool:
-        """Evaluate the condition."""
         return bool(eval(self.expression, dict(_IN_GUARDS), {"num_tokens": num_tokens}))
 
 
 def check_guards(guards: Sequence[Guard], num_tokens: int) -> None:
-    """Raise GuardError if `num_tokens` breaks something that tracing took for granted."""
+    """Raise GuardError if `num_tokens` breaks an assumption of the trace."""
     for guard in guards:
         if not guard.holds(num_tokens):
             wanted = f"{guard.expression}, as {guard.where} asked when traced"
@@ -100,7 +99,7 @@ class ForwardPlan:
     arguments: tuple[str, ...]
     absent: tuple[str, ...]
     kinds: tuple[str, ...]
-    """For each argument what compiled code takes for granted of it."""
+    """For each argument what compiled code assumes of it."""
     symbolic_dims: tuple[tuple[int, ...], ...]
     """For each argument its dimensions of tokens."""
     source: str
@@ -110,7 +109,6 @@ class ForwardPlan:
     guards: tuple[Guard, ...] = ()
 
     def to_json(self) -> str:
-        """Return the plan as text."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
@@ -124,22 +122,16 @@ class ForwardPlan:
             data = json.loads(text)
             if data.pop("version") != VERSION:
                 raise PlanError(f"plan: wanted version {VERSION}, found another")
-            return cls._of(data)
+            for piece in data["pieces"]:
+                piece["tokens"] = piece["tokens"] and TokenSource(*piece["tokens"])
+            data["pieces"] = tuple(PiecePlan(**piece) for piece in data["pieces"])
+            data["guards"] = tuple(Guard(**guard) for guard in data["guards"])
+            data["weights"] = tuple(Weight(**weight) for weight in data["weights"])
+            data["symbolic_dims"] = tuple(map(tuple, data["symbolic_dims"]))
+            lists = {name: tuple(data[name]) for name in ("arguments", "absent", "kinds")}
+            return cls(**{**data, **lists})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(f"plan: wanted one of version {VERSION}, found {error!r}") from error
-
-    @classmethod
-    def _of(cls, data: dict[str, Any]) -> ForwardPlan:
-        pieces = tuple(
-            PiecePlan(**{**piece, "tokens": piece["tokens"] and TokenSource(*piece["tokens"])})
-            for piece in data.pop("pieces")
-        )
-        guards = tuple(Guard(**guard) for guard in data.pop("guards"))
-        weights = tuple(Weight(**weight) for weight in data.pop("weights"))
-        dims = tuple(tuple(dims) for dims in data.pop("symbolic_dims"))
-        for name in ("arguments", "absent", "kinds"):
-            data[name] = tuple(data[name])
-        return cls(**data, symbolic_dims=dims, weights=weights, pieces=pieces, guards=guards)
 
 
 def bind(
@@ -174,13 +166,18 @@ def _checked(module: nn.Module, weight: Weight) -> torch.Tensor:
     return found
 
 
+def forward_name(module: nn.Module) -> str:
+    """Return which function a module's forward is, by which its plan is recognised."""
+    return f"{type(module).__module__}.{type(module).forward.__qualname__}"
+
+
 def kind(value: torch.Tensor) -> str:
-    """Spell out what compiled code takes for granted of an argument, whatever its size."""
+    """Spell out what compiled code assumes of an argument of any size."""
     return f"{value.dtype} of {value.ndim} dimensions on {value.device.type}"
 
 
 def layout(value: torch.Tensor) -> str:
-    """Spell out what compiled code takes for granted of a tensor."""
+    """Spell out what compiled code assumes of a tensor."""
     shape, stride = list(value.shape), list(value.stride())
     return f"{value.dtype} {shape} with strides {stride} on {value.device.type}"
 
@@ -199,40 +196,30 @@ def attribute(module: nn.Module, path: str) -> torch.Tensor:
     return found
 
 
-@dataclass(frozen=True)
-class TracedCall:
-    """The call by which a forward was traced.
-
-    `dims` are the dimensions of tokens of some arguments, counted from the front.
-    """
-
-    forward: str
-    given: Mapping[str, torch.Tensor | None]
-    dims: Mapping[str, tuple[int, ...]]
-
-    def present(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, without what was None."""
-        return {name: value for name, value in self.given.items() if value is not None}
-
-
 # --- where a graph's inputs come from ---------------------------------------------------------
 
 
-def sources_of(inputs: Mapping[str, Any], module: nn.Module, call: TracedCall) -> list[BoundInput]:
+def sources_of(
+    inputs: Mapping[str, Any],
+    module: nn.Module,
+    given: Mapping[str, torch.Tensor],
+    dims: Mapping[str, tuple[int, ...]],
+) -> list[BoundInput]:
     """Return for each input of a graph where later calls find it, by the identity of the object.
 
     Args:
         inputs: what Dynamo's code passed to the graph, by the graph's own name of it.
-        call: how the forward was called.
+        given: the arguments of the forward that were traced with.
+        dims: the dimensions of tokens of some of them, counted from the front.
 
     Raises:
         PlanError: an input is none of an argument, its number of tokens, and a tensor of `module`
             or of a module below it.
     """
-    arguments = {id(value): name for name, value in call.present().items()}
+    arguments = {id(value): name for name, value in given.items()}
     weights = {id(tensor): path for path, tensor in _tensors(module)}
-    tokens = next((name, dims[0]) for name, dims in call.dims.items() if dims)
-    num_tokens = call.present()[tokens[0]].shape[tokens[1]]
+    tokens = next((name, of_tokens[0]) for name, of_tokens in dims.items() if of_tokens)
+    num_tokens = given[tokens[0]].shape[tokens[1]]
     found = []
     for name, value in inputs.items():
         if id(value) in arguments:

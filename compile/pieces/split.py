@@ -38,17 +38,15 @@ class SplitItem:
     graph: fx.GraphModule
 
     def placeholders(self) -> list[fx.Node]:
-        """Return the inputs of the piece in the order of its arguments."""
         return placeholders(self.graph)
 
 
 def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    """Return the inputs of a graph in order."""
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def is_symbolic(size: Any) -> bool:
-    """Tell a size that tracing left open from a number, which may be dressed as a symbol."""
+    """Return whether tracing left a size open; a symbol may also wrap a plain number."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
@@ -63,9 +61,9 @@ def split_graph(
     """Cut `graph` before and after each run of splitting ops.
 
     Splitting ops that follow one another share one piece. Elements of a tuple stay with the op
-    that returns it, so no tuple crosses a border, nor does a `torch.Size`. Memory reserved between
-    two splitting ops is reserved by the compiled piece before them. `graph` itself is rewritten
-    only where it hands whole sizes on.
+    that returns it, so neither tuples nor a `torch.Size` pass between pieces. Memory reserved
+    between two splitting ops is reserved by the compiled piece before them. `graph` itself is
+    rewritten only where it passes whole sizes.
 
     Returns:
         The root, and its pieces by ascending index.
@@ -165,13 +163,13 @@ def _partition(graph: fx.Graph, splitting: SplittingOps) -> tuple[dict[fx.Node, 
 
 
 def _open(waiting: list[fx.Node], parts: dict[fx.Node, int], current: int) -> int:
-    """Start a compiled piece behind `current` with what waits."""
+    """Start a compiled piece after `current` with the waiting nodes."""
     parts.update(dict.fromkeys(waiting, current + 1))
     return current + 1
 
 
 def _hoist(waiting: list[fx.Node], parts: dict[fx.Node, int], eager: int) -> bool:
-    """Move what waits behind the piece `eager` into the compiled one before it, if it can go."""
+    """Move nodes that wait after the piece `eager` into the compiled one before it, if possible."""
     inputs = {source for node in waiting for source in node.all_input_nodes}
     made_later = any(parts.get(source, -1) >= eager for source in inputs)
     if eager == 0 or made_later:
@@ -189,7 +187,7 @@ def _is_weightless(node: fx.Node) -> bool:
 
 
 def _is_element_of_tuple(node: fx.Node) -> bool:
-    """Tell a tuple's element from an indexed tensor, which computes."""
+    """Return whether a node takes an element of a tuple; indexing a tensor computes."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     value = example_value(node.args[0])
@@ -236,16 +234,12 @@ def _replace_by_tuple(
 ) -> None:
     for user in list(node.users):
         if user.target is operator.getitem and isinstance(user.args[1], int):
-            _replace_everywhere(user, entries[user.args[1]])
+            for reader in list(user.users):
+                _replace_argument(reader, user, entries[user.args[1]])
             graph.graph.erase_node(user)
         else:
             _replace_argument(user, node, entries)
     graph.graph.erase_node(node)
-
-
-def _replace_everywhere(node: fx.Node, entry: int | fx.Node) -> None:
-    for user in list(node.users):
-        _replace_argument(user, node, entry)
 
 
 def _replace_argument(user: fx.Node, old: fx.Node, new: Any) -> None:
@@ -385,32 +379,22 @@ def check_pieces(items: Sequence[SplitItem], num_tokens: Any, *, captured: bool)
             found = ", ".join(sorted(map(str, symbols - {num_tokens})))
             wanted = "no dynamic dimension but the number of tokens"
             raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
-        if captured and item.is_splitting:
-            _check_returns_nothing(item)
-        if captured and not item.is_splitting:
-            _check_has_tokens(item, num_tokens)
-
-
-def _check_returns_nothing(item: SplitItem) -> None:
-    for node in item.graph.graph.nodes:
-        if "attention" in str(node.target) and example_value(node) is not None:
-            wanted = "attention that writes into an output of its caller"
-            found = f"{node.target}, which returns one"
-            raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
-
-
-def _check_has_tokens(item: SplitItem, num_tokens: Any) -> None:
-    tensors = [v for n in item.placeholders() if isinstance(v := example_value(n), torch.Tensor)]
-    if not any(num_tokens in _symbols(value) for value in tensors):
-        wanted = "an input with the token dimension"
-        raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {len(tensors)} without")
+        if not captured:
+            continue
+        if not item.is_splitting:
+            tensors = [v for v in map(example_value, item.placeholders()) if torch.is_tensor(v)]
+            if not any(num_tokens in _symbols(value) for value in tensors):
+                wanted, found = "an input with the token dimension", f"{len(tensors)} without"
+                raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
+            continue
+        for node in item.graph.graph.nodes:
+            if "attention" in str(node.target) and example_value(node) is not None:
+                wanted = "attention that writes into an output of its caller"
+                found = f"{node.target}, which returns one"
+                raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")
 
 
 def _symbols(value: Any) -> set[Any]:
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {s for size in sizes if isinstance(size, torch.SymInt) for s in _free(size)}
-
-
-def _free(size: torch.SymInt) -> set[Any]:
-    free: set[Any] = size.node.expr.free_symbols
-    return free
+    symbolic = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    return {symbol for expression in symbolic for symbol in expression.free_symbols}

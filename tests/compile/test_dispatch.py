@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compile.config import CUDAGraphMode
-from compile.dispatch import BatchDescriptor, CapturedGraphs, decide
+from compile.dispatch import BatchDescriptor, CapturedGraphs, decide, padded_size, within
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 
@@ -87,20 +87,6 @@ def test_every_prefill_and_mixed_step_has_its_entry_in_the_table(
                 num_seqs=seqs,
                 captured=captured(mode, enable_padding=padding),
             ) == expected(ROUTES[mode][1], False, tokens, seqs, 1, padding)
-
-
-def test_batches_in_turn_switch_between_whole_graphs_and_pieces() -> None:
-    steps = [(False, 9, 2), (False, 6, 3), (True, 3, 3), (True, 9, 9), (False, 25, 1)]
-    found = [
-        decide(
-            is_uniform_decode=is_decode,
-            num_tokens=tokens,
-            num_seqs=seqs,
-            captured=captured(BOTH),
-        )[0]
-        for is_decode, tokens, seqs in steps
-    ]
-    assert found == [PIECEWISE, PIECEWISE, FULL, NONE, NONE]
 
 
 MIXED = CapturedGraphs(
@@ -206,3 +192,21 @@ def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
         assert batch.num_tokens == batch.num_seqs * query_len
     else:
         assert key == batch and key in graphs.mixed
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@given(SIZES, st.integers(0, 50))
+def test_sizes_are_dropped_and_never_moved(sizes: list[int], most: int) -> None:
+    kept, dropped = within(sorted(sizes), most)
+    assert [*kept, *dropped] == sorted(sizes)
+    assert all(n <= most for n in kept) and all(n > most for n in dropped)
+
+
+@given(SIZES, st.integers(1, 50))
+def test_padding_takes_the_smallest_size_that_holds_a_step(sizes: list[int], wanted: int) -> None:
+    holding = [n for n in sizes if n >= wanted]
+    assert padded_size(sorted(sizes), wanted) == (min(holding) if holding else None)
+    exact = wanted if wanted in sizes else None
+    assert padded_size(sorted(sizes), wanted, enable_padding=False) == exact

@@ -43,6 +43,7 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == [
         f"compilation.splitting_ops: {list(DEFAULT_SPLITTING_OPS)}",
         "compilation.graph_bs: [1, 4]",
+        "compilation.cudagraph_copy_inputs: False",
         "compilation.cudagraph_mode: FULL_AND_PIECEWISE",
         "compilation.compile_sizes: [1, 4, 7]",
         f"compilation.capture_num_tokens: {list(DEFAULT_NUM_TOKENS)}",
@@ -51,6 +52,7 @@ def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> Non
         "compilation.passes: ['fuse_add_rms_norm']",
         "compilation.capture_logits: True",
         "compilation.serve_while_compiling: off",
+        "compilation.cudagraph_capture_sizes: [1, 4]",
     ]
 
 
@@ -119,9 +121,10 @@ def test_the_fullest_steps_without_a_graph_are_told(
 @pytest.mark.parametrize(
     ("level", "wanted"),
     [
-        (0, {None: NONE, NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
-        (1, {None: NONE, NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
-        (2, {None: NONE, NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
+        *(
+            (n, {None: NONE, **{mode: mode for mode in (NONE, FULL, DECODE_ONLY)}})
+            for n in range(3)
+        ),
         (3, {None: PIECEWISE, **{mode: mode for mode in CUDAGraphMode}}),
     ],
 )
@@ -192,18 +195,19 @@ def test_use_cudagraph_off_leaves_no_copy_layer() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, *CUDAGraphMode])
-def test_enforce_eager_wins_over_level_and_mode(mode: CUDAGraphMode | None) -> None:
+def test_enforce_eager_wins_over_level_and_mode_and_needs_no_size_to_capture(
+    mode: CUDAGraphMode | None, caplog: pytest.LogCaptureFixture
+) -> None:
     config = CompilationConfig(
-        level=3, cudagraph_mode=mode, cudagraph_copy_inputs=mode in (None, PIECEWISE)
+        level=3,
+        cudagraph_mode=mode,
+        cudagraph_copy_inputs=mode in (None, PIECEWISE),
+        cudagraph_capture_sizes=(100,),
+        capture_num_tokens=(100,),
     )
-    found = resolve(config, LIMITS, preset=BOTH, enforce_eager=True)
+    found = resolve(config, StepLimits(4, 8), preset=BOTH, enforce_eager=True)
     assert (found.level, found.cudagraph_mode) == (0, NONE)
     assert not found.cudagraph_copy_inputs
-
-
-def test_enforce_eager_needs_no_size_to_capture(caplog: pytest.LogCaptureFixture) -> None:
-    config = CompilationConfig(level=3, cudagraph_capture_sizes=(100,), capture_num_tokens=(100,))
-    resolve(config, StepLimits(4, 8), enforce_eager=True)
     assert warnings_of(caplog) == []
 
 
@@ -215,23 +219,9 @@ def test_enforce_eager_needs_no_size_to_capture(caplog: pytest.LogCaptureFixture
     [
         (3, ALWAYS, {mode: mode for mode in CUDAGraphMode}),
         (0, ALWAYS, {NONE: NONE, FULL: FULL, DECODE_ONLY: DECODE_ONLY}),
-        (
-            3,
-            UNIFORM,
-            {NONE: NONE, PIECEWISE: PIECEWISE, FULL: BOTH, DECODE_ONLY: DECODE_ONLY, BOTH: BOTH},
-        ),
+        (3, UNIFORM, {mode: BOTH if mode is FULL else mode for mode in CUDAGraphMode}),
         (0, UNIFORM, {NONE: NONE, FULL: DECODE_ONLY, DECODE_ONLY: DECODE_ONLY}),
-        (
-            3,
-            NEVER,
-            {
-                NONE: NONE,
-                PIECEWISE: PIECEWISE,
-                FULL: PIECEWISE,
-                DECODE_ONLY: PIECEWISE,
-                BOTH: PIECEWISE,
-            },
-        ),
+        (3, NEVER, {mode: NONE if mode is NONE else PIECEWISE for mode in CUDAGraphMode}),
         (2, NEVER, {NONE: NONE, FULL: NONE, DECODE_ONLY: NONE}),
     ],
 )
@@ -267,6 +257,8 @@ def test_a_graph_that_is_not_split_follows_attention_without_pieces() -> None:
     ("fields", "wanted"),
     [
         ({}, PATTERN),
+        ({"cuda_graph_sizes": (100,)}, (1, 2, 4, 8, 16, 32, 48, 64, 80, 96)),
+        ({"cuda_graph_sizes": (16,)}, (1, 2, 4, 8, 16)),
         ({"cuda_graph_sizes": (15,)}, (1, 2, 4, 8)),
         ({"cuda_graph_sizes": (4,)}, (1, 2, 4, 8)),
         ({"cuda_graph_sizes": (40, 3, 40)}, (3, 40)),
@@ -277,8 +269,13 @@ def test_batch_sizes_follow_the_rule(fields: dict[str, Any], wanted: tuple[int, 
     assert resolve(CompilationConfig(level=3, **fields), LIMITS).graph_bs == wanted
 
 
-def test_512_gives_36_sizes() -> None:
-    assert len(resolve(CompilationConfig(level=3), LIMITS).graph_bs) == 36
+@given(st.integers(1, 100), st.integers(1, 300), st.integers(1, 5))
+def test_the_largest_decode_step_fills_neither_rows_nor_budget_too_far(
+    max_num_seqs: int, budget: int, query_len: int
+) -> None:
+    most = StepLimits(max_num_seqs, budget, query_len).max_decode_seqs
+    assert most <= max_num_seqs and most * query_len <= budget
+    assert most == max_num_seqs or (most + 1) * query_len > budget
 
 
 @pytest.mark.feature("C03")
@@ -462,55 +459,30 @@ def test_the_name_of_capture_sizes_stands_for_their_tokens(
 
 @pytest.mark.feature("A11")
 @pytest.mark.parametrize(
-    ("fields", "enforce_eager", "level", "ops", "mode", "graph_bs", "dump"),
+    ("fields", "enforce_eager", "changes"),
     [
-        ({"level": 3}, False, 3, DEFAULT_SPLITTING_OPS, PIECEWISE, PATTERN, ""),
-        (
-            {"level": 3, "cudagraph_capture_sizes": [1, 2, 4, 8]},
-            False,
-            3,
-            DEFAULT_SPLITTING_OPS,
-            PIECEWISE,
-            (1, 2, 4, 8),
-            "",
-        ),
-        ({}, True, 0, (), NONE, PATTERN, ""),
-        ({"level": 0}, False, 0, (), NONE, PATTERN, ""),
-        (
-            {"level": 3, "debug_dump_path": "/tmp/debug"},
-            False,
-            3,
-            DEFAULT_SPLITTING_OPS,
-            PIECEWISE,
-            PATTERN,
-            "/tmp/debug",
-        ),
+        ({"level": 3}, False, {}),
+        ({"level": 3, "cudagraph_capture_sizes": [1, 2, 4, 8]}, False, {"graph_bs": (1, 2, 4, 8)}),
+        ({}, True, {"level": 0, "splitting_ops": (), "cudagraph_mode": NONE}),
+        ({"level": 0}, False, {"level": 0, "splitting_ops": (), "cudagraph_mode": NONE}),
+        ({"level": 3, "debug_dump_path": "/tmp/d"}, False, {"debug_dump_path": "/tmp/d"}),
     ],
     ids=["production", "custom sizes", "enforce_eager", "level 0", "dump"],
 )
 def test_common_configurations_give_what_the_guide_says(
-    fields: dict[str, Any],
-    enforce_eager: bool,
-    level: int,
-    ops: tuple[str, ...],
-    mode: CUDAGraphMode,
-    graph_bs: tuple[int, ...],
-    dump: str,
+    fields: dict[str, Any], enforce_eager: bool, changes: dict[str, Any]
 ) -> None:
     config = resolve(CompilationConfig(**fields), LIMITS, enforce_eager=enforce_eager)
-    assert config.level == level
-    assert config.splitting_ops == ops
-    assert config.cudagraph_mode is mode
-    assert config.cuda_graph_sizes == (512,)
-    assert config.graph_bs == graph_bs
-    assert config.debug_dump_path == dump
-
-
-def test_the_default_splitting_ops_are_attention() -> None:
-    assert DEFAULT_SPLITTING_OPS == (
-        "lockstep::unified_attention_with_output",
-        "lockstep::mla_attention",
-    )
+    wanted = {
+        "level": 3,
+        "splitting_ops": DEFAULT_SPLITTING_OPS,
+        "cudagraph_mode": PIECEWISE,
+        "cuda_graph_sizes": (512,),
+        "graph_bs": PATTERN,
+        "debug_dump_path": "",
+        **changes,
+    }
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 @st.composite

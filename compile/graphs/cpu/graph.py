@@ -2,7 +2,7 @@
 
 A replay behaves like that of a CUDA graph, down to its mistakes. Arguments, host values and the
 forward context are those of the capture. Nothing that changed since is followed, except the
-contents of tensors. How fast a replay is says nothing about CUDA graphs.
+contents of tensors. The speed of a replay says nothing about CUDA graphs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CpuStepGraph:
             result = fn()
         self._recording = recorder.finish()
         self._is_inference = torch.is_inference_mode_enabled()
-        self._recorded()
+        _check_alive(self._recording)
         return result
 
     def replay(self) -> None:
@@ -65,20 +65,20 @@ class CpuStepGraph:
         """
         if _state.is_capturing:
             raise NestedCaptureError("replay", "no capture around it", "one on this thread")
-        groups = self._recorded().groups
+        if self._recording is None:
+            raise ReplayError("replay", "a captured step", "none")
+        _check_alive(self._recording)
         with torch.inference_mode(self._is_inference), torch.no_grad():
-            for context, calls in groups:
+            for context, calls in self._recording.groups:
                 with resumed_context(context):
                     for call in calls:
                         call()
 
-    def _recorded(self) -> Recording:
-        if self._recording is None:
-            raise ReplayError("replay", "a captured step", "none")
-        if self._recording.watch.dead:
-            wanted = "tensors from outside of the pool to outlive the graph"
-            raise DeadTensorError("replay", wanted, f"{self._recording.watch.dead[0]} is gone")
-        return self._recording
+
+def _check_alive(recording: Recording) -> None:
+    if recording.watch.dead:
+        wanted = "tensors from outside of the pool to outlive the graph"
+        raise DeadTensorError("replay", wanted, f"{recording.watch.dead[0]} is gone")
 
 
 @contextmanager

@@ -35,7 +35,6 @@ class Modes:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Enter both."""
         with self._on(self._reads), self._on(self._dispatch):
             yield
 

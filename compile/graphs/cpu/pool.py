@@ -42,11 +42,9 @@ class CpuGraphPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved."""
         return self._arena.num_bytes
 
     def trim(self) -> None:
-        """Free what only garbage holds."""
         gc.collect()
 
     def release_cache(self) -> None:
@@ -57,7 +55,6 @@ class CpuGraphPool:
         return map_tensors(lambda t: self.alias(t) if self.owns(t) else t, value)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in this pool."""
         return self._arena.find(tensor.untyped_storage().data_ptr(), 0) is not None
 
     def place(self, num_bytes: int) -> tuple[Block, torch.UntypedStorage]:
@@ -91,7 +88,7 @@ class CpuGraphPool:
         memory: Any = self._arena.find(address, num_bytes)
         if memory is None:
             memory = (ctypes.c_char * num_bytes).from_address(address)
-        # Compiled pieces and in-place ops tell inference tensors from others.
+        # Compiled pieces and in-place ops treat inference tensors differently.
         with torch.inference_mode(tensor.is_inference()):
             return view_of(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), tensor)
 
@@ -103,7 +100,7 @@ def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 
 def poison_value(dtype: torch.dtype) -> float | int:
-    """Return a value that shows in whatever uses it."""
+    """Return a value that shows in every result that it enters."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype is torch.bool:
@@ -148,7 +145,6 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved."""
         return sum(len(segment.memory) for segment in self._segments)
 
     def allocate(self, num_bytes: int) -> Block:

@@ -87,19 +87,16 @@ class Recorder:
             self._context = None
 
     def finish(self) -> Recording:
-        """Return what was recorded."""
         self._collect()
         return Recording(self._groups, self._freezer.watch, self._constants)
 
     # --- what is recorded -------------------------------------------------------------------
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Record a compiled piece."""
         with self._modes.off(), boundary.recording(None):
             return self._record(fn, args, {}, getattr(fn, "__name__", type(fn).__name__))
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an op that was dispatched."""
         name = func.name().partition(".")[0]
         composite = _composite(func)
         if composite is not None:
@@ -145,7 +142,7 @@ class Recorder:
         """Give every fresh tensor of `value` memory in the pool.
 
         Returns the value with those tensors, and for each tensor in it the alias that a replay
-        must fill. Tensors that share memory go on sharing it.
+        must fill. Tensors that share memory still share it.
         """
         storages: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
@@ -326,7 +323,6 @@ class Watch:
         self.dead: list[str] = []
 
     def add(self, tensor: torch.Tensor, name: str) -> None:
-        """Watch the memory of a tensor."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._watched:

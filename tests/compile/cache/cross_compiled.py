@@ -182,7 +182,7 @@ def compiled(adaptor: InductorAdaptor) -> list[str]:
         node.meta["val"] = node.meta["example_value"] = value
     # Tuning itself takes a device.
     options = {"size_asserts": False, "triton.autotune_at_compile_time": False}
-    _, handle = adaptor.compile(graph, [x, weight], options, 8, key="key")
+    _, handle = adaptor.compile(graph, [x, weight], options, key="key")
     assert handle is not None, "the piece was not saved"
     return list(handle)
 
@@ -202,7 +202,7 @@ def main() -> None:
             if not is_first(kernel):
                 save_last(kernel, tuned)
     else:
-        loaded = adaptor.load((handle[0], handle[1]), None, None, 0, 8)
+        loaded = adaptor.load((handle[0], handle[1]))
         assert loaded is not None
     configs = {k.fn.__name__: [str(r.config) for r in k.compile_results] for k in kernels()}
     counts = {

@@ -6,6 +6,7 @@ import ast
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,50 +42,50 @@ def test_checked_text_comes_back_and_is_a_python_literal(tmp_path: Path) -> None
     assert ast.literal_eval(path.read_text()) == {(None, 0): "ü"}
 
 
-@pytest.mark.parametrize("position", [0, 20, 75, 80, -1])
-def test_a_changed_byte_of_checked_text_is_noticed(tmp_path: Path, position: int) -> None:
+CHECKED = b"{'piece': 1, 'shape': None}\n"
+
+
+def _flipped(position: int) -> Callable[[bytes], bytes]:
+    def damage(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[position] ^= 1
+        return bytes(changed)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *map(_flipped, (0, 20, 75, 80, -1)),
+        *(lambda content, n=n: content[:n] for n in (0, 1, 70, 80)),
+        lambda _: b"# sha256 \xff\xfe\n",
+    ],
+)
+def test_checked_text_that_was_changed_or_cut_short_is_noticed(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     path = tmp_path / "index.py"
-    write_checked(path, "{'piece': 1, 'shape': None}\n")
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
+    write_checked(path, CHECKED.decode())
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CorruptFileError, match=r"^.*index\.py: wanted .*, found "):
         read_checked(path)
 
 
-@pytest.mark.parametrize("length", [0, 1, 70, 80])
-def test_text_that_was_cut_short_is_noticed(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "index.py"
-    write_checked(path, "{'piece': 1, 'shape': None}\n")
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(CorruptFileError):
-        read_checked(path)
-
-
-def test_bytes_that_are_no_text_are_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "index.py"
-    path.write_bytes(b"# sha256 \xff\xfe\n")
-    with pytest.raises(CorruptFileError, match="wanted text"):
-        read_checked(path)
-
-
-def test_a_lock_that_cannot_be_opened_is_one_that_is_not_had(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    with file_lock(tmp_path / "lock", 0) as is_held:
-        assert not is_held
-    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
-        raise ZeroDivisionError
-
-
-def test_a_filesystem_without_locks_is_one_where_none_is_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", ["the file cannot be opened", "the filesystem has no locks"])
+def test_a_lock_that_cannot_be_had_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
+    if "opened" in reason:
+        (tmp_path / "lock").mkdir()
     monkeypatch.setattr(fcntl, "flock", flock)
     with file_lock(tmp_path / "lock", 5) as is_held:
         assert not is_held
+    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
+        raise ZeroDivisionError
 
 
 def test_a_lock_that_is_held_is_reported_and_free_afterwards(tmp_path: Path) -> None:

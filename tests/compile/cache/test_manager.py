@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import fx
 
-from compile.cache.artifacts import ArtifactError, ArtifactStore
-from compile.cache.compilers import Handle
+from compile.cache.artifacts import ArtifactError
+from compile.cache.compilers import CompilerInterface, Handle
 from compile.cache.index import CompileCache
-from compile.cache.manager import STATIC_OPTIONS, UNCHECKED_OPTIONS, CacheMissError, CompilerManager
+from compile.cache.manager import UNCHECKED_OPTIONS, CacheMissError, CompilerManager
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.capture import LateCompilation, seal
@@ -25,22 +25,17 @@ from compile.scope import CompileScope, Runnable, Shape
 KEY = "what the piece computes"
 
 
-class ScriptedCompiler:
-    """A compiler of our own seam: its artifact is text, and its answers are what a test sets."""
+class ScriptedCompiler(CompilerInterface):
+    """Its artifact is text, and its answers are what a test sets."""
 
     name = "scripted"
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        super().__init__()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
         self.is_saveable = True
         self.is_failing = False
         self.load_error: Exception | None = None
-        self.store: ArtifactStore | None = None
-
-    def initialize_cache(
-        self, cache_dir: str, disable_cache: bool = False, prefix: str = ""
-    ) -> None:
-        self.store = None if disable_cache else ArtifactStore(Path(cache_dir))
 
     def compute_hash(self, config: CompilationConfig) -> str:
         return "scripted"
@@ -50,30 +45,22 @@ class ScriptedCompiler:
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
-        runtime_shape: Shape = None,
         key: str | None = None,
     ) -> tuple[Runnable | None, Handle | None]:
-        self.calls.append(("compile", runtime_shape, dict(compiler_config)))
+        self.calls.append(("compile", dict(compiler_config)))
         if self.is_failing:
             return None, None
-        if self.store is None or key is None or not self.is_saveable:
+        if self._store is None or key is None or not self.is_saveable:
             return graph, None
-        name = self.store.offer(f"code of {key}".encode())
+        name = self._store.offer(f"code of {key}".encode())
         return graph, None if name is None else (key, name)
 
-    def load(
-        self,
-        handle: Handle,
-        graph: fx.GraphModule | None,
-        example_inputs: Sequence[Any] | None,
-        graph_index: int,
-        runtime_shape: Shape = None,
-    ) -> Runnable:
-        assert self.store is not None
-        self.calls.append(("load", runtime_shape, {}))
+    def load(self, handle: Handle) -> Runnable:
+        assert self._store is not None
+        self.calls.append(("load", {}))
         if self.load_error is not None:
             raise self.load_error
-        assert self.store.get(handle[1]) == f"code of {handle[0]}".encode()
+        assert self._store.get(handle[1]) == f"code of {handle[0]}".encode()
         return lambda x: (x * 2,)
 
     @property
@@ -189,7 +176,7 @@ def test_shapes_of_a_piece_are_compiled_apart(
     shapes: tuple[Shape, ...] = (None, 4, (1, 8), (9, 16))
     for shape in shapes:
         compiled(manager, graph, shape=shape)
-    assert [call[1] for call in compiler.calls] == list(shapes)
+    assert compiler.verbs == ["compile"] * len(shapes)
 
 
 def test_without_a_cache_pieces_are_compiled_and_equal_ones_still_once(
@@ -231,33 +218,20 @@ def test_a_compiler_that_returns_nothing_is_an_error(
         compiled(start(), graph)
 
 
-@pytest.mark.feature("F06")
-@pytest.mark.parametrize("shape", [1, 64])
-def test_a_piece_of_one_size_is_tuned(
-    start: Callable[..., CompilerManager],
-    graph: fx.GraphModule,
-    compiler: ScriptedCompiler,
-    shape: int,
-) -> None:
-    compiled(start(inductor_compile_config={"max_fusion_size": 3}), graph, shape=shape)
-    assert compiler.calls[0][2] == {
-        **UNCHECKED_OPTIONS,
-        "max_autotune": True,
-        "coordinate_descent_tuning": True,
-        "max_fusion_size": 3,
-    }
-
-
-@pytest.mark.feature("F09")
-@pytest.mark.parametrize("shape", [None, (1, 16), (4, 4)])
-def test_a_piece_of_several_sizes_is_never_tuned(
+@pytest.mark.feature("F06", "F07", "F09")
+@pytest.mark.parametrize("shape", [1, 64, None, (1, 16), (4, 4)])
+@pytest.mark.parametrize("given", [{"max_fusion_size": 3}, {"max_autotune": False}, {}])
+def test_a_piece_of_one_size_is_tuned_and_options_of_the_configuration_win(
     start: Callable[..., CompilerManager],
     graph: fx.GraphModule,
     compiler: ScriptedCompiler,
     shape: Shape,
+    given: dict[str, Any],
 ) -> None:
-    compiled(start(), graph, shape=shape)
-    assert compiler.calls[0][2] == UNCHECKED_OPTIONS
+    compiled(start(inductor_compile_config={**given, "size_asserts": True}), graph, shape=shape)
+    tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
+    static = tuned if isinstance(shape, int) else {}
+    assert compiler.calls[0][1] == {**UNCHECKED_OPTIONS, **static, **given, "size_asserts": True}
 
 
 @pytest.mark.feature("F09")
@@ -266,17 +240,8 @@ def test_a_second_start_tunes_nothing(
 ) -> None:
     compiled(start(), graph, shape=4)
     compiled(start(), graph, shape=4)
-    tuned = [call for call in compiler.calls if call[2].get("max_autotune")]
+    tuned = [call for call in compiler.calls if call[1].get("max_autotune")]
     assert len(tuned) == 1 and compiler.verbs == ["compile", "load"]
-
-
-@pytest.mark.feature("F07")
-def test_options_of_the_configuration_reach_the_compiler_and_win(
-    start: Callable[..., CompilerManager], graph: fx.GraphModule, compiler: ScriptedCompiler
-) -> None:
-    given = {"max_autotune": False, "size_asserts": True}
-    compiled(start(inductor_compile_config=given), graph, shape=4)
-    assert compiler.calls[0][2] == {**UNCHECKED_OPTIONS, **STATIC_OPTIONS, **given}
 
 
 @pytest.mark.feature("F06", "F07", "F09")

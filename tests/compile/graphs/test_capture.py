@@ -44,6 +44,8 @@ CONFIG = CompilationConfig(
     cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
     graph_bs=(1, 2, 4),
     capture_num_tokens=(1, 8, 16),
+    num_warmups_full=1,
+    num_warmups_piecewise=3,
 )
 IN_ORDER = [
     (PIECEWISE, BatchDescriptor(16, None, False)),
@@ -174,7 +176,7 @@ def test_progress_is_shown_on_rank_0_alone(rank: int, shown: list[Any]) -> None:
         rank=rank, progress=lambda *numbers: progress.append(numbers), clock=lambda: next(times)
     )
     assert progress == shown
-    assert (report.elapsed_s, report.sizes) == (2.5, (1, 2, 4, 8, 16))
+    assert report.elapsed_s == 2.5
 
 
 @pytest.mark.feature("C05")
@@ -243,25 +245,6 @@ def test_each_size_runs_in_its_context() -> None:
     assert get_forward_context() == ForwardContext()
 
 
-@pytest.mark.feature("C12")
-def test_the_context_is_reset_after_an_error() -> None:
-    def fail(case: CaptureCase) -> None:
-        raise RuntimeError("inside")
-
-    recorder = Recorder()
-    with pytest.raises(RuntimeError, match="inside"):
-        capture_all(
-            recorder.cases(),
-            fail,
-            rank=0,
-            pools=recorder.pools,
-            warmups=warmups_of(CONFIG),
-            synchronize=lambda: None,
-        )
-    assert get_forward_context() == ForwardContext()
-    assert not is_in_capture_window()
-
-
 @pytest.mark.feature("C09")
 @pytest.mark.parametrize("was_enabled", [True, False])
 @pytest.mark.parametrize("fails", [False, True])
@@ -287,7 +270,8 @@ def test_garbage_collection_is_paused_and_put_back(was_enabled: bool, fails: boo
     finally:
         gc.enable()
     assert set(seen) == {(False, True, True)}
-    assert not torch.is_inference_mode_enabled()
+    assert not torch.is_inference_mode_enabled() and not is_in_capture_window()
+    assert get_forward_context() == ForwardContext()
 
 
 def test_garbage_is_collected_before_the_pause() -> None:

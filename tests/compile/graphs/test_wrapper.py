@@ -6,10 +6,8 @@ import copy
 import gc
 import itertools
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -117,6 +115,8 @@ class Engine:
             cudagraph_mode=mode,
             graph_bs=(1, 4),
             capture_num_tokens=(1, 2, 8),
+            num_warmups_full=1,
+            num_warmups_piecewise=3,
             **fields,
         )
         self.pools = shared_pools()
@@ -163,6 +163,9 @@ def test_a_mode_captures_and_replays_what_it_says(
     mode: CUDAGraphMode, captured: int, in_decode: int, in_mixed: int
 ) -> None:
     engine = Engine(mode)
+    is_wrapped = [isinstance(each, CUDAGraphWrapper) for each in engine.model.pieces]
+    assert is_wrapped == [PIECEWISE in (mode.decode_mode(), mode.mixed_mode())] * 2
+    assert isinstance(engine.forward, CUDAGraphWrapper) == (mode.decode_mode() is FULL)
     with counter.expect(num_cudagraph_captured=captured, num_cudagraph_replayed=0):
         engine.capture()
     is_uniform = mode.decode_mode() is FULL
@@ -185,15 +188,6 @@ def test_without_graphs_nothing_is_wrapped_or_captured() -> None:
     with counter.expect(num_cudagraph_captured=0):
         engine.capture()
     assert engine.pools.num_bytes == 0
-
-
-@pytest.mark.feature("M10")
-@pytest.mark.parametrize("mode", list(CUDAGraphMode))
-def test_only_what_a_mode_captures_is_wrapped(mode: CUDAGraphMode) -> None:
-    engine = Engine(mode)
-    wrapped = [isinstance(piece, CUDAGraphWrapper) for piece in engine.model.pieces]
-    assert wrapped == [PIECEWISE in (mode.decode_mode(), mode.mixed_mode())] * 2
-    assert isinstance(engine.forward, CUDAGraphWrapper) == (mode.decode_mode() is FULL)
 
 
 # --- one wrapper --------------------------------------------------------------------------------
@@ -477,55 +471,17 @@ def test_a_slot_has_the_strides_that_the_next_piece_was_compiled_for() -> None:
     assert first.tolist() == [[1.0, 3.0, 5.0]] * 2
 
 
-@pytest.mark.parametrize("mode", [NONE, FULL])
-def test_slots_are_used_in_piecewise_steps_alone(mode: CUDAGraphMode) -> None:
-    op = StableOutputs(lambda x: x + 1)
-    with capture_window(), step(mode, BatchDescriptor(3, None, False)):
-        first, second = op(torch.zeros(3)), op(torch.zeros(3))
-    assert first.data_ptr() != second.data_ptr()
-
-
-def test_no_slot_is_made_outside_of_the_window() -> None:
-    op = StableOutputs(lambda x: x + 1)
-    with step(PIECEWISE, BatchDescriptor(3, None, False)):
-        first, second = op(torch.zeros(3)), op(torch.zeros(3))
-    assert first.data_ptr() != second.data_ptr()
-
-
-# --- processes ----------------------------------------------------------------------------------
-
-IN_A_PROCESS = """
-import torch
-from compile.graphs.capture import capture_window
-from compile.config import CUDAGraphMode
-from compile.context import BatchDescriptor, ForwardContext, forward_context
-from compile.counters import counter
-from compile.graphs.pools import GraphPools, new_graph_pool
-from compile.graphs.wrapper import CUDAGraphWrapper
-
-pools = GraphPools(lambda: new_graph_pool(torch.device("cpu")))
-wrapper = CUDAGraphWrapper(torch.sin, CUDAGraphMode.FULL, pools)
-step = ForwardContext(
-    batch_descriptor=BatchDescriptor(2, None, False), cudagraph_runtime_mode=CUDAGraphMode.FULL
+@pytest.mark.parametrize(
+    ("mode", "window"), [(NONE, capture_window), (FULL, capture_window), (PIECEWISE, nullcontext)]
 )
-x = torch.ones(2)
-with capture_window(), forward_context(step):
-    wrapper(x), wrapper(x)
-print(counter.num_cudagraph_captured, counter.num_cudagraph_replayed)
-"""
+def test_slots_are_used_in_captured_piecewise_steps_alone(mode: CUDAGraphMode, window: Any) -> None:
+    op = StableOutputs(lambda x: x + 1)
+    with window(), step(mode, BatchDescriptor(3, None, False)):
+        first, second = op(torch.zeros(3)), op(torch.zeros(3))
+    assert first.data_ptr() != second.data_ptr()
 
 
 @pytest.mark.feature("M09")
-def test_each_process_captures_its_own_graphs() -> None:
-    wrapper = CUDAGraphWrapper(torch.sin, FULL, shared_pools())
-    with capture_window(), step(FULL, BatchDescriptor(2, None, False)):
-        wrapper(torch.ones(2))
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-c", IN_A_PROCESS]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "1"]
-
-
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_a_wrapper_cannot_leave_its_process(duplicate: Callable[[Any], Any]) -> None:
     wrapper = CUDAGraphWrapper(torch.sin, FULL, shared_pools())

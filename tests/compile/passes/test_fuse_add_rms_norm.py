@@ -33,28 +33,6 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def torch_graph(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """Return the graph as Dynamo writes it."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=keep, fullgraph=True)(*args)
-    torch._dynamo.reset()
-    return graphs[0]
-
-
-def aten_graph(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """Return the graph of ATen ops."""
-    return make_fx(function, tracing_mode="fake")(*args)
-
-
-GRAPHS = pytest.mark.parametrize("graph_of", [torch_graph, aten_graph], ids=["torch", "aten"])
-
-
 def num_fused(graph: torch.fx.Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=fused_add_rms_norm.default))
 
@@ -76,7 +54,6 @@ def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
     return elementwise.rms_norm(normed * 2 + residual, weight, 0.25), residual
 
 
-@GRAPHS
 @DTYPES
 def test_both_norms_of_a_block_are_fused(graph_of: Any, dtype: torch.dtype) -> None:
     args = arguments(dtype)
@@ -102,7 +79,6 @@ def named(args: tuple[torch.Tensor, ...], node: torch.fx.Node) -> torch.Tensor:
     return args[names[name]]
 
 
-@GRAPHS
 def test_the_norm_of_a_gpu_is_fused_as_well(graph_of: Any) -> None:
     def opaque(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         residual = residual + x
@@ -146,7 +122,6 @@ UNLIKE: dict[str, Callable[..., Any]] = {
 }
 
 
-@GRAPHS
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_is_not_a_norm_of_a_sum_is_left_alone(graph_of: Any, name: str) -> None:
     module = graph_of(UNLIKE[name], *arguments(torch.float32))
@@ -163,7 +138,7 @@ def test_a_norm_whose_parts_are_used_elsewhere_keeps_them() -> None:
         return weight * (summed * scale), scale
 
     args = arguments(torch.float32)
-    module = aten_graph(leaks, *args)
+    module = make_fx(leaks, tracing_mode="fake")(*args)
     assert FuseAddRMSNorm()(module.graph) == 1
     module.graph.lint()
     module.recompile()

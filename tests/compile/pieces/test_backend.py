@@ -242,17 +242,6 @@ def test_compiling_runs_no_kernel(toys: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert seen == ["compiled"]
 
 
-@pytest.mark.feature("E06")
-def test_every_compiled_piece_gets_fake_inputs_and_splitting_ones_none(toys: Any) -> None:
-    tools = toys.Tools()
-    toy = toys.build(tools=tools)
-    toy(*toys.inputs(6))
-    assert [index for index, _ in tools.manager.calls] == [0, 1, 2, 3]
-    for _, given in tools.manager.inputs:
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        assert tensors and all(type(t).__name__ == "FakeTensor" for t in tensors)
-
-
 @pytest.mark.feature("E07")
 def test_compiled_pieces_shadow_graphs_that_stay_registered(toys: Any) -> None:
     toy = toys.build()
@@ -294,24 +283,21 @@ def test_the_stitching_graph_with_compiled_pieces_is_the_oracle(toys: Any) -> No
     assert torch.equal(by_text, by_graph) and torch.equal(by_text, toy(*given))
 
 
-@pytest.mark.feature("E09")
-def test_the_arguments_share_one_symbol_and_every_piece_has_a_tensor_with_it(toys: Any) -> None:
+@pytest.mark.feature("E06", "E09", "E11")
+def test_compiled_pieces_get_fake_inputs_that_share_the_symbol_of_input_ids(toys: Any) -> None:
     tools = toys.Tools()
     toy = toys.build(tools=tools)
     toy(*toys.inputs(6))
+    assert [index for index, _ in tools.manager.calls] == [0, 1, 2, 3]
+    assert "num_tokens = input_ids.shape[0]" in toy.compiled_forward.plan.source
     for _, given in tools.manager.inputs:
-        sizes = [s for v in given if isinstance(v, torch.Tensor) for s in v.shape]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        assert tensors and all(type(t).__name__ == "FakeTensor" for t in tensors)
+        sizes = [size for tensor in tensors for size in tensor.shape]
         numbers = [v for v in given if isinstance(v, torch.SymInt)]
         symbols = {str(s) for s in (*sizes, *numbers) if isinstance(s, torch.SymInt)}
         assert len(symbols) == 1
         assert any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-@pytest.mark.feature("E11")
-def test_the_number_of_tokens_is_that_of_input_ids(toys: Any) -> None:
-    toy = toys.build()
-    toy(*toys.inputs(6))
-    assert "num_tokens = input_ids.shape[0]" in toy.compiled_forward.plan.source
 
 
 # --- graphs around pieces ---------------------------------------------------------------------
@@ -451,7 +437,12 @@ def test_what_cannot_be_captured_is_refused_where_pieces_are(toys: Any) -> None:
 
 
 @pytest.mark.feature("I06")
-def test_a_dump_holds_the_graph_and_dynamos_code_under_the_rank(toys: Any, tmp_path: Path) -> None:
+def test_a_dump_holds_the_graph_and_dynamos_code_under_the_rank_and_is_made_if_asked_for(
+    toys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toys.build()(*toys.inputs(5))
+    assert list(tmp_path.iterdir()) == []
     config = CompilationConfig(
         level=3, splitting_ops=("lockstep::toy_attention",), debug_dump_path=str(tmp_path)
     )
@@ -464,15 +455,6 @@ def test_a_dump_holds_the_graph_and_dynamos_code_under_the_rank(toys: Any, tmp_p
         "rank_1_2/backbone/dynamo_graph.py",
         "rank_1_2/backbone/transformed_code.py",
     ]
-
-
-@pytest.mark.feature("I06")
-def test_without_a_path_nothing_is_written(
-    toys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    toys.build()(*toys.inputs(5))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning(

@@ -85,14 +85,9 @@ def test_an_exact_size_wins_and_others_run_the_general_artifact(traced: Any) -> 
 def test_exact_sizes_come_before_ranges_and_gaps_run_the_general_artifact(traced: Any) -> None:
     backend = piece(traced, Named(), sizes=(6,), ranges=(Range(5, 8), Range(16, 32)))
     table = {4: None, 5: (5, 8), 6: 6, 8: (5, 8), 9: None, 16: (16, 32), 32: (16, 32), 33: None}
-    assert {n: chosen(backend, n) for n in table} == table
-
-
-@pytest.mark.feature("F03")
-def test_the_default_range_holds_every_count(traced: Any) -> None:
+    table |= {1: None, 100_000: None}
     assert Range() == (1, sys.maxsize)
-    backend = piece(traced, Named())
-    assert [chosen(backend, n) for n in (1, 2, 100_000)] == [None] * 3
+    assert {n: chosen(backend, n) for n in table} == table
 
 
 @given(
@@ -140,33 +135,19 @@ def test_the_number_of_tokens_may_be_a_dimension_of_a_tensor(traced: Any) -> Non
 # --- compiling --------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("F01")
-def test_the_general_artifact_gets_symbolic_inputs(traced: Any) -> None:
+@pytest.mark.feature("F01", "F02", "F04")
+def test_every_shape_is_compiled_with_inputs_of_its_size_before_the_first_call(traced: Any) -> None:
     manager = Named()
-    piece(traced, manager)
-    number, tensor = manager.inputs[None]
-    assert isinstance(number, torch.SymInt) and isinstance(tensor.shape[0], torch.SymInt)
-
-
-@pytest.mark.feature("F02")
-def test_an_exact_size_is_compiled_with_inputs_of_that_size(traced: Any) -> None:
-    manager = Named()
-    piece(traced, manager, sizes=(4,), ranges=(Range(8, 16),))
-    assert manager.calls == [None, 4, (8, 16)]
+    backend = piece(traced, manager, sizes=(2, 4), ranges=(Range(8, 16),))
+    for n in (1, 2, 3, 4, 9, 4, 2):
+        chosen(backend, n)
+    assert manager.calls == [None, 2, 4, (8, 16)]
     number, tensor = manager.inputs[4]
     assert number == 4 and type(number) is int
     assert (tensor.shape, tensor.stride()) == ((4, 8), (8, 1))
-    assert isinstance(manager.inputs[8, 16][0], torch.SymInt)
-
-
-@pytest.mark.feature("F04")
-def test_all_is_compiled_before_the_first_call_and_nothing_later(traced: Any) -> None:
-    manager = Named()
-    backend = piece(traced, manager, sizes=(2, 4))
-    assert manager.calls == [None, 2, 4]
-    for n in (1, 2, 3, 4, 4, 2):
-        chosen(backend, n)
-    assert manager.calls == [None, 2, 4]
+    for shape in (None, (8, 16)):
+        number, tensor = manager.inputs[shape]
+        assert isinstance(number, torch.SymInt) and isinstance(tensor.shape[0], torch.SymInt)
 
 
 @pytest.mark.feature("F04")

@@ -394,35 +394,40 @@ def test_constants_that_tracing_keeps_count_by_their_content() -> None:
 # --- what piecewise graphs rely on ------------------------------------------------------------
 
 
-@pytest.mark.feature("N08")
-def test_attention_must_not_return_anything(split: Any) -> None:
-    found = split(lambda x: returning(x + 1) * 2, X, ops=("lockstep::toy_returning_attention",))
-    check_pieces(found.items, found.symbol, captured=False)
-    with pytest.raises(PieceInvariantError, match=r"submod_1: wanted attention that writes"):
-        check_pieces(found.items, found.symbol, captured=True)
+def doubled_between(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    torch.ops.lockstep.toy_attention(x, out, "a")
+    doubled = WEIGHT * 2
+    torch.ops.lockstep.toy_attention(x, out, "b")
+    return out + doubled[0]
+
+
+WEIGHT = nn.Parameter(torch.randn(3, 8), requires_grad=False)
+RETURNING = "lockstep::toy_returning_attention"
 
 
 @pytest.mark.feature("N08")
-def test_every_compiled_piece_must_get_a_tensor_with_tokens(split: Any) -> None:
-    weight = nn.Parameter(torch.randn(3, 8), requires_grad=False)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        torch.ops.lockstep.toy_attention(x, out, "a")
-        doubled = weight * 2
-        torch.ops.lockstep.toy_attention(x, out, "b")
-        return out + doubled[0]
-
-    found = split(forward, X)
-    with pytest.raises(PieceInvariantError, match=r"submod_2: wanted an input with the token dim"):
-        check_pieces(found.items, found.symbol, captured=True)
-
-
-@pytest.mark.feature("N08")
-def test_nothing_but_the_number_of_tokens_may_be_dynamic(split: Any) -> None:
-    found = split(lambda x, y: (x * 2, y * 2), X, torch.randn(7, 8))
-    with pytest.raises(PieceInvariantError, match=r"submod_0: wanted no dynamic dimension but"):
-        check_pieces(found.items, found.symbol, captured=False)
+@pytest.mark.parametrize(
+    ("forward", "others", "captured", "found"),
+    [
+        (lambda x: returning(x + 1) * 2, (), True, "submod_1: wanted attention that writes"),
+        (doubled_between, (), True, "submod_2: wanted an input with the token dim"),
+        (
+            lambda x, y: (x * 2, y * 2),
+            (torch.randn(7, 8),),
+            False,
+            "submod_0: wanted no dynamic dimension but",
+        ),
+    ],
+)
+def test_what_piecewise_graphs_rely_on_is_checked(
+    split: Any, forward: Any, others: Any, captured: bool, found: str
+) -> None:
+    broken = split(forward, X, *others, ops=(ATTENTION, RETURNING))
+    if captured:
+        check_pieces(broken.items, broken.symbol, captured=False)
+    with pytest.raises(PieceInvariantError, match=found):
+        check_pieces(broken.items, broken.symbol, captured=captured)
 
 
 @pytest.mark.feature("N08")

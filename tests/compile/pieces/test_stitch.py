@@ -228,26 +228,21 @@ class Seen:
 
 
 @pytest.mark.feature("M06")
-def test_inputs_arrive_at_fixed_addresses_with_their_values() -> None:
-    seen = Seen()
-    call = make_copy_and_call(seen, [(0,), (0,)], 8)
-    given = [(torch.arange(n), torch.randn(n, 3)) for n in (5, 8, 1, 5)]
-    for args in given:
-        call(*args)
+def test_inputs_with_tokens_arrive_at_fixed_addresses_with_their_values() -> None:
+    seen, weight = Seen(), torch.randn(4)
+    # The tokens of the third are in its second dimension, and the last has none.
+    call = make_copy_and_call(seen, [(0,), (0,), (1,), ()], 8)
+    given = [
+        (torch.arange(n), torch.randn(n, 3), torch.arange(3 * n).view(3, n), weight)
+        for n in (5, 8, 1, 5)
+    ]
+    for i, args in enumerate(given):
+        with torch.inference_mode(i == 0):  # buffers made in it can be written outside
+            call(*args)
     assert len(set(seen.addresses)) == 1
+    assert seen.addresses[0][3] == weight.data_ptr()
     for args, found in zip(given, seen.values, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(args, found, strict=True))
-
-
-@pytest.mark.feature("M06")
-def test_only_tensors_with_a_token_dimension_are_copied() -> None:
-    seen = Seen()
-    weight = torch.randn(4)
-    call = make_copy_and_call(seen, [(0,), ()], 8)
-    for n in (2, 3):
-        call(torch.arange(n), weight)
-    assert {address[1] for address in seen.addresses} == {weight.data_ptr()}
-    assert len({address[0] for address in seen.addresses}) == 1
 
 
 @pytest.mark.feature("M06")
@@ -260,21 +255,3 @@ def test_more_tokens_than_the_buffer_holds_are_an_error(
     call(torch.arange(8))
     with pytest.raises(CopyError, match="wanted at most 8 tokens, found 9"):
         call(torch.arange(9))
-
-
-def test_the_token_dimension_need_not_be_the_first() -> None:
-    seen = Seen()
-    call = make_copy_and_call(seen, [(1,)], 8)
-    for n in (8, 3):
-        call(torch.arange(3 * n).view(3, n))
-    assert torch.equal(seen.values[1][0], torch.arange(9).view(3, 3))
-    assert len(set(seen.addresses)) == 1
-
-
-def test_buffers_made_in_inference_mode_can_be_written_outside() -> None:
-    seen = Seen()
-    call = make_copy_and_call(seen, [(0,)], 4)
-    with torch.inference_mode():
-        call(torch.arange(4))
-    call(torch.arange(2))
-    assert torch.equal(seen.values[1][0], torch.arange(2))

@@ -196,7 +196,8 @@ def test_a_compiled_piece_is_one_call_and_is_compiled_once() -> None:
         fn(*static)
         graph = CpuStepGraph(CpuGraphPool(poison=False))
         outputs = graph.capture(lambda: fn(*static))
-        assert [len(calls) for _, calls in graph._recorded().groups] == [1]
+        assert graph._recording is not None
+        assert [len(calls) for _, calls in graph._recording.groups] == [1]
         for seed in range(1, 4):
             fresh = draw(torch.Generator().manual_seed(seed))
             for buffer, value in zip(static, fresh, strict=True):
@@ -477,41 +478,33 @@ def test_one_value_may_be_written_through_a_mask() -> None:
     assert output.tolist() == [9.0, 1.0, 9.0]
 
 
-def test_a_capture_inside_of_a_capture_is_refused() -> None:
-    x = torch.ones(3)
-    inner = new_graph()
-    with pytest.raises(NestedCaptureError, match="capture: wanted no capture around it"):
-        captured(lambda: inner.capture(lambda: x + 1))
-
-
-def test_a_replay_inside_of_a_capture_is_refused() -> None:
-    x = torch.ones(3)
+@pytest.mark.parametrize("what", ["capture", "replay"])
+def test_a_capture_or_a_replay_inside_of_a_capture_is_refused(what: str) -> None:
+    x, inner = torch.ones(3), new_graph()
     graph, _ = captured(lambda: x + 1)
-    with pytest.raises(NestedCaptureError, match="replay: wanted no capture around it"):
-        captured(graph.replay)
+    inside = {"capture": lambda: inner.capture(lambda: x + 1), "replay": graph.replay}[what]
+    with pytest.raises(NestedCaptureError, match=f"{what}: wanted no capture around it"):
+        captured(inside)
 
 
-@pytest.mark.parametrize("where", ["argument", "output"])
-def test_a_tensor_on_another_device_is_refused(where: str) -> None:
+FOREIGN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "argument": (
+        lambda x: torch.ones(3, device="meta") + 1,
+        r"wanted a tensor on cpu, found float32 \[3\] on meta",
+    ),
+    "output": (lambda x: x.to("meta"), r"wanted a tensor on cpu, found float32 \[3\] on meta"),
+    "sparse": (lambda x: SPARSE @ WEIGHT[:3, :3], "wanted a strided tensor"),
+    "conjugate": (lambda x: CONJUGATE * 2, "lazy conjugate"),
+}
+SPARSE, CONJUGATE = torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj()
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_tensor_that_the_pool_cannot_address_is_refused(what: str) -> None:
     x = torch.ones(3)
-    elsewhere = torch.ones(3, device="meta")
-    step = {"argument": lambda: elsewhere + 1, "output": lambda: x.to("meta")}[where]
-    with pytest.raises(
-        ForeignTensorError, match=r"wanted a tensor on cpu, found float32 \[3\] on meta"
-    ):
-        captured(step)
-
-
-def test_a_sparse_tensor_is_refused() -> None:
-    sparse = torch.eye(3).to_sparse()
-    with pytest.raises(ForeignTensorError, match="wanted a strided tensor"):
-        captured(lambda: sparse @ WEIGHT[:3, :3])
-
-
-def test_a_lazy_conjugate_is_refused() -> None:
-    x = torch.ones(3, dtype=torch.complex64).conj()
-    with pytest.raises(ForeignTensorError, match="lazy conjugate"):
-        captured(lambda: x * 2)
+    step, found = FOREIGN[what]
+    with pytest.raises(ForeignTensorError, match=found):
+        captured(lambda: step(x))
 
 
 def test_an_output_that_grows_is_refused() -> None:
