@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.kernels import dispatch
+from model.kernels.dispatch import kernels_for
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,8 @@ def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Ten
     if tensors.any_min_p:
         scaled = filter_min_p(scaled, tensors.min_p)
     if tensors.any_top_k or tensors.any_top_p:
-        scaled = dispatch.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
+        kernels = kernels_for(scaled)
+        scaled = kernels.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
     return scaled.softmax(dim=-1)
 
 

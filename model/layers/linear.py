@@ -58,10 +58,6 @@ class Linear(WeightedLayer):
     def forget_values(self) -> None:
         self._packed = None
 
-    def plain_weight(self) -> torch.Tensor:
-        """Return the weight [O, I], a copy if it is packed."""
-        return self.weight if self._packed is None else self._packed.unpack()
-
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, I]. Returns [T, O]."""
         if self.handle is None:

@@ -23,8 +23,8 @@ from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.config import Experts
 from model.families import ExpertNames
-from model.kernels import dispatch
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
+from model.kernels.dispatch import kernels_for
 from model.layers.linear import ReplicatedLinear
 from model.layers.slices import WeightedLayer, WeightSlice
 from model.parallel import ExpertShard, Placement, Shard
@@ -82,12 +82,6 @@ class ExpertWeights(WeightedLayer):
     def forget_values(self) -> None:
         self._packed = []
 
-    def plain_weight(self) -> torch.Tensor:
-        """Return the matrices [Xr, O, I], a copy if they are packed."""
-        if self.handles is None:
-            return self.weight
-        return torch.stack([packed.unpack() for packed in self._packed])
-
     def fused_slice(self, name: str) -> WeightSlice:
         """Describe one tensor of all experts."""
         shape = (self._num_experts, *self.weight.shape[1:])
@@ -127,7 +121,6 @@ class SparseMLP(nn.Module):
             self.down_proj.operand,
             self._experts.num_experts_per_tok,
             self._experts.norm_topk_prob,
-            self._experts.intermediate_size,
             *self._groups,
         )
         return out
@@ -159,7 +152,6 @@ def _routed_experts(
     down: torch.Tensor,
     top_k: int,
     norm_topk_prob: bool,
-    intermediate_size: int,
     group: str,
     data_group: str,
 ) -> torch.Tensor:
@@ -173,12 +165,11 @@ def _routed_experts(
     """
     shard = ExpertShard(Shard.named(group), Shard.named(data_group))
     num_tokens, num_columns = x.shape
-    first = shard.rank * gate_up.shape[0]
+    kernels, first = kernels_for(x), shard.rank * gate_up.shape[0]
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        experts, weights = dispatch.route(router_logits, top_k, norm_topk_prob)
-        operands = (gate_up, down, intermediate_size, first)
-        out: torch.Tensor = dispatch.expert_mlp(x, experts, weights, *operands)
+        experts, weights = kernels.route(router_logits, top_k, norm_topk_prob)
+        out: torch.Tensor = kernels.expert_mlp(x, experts, weights, gate_up, down, first)
         return out
 
     if shard.data.size == 1:

@@ -58,18 +58,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add `x` to `residual` in place and return the norm of the sum.
-
-    x, residual: [T, n], the last dimension contiguous; weight: [n]
-    """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x.unsqueeze(1), residual, residual, weight, out, eps)
-    return out
-
-
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -244,7 +244,6 @@ def expert_mlp(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    intermediate_size: int,
     first_expert: int,
 ) -> torch.Tensor:
     """Return what this rank's experts add to each token; zero for a token of other experts.
@@ -258,7 +257,7 @@ def expert_mlp(
         down: [X, E, I]
     """
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
-    num_pairs, num_experts, size = num_tokens * top_k, down.shape[0], intermediate_size
+    num_pairs, (num_experts, _, size) = num_tokens * top_k, down.shape
     if not num_pairs:
         return x.new_empty(x.shape)
     tiles = product_tiles(num_pairs, num_experts, x.dtype)

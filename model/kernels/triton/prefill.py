@@ -231,8 +231,6 @@ def _prefill_kernel(
 
 def paged_prefill(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -251,7 +249,6 @@ def paged_prefill(
 
     Args:
         q, out: [T, H, D], the last dimension contiguous
-        k, v: not read: the cache holds them
         k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
         block_table: int32 [S, M]
         cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
