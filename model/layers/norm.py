@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -34,6 +34,5 @@ class RMSNorm(WeightedLayer):
         summed = residual + x
         return self(summed), summed
 
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensor; every rank holds all of it."""
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         yield whole(f"{name}.weight", self, "weight")

@@ -10,7 +10,7 @@ rank never holds two copies of its shard.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,13 @@ class WeightedLayer(nn.Module):
             setattr(self, name, parameter)
         return parameter
 
-    def read_names(self, names: Collection[str]) -> None:
-        """Take note of the checkpoint's tensors, where they decide what slices are called."""
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensors of this layer, the module `name` of the model.
+
+        Args:
+            held: names of the tensors that it does hold; they choose where there are two spellings.
+        """
+        raise NotImplementedError
 
     def loaded(self, name: str) -> None:
         """Take note that all parts of a parameter have been read."""

@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels import dispatch
-from model.kernels.dispatch import filter_top_k_top_p
+from model.kernels import triton
+from model.kernels.filters import filter_top_k_top_p
 from model.kernels.triton import filters as triton_filters
 from model.sampler import (
     Adjustments,
@@ -422,7 +422,7 @@ def test_uniforms_of_neighbouring_seeds_and_positions_are_independent() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters are launched and not run: a CPU's read their arguments row by row."""
-    monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
+    monkeypatch.setattr("model.sampler.kernels_for", lambda _: triton)
     for kernel in (triton_filters._search_kernel, triton_filters._filter_kernel):
         monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
 

@@ -230,12 +230,15 @@ def packed_products(handles: torch.Tensor) -> Products:
 
 
 def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch.Tensor:
-    kernel = native_function("packed_linear", x.dtype)
-    if kernel is None or entry.tiles is None or x.shape[0] > entry.kernel_rows:
+    kernel = None
+    if x.shape[0] <= entry.kernel_rows:
+        kernel = native_function("packed_linear", x.dtype)
+    if kernel is None:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, entry.packed, bias, "none", [], ""
         )
         return product
+    assert entry.tiles is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(x.shape[0], entry.out_features)
     bias_pointer = None if bias is None else bias.data_ptr()
