@@ -1,4 +1,4 @@
-"""The kernel parts of gpu_check.py: every kernel against its torch twin in float32, and timed."""
+"""The kernel parts of gpu_check.py: kernels against their torch references in float32, timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Paged attention (Kwon et al., 2023) as torch functions: reference of kernels, and the CPU's way.
+"""Paged attention (Kwon et al., 2023) as torch functions: the reference of all kernels, and what a
+CPU without C++ kernels computes.
 
 Keys and values of a sequence lie in blocks anywhere in the pool; its row of the block table names
 them in order. What a masked position holds is multiplied by zero, which does not silence a NaN.

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al., 2023) with its projections and rotary positions.
 
-Families differ in their biases, in windows, and in whether heads are normalised before they turn.
+Families differ in their biases, in windows, and in whether heads are normalised before they
+are rotated.
 
 Shapes: T tokens, E hidden size, D head dim.
 """

@@ -1,4 +1,4 @@
-"""The C++ kernels of attention against the torch functions whose twins they are."""
+"""The C++ kernels of attention against the torch functions whose references they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.kernels import paged_attention as twin
+from model.kernels import paged_attention as reference
 from model.kernels.cpu import attention as cpu_attention
 from model.kernels.cpu import native, packed_linear
 
@@ -58,14 +58,14 @@ class Case:
         self.scale = dim**-0.5
 
     def check(self, window: int | None = None) -> None:
-        """Compare decodes with the twin's, to which unused slots are zero."""
+        """Compare decodes with the reference's, to which unused slots are zero."""
         found = torch.full_like(self.q.contiguous(), torch.nan)
         wanted = torch.full_like(found, torch.nan)
         args = self.table, self.lengths, self.scale
         cpu_attention.paged_decode(self.q, self.k, self.v, *args, found, window)
         k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
         k[0], v[0] = 0.0, 0.0
-        twin.paged_decode(self.q, k, v, *args, wanted, window)
+        reference.paged_decode(self.q, k, v, *args, wanted, window)
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -87,13 +87,13 @@ class Chunks(Case):
         return out
 
     def check(self, window: int | None = None) -> None:
-        """Compare with the twin."""
+        """Compare with the reference."""
         found, num_tokens = self.attend(window), int(self.bounds[-1])
         wanted = torch.zeros_like(found)
         k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
         where = (k, v, self.table, self.bounds, self.lengths, self.scale)
         k[0], v[0] = 0.0, 0.0
-        twin.paged_prefill(self.queries[:num_tokens], *where, wanted[:num_tokens], window)
+        reference.paged_prefill(self.queries[:num_tokens], *where, wanted[:num_tokens], window)
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -104,7 +104,7 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a silent fall back to the torch function fail."""
 
     def refusing(own: Any) -> Any:
@@ -115,24 +115,24 @@ def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         return refuse
 
     for name in ("paged_decode", "paged_prefill"):
-        monkeypatch.setattr(twin, name, refusing(getattr(twin, name)))
+        monkeypatch.setattr(reference, name, refusing(getattr(reference, name)))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_decode_equals_its_twin_for_every_group(group: int, dtype: torch.dtype) -> None:
+def test_decode_equals_its_reference_for_every_group(group: int, dtype: torch.dtype) -> None:
     Case([1, 15, 16, 17, 40], group=group, dtype=dtype).check()
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [160, 256])
 def test_wide_heads_sum_in_several_rounds(dim: int, dtype: torch.dtype) -> None:
     Case([7, 33], dim=dim, dtype=dtype).check()
 
 
-@pytest.mark.usefixtures("fewer_lanes", "no_twin")
+@pytest.mark.usefixtures("fewer_lanes", "no_reference")
 def test_kernels_are_right_for_narrower_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for dim in (12, 16, 32, 64, 80, 128, 256):
@@ -152,16 +152,16 @@ def test_kernels_are_right_for_narrower_registers(monkeypatch: pytest.MonkeyPatc
                 torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128, 8, 12, 33])
-def test_decode_equals_its_twin_for_every_head_dim(dim: int, dtype: torch.dtype) -> None:
+def test_decode_equals_its_reference_for_every_head_dim(dim: int, dtype: torch.dtype) -> None:
     Case([7, 33], dim=dim, dtype=dtype).check()
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("seed", range(20))
-def test_decode_equals_its_twin_on_random_shapes(seed: int) -> None:
+def test_decode_equals_its_reference_on_random_shapes(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.choice([0, 1, rng.randint(2, 500)]) for _ in range(rng.randint(1, 6))]
     Case(
@@ -226,7 +226,7 @@ ROPE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 0.0
 def check_rope(
     slots: list[int], heads: tuple[int, int, int], half: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    """Compare rotated queries, and pools of 200 blocks, with the twin's."""
+    """Compare rotated queries, and pools of 200 blocks, with the reference's."""
     qkv = torch.randn(len(slots), sum(heads) + 1, 2 * half).to(dtype)[:, 1:]
     q, k, v = qkv.split_with_sizes(heads, 1)
     angles = torch.rand(len(slots), 1, half) * 7
@@ -235,7 +235,7 @@ def check_rope(
     pools[:, 0] = 0.0
     found, wanted = (
         room.rope_and_write_kv(*new, pool[:, 1, 0], pool[:, 1, 1], torch.tensor(slots).long())
-        for pool, room in zip(pools, (cpu_attention, twin), strict=True)
+        for pool, room in zip(pools, (cpu_attention, reference), strict=True)
     )
     tolerance = ROPE_TOLERANCE[dtype]
     assert found.is_contiguous()
@@ -248,7 +248,7 @@ def check_rope(
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), half=st.integers(1, 70), group=st.integers(1, 6), kv_heads=st.integers(1, 3))
-def test_rotated_and_written_tokens_equal_the_twins(
+def test_rotated_and_written_tokens_equal_the_references(
     data: st.DataObject, half: int, group: int, kv_heads: int
 ) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
@@ -269,18 +269,18 @@ def test_rotated_and_written_tokens_equal_the_twins(
         torch.set_num_threads(1)
 
 
-def test_what_a_kernel_does_not_serve_goes_to_its_twin() -> None:
+def test_what_a_kernel_does_not_serve_goes_to_its_reference() -> None:
     case = Case([9, 2], dtype=torch.float16)
     case.k.nan_to_num_(0.0)
     case.v.nan_to_num_(0.0)
     found, wanted = (torch.empty_like(case.q.contiguous()) for _ in range(2))
     args = case.q, case.k, case.v, case.table, case.lengths, case.scale
     cpu_attention.paged_decode(*args, found)
-    twin.paged_decode(*args, wanted)
+    reference.paged_decode(*args, wanted)
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 31, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_before_a_sliding_window_is_read(window: int, dtype: torch.dtype) -> None:
@@ -301,14 +301,14 @@ def test_nothing_before_a_sliding_window_is_read(window: int, dtype: torch.dtype
 # --- chunks of prompts ----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(
     max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_chunks_equal_their_twin_on_random_shapes(data: st.DataObject) -> None:
+def test_chunks_equal_their_reference_on_random_shapes(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
     lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
     queries = [data.draw(st.integers(0, length)) for length in lengths]
@@ -323,14 +323,14 @@ def test_chunks_equal_their_twin_on_random_shapes(data: st.DataObject) -> None:
     ).check(window=data.draw(st.none() | st.integers(1, 40) | st.integers(41, 400)))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_chunk_is_worked_on_in_stretches(dtype: torch.dtype) -> None:
     Chunks([700, 130], [700, 129], group=7, dtype=dtype).check()
     Chunks([600], [450], group=1, kv_heads=1, dtype=dtype).check(100)
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("window", [1, 5, 17, 64, 100])
 def test_chunks_read_nothing_before_their_first_window(window: int) -> None:
     lengths, queries = [9, 31, 190, 300], [4, 31, 60, 7]
@@ -373,7 +373,7 @@ def test_chunks_with_large_scores_neither_overflow_nor_vanish() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "wide heads"])
-def test_chunks_that_the_kernel_does_not_serve_go_to_the_twin(kind: str) -> None:
+def test_chunks_that_the_kernel_does_not_serve_go_to_the_reference(kind: str) -> None:
     is_half = kind == "float16"
     case = Chunks(
         [9, 20],
@@ -385,5 +385,5 @@ def test_chunks_that_the_kernel_does_not_serve_go_to_the_twin(kind: str) -> None
         tensor.nan_to_num_(0.0)
     found, wanted = case.attend(), torch.zeros_like(case.queries.contiguous())
     where = (case.k, case.v, case.table, case.bounds, case.lengths, case.scale)
-    twin.paged_prefill(case.queries[:13], *where, wanted[:13])
+    reference.paged_prefill(case.queries[:13], *where, wanted[:13])
     assert torch.equal(found, wanted)

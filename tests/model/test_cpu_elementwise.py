@@ -33,19 +33,19 @@ def _kernels() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a silent fall back to the torch functions fail."""
     for name in ("rms_norm", "silu_and_mul"):
 
         def refuse(*_: Any, name: str = name) -> Any:
             raise AssertionError(f"the torch function of {name} ran in the kernel's place")
 
-        monkeypatch.setattr(cpu_elementwise.twin, name, refuse)
-    monkeypatch.setattr(cpu_elementwise, "added_twin", refuse)
+        monkeypatch.setattr(cpu_elementwise.reference, name, refuse)
+    monkeypatch.setattr(cpu_elementwise, "added_reference", refuse)
 
 
-ADDED_TWIN = cpu_elementwise.added_twin
-TWINS = {name: getattr(elementwise, name) for name in ("rms_norm", "silu_and_mul")}
+ADDED_REFERENCE = cpu_elementwise.added_reference
+REFERENCES = {name: getattr(elementwise, name) for name in ("rms_norm", "silu_and_mul")}
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -64,53 +64,53 @@ def drawn(data: st.DataObject, *shape: int) -> torch.Tensor:
     return wide.to(data.draw(DTYPES))[..., : shape[-1]]
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data(), rows=st.integers(1, 40), width=WIDTHS)
-def test_norms_equal_their_twins(data: st.DataObject, rows: int, width: int) -> None:
+def test_norms_equal_their_references(data: st.DataObject, rows: int, width: int) -> None:
     x = drawn(data, rows, width)
     weight = torch.randn(width).to(x.dtype)
-    close(cpu_elementwise.rms_norm(x, weight, 1e-5), TWINS["rms_norm"](x, weight, 1e-5))
+    close(cpu_elementwise.rms_norm(x, weight, 1e-5), REFERENCES["rms_norm"](x, weight, 1e-5))
     residual = torch.randn(rows, width + 3).to(x.dtype)[:, :width]
     normed, summed = cpu_elementwise.fused_add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(summed, x + residual) and summed.is_contiguous()
-    close(normed, TWINS["rms_norm"](summed, weight, 1e-5))
+    close(normed, REFERENCES["rms_norm"](summed, weight, 1e-5))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data(), rows=st.integers(1, 40), heads=st.integers(1, 6), dim=WIDTHS)
-def test_norms_of_heads_equal_their_twin(
+def test_norms_of_heads_equal_their_reference(
     data: st.DataObject, rows: int, heads: int, dim: int
 ) -> None:
     x = drawn(data, rows, heads + 2, dim)[:, :heads]
     weight = torch.randn(dim).to(x.dtype)
-    close(cpu_elementwise.rms_norm(x, weight, 1e-6), TWINS["rms_norm"](x, weight, 1e-6))
+    close(cpu_elementwise.rms_norm(x, weight, 1e-6), REFERENCES["rms_norm"](x, weight, 1e-6))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data(), rows=st.integers(1, 40), width=WIDTHS)
-def test_gates_equal_their_twin(data: st.DataObject, rows: int, width: int) -> None:
+def test_gates_equal_their_reference(data: st.DataObject, rows: int, width: int) -> None:
     x = drawn(data, rows, 2 * width)
-    close(cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x))
+    close(cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_are_right_at_both_ends(dtype: torch.dtype) -> None:
     """An exponential that overflows, or underflows, is no NaN; a NaN is no number."""
     gates = torch.tensor([0.0, -0.0, 1e-30, 90.0, -50.0, -86.0, -90.0, -1e4, 1e30, -1e30])
     gates = torch.cat((gates, torch.linspace(-30, 30, 301))).to(dtype)
     x = torch.stack((gates, torch.ones_like(gates))).flatten()[None]
-    found, wanted = cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x)
+    found, wanted = cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x)
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=1e-30)
     x[0, 3] = torch.nan
     assert cpu_elementwise.silu_and_mul(x).isnan().nonzero().tolist() == [[0, 3]]
 
 
 @pytest.mark.parametrize("kind", ["columns", "four dimensions", "float16", "wider weight"])
-def test_what_the_kernels_do_not_serve_goes_to_the_twins(kind: str) -> None:
+def test_what_the_kernels_do_not_serve_goes_to_the_references(kind: str) -> None:
     x, weight = torch.randn(6, 8), torch.randn(8)
     if kind == "columns":
         x = x.t().contiguous().t()
@@ -121,12 +121,12 @@ def test_what_the_kernels_do_not_serve_goes_to_the_twins(kind: str) -> None:
     else:
         weight = weight.double()
     found = cpu_elementwise.rms_norm(x, weight, 1e-5)
-    assert torch.equal(found, TWINS["rms_norm"](x, weight, 1e-5)) and found.is_contiguous()
+    assert torch.equal(found, REFERENCES["rms_norm"](x, weight, 1e-5)) and found.is_contiguous()
     fused = cpu_elementwise.fused_add_rms_norm(x, 2 * x, weight, 1e-5)
-    for part, wanted in zip(fused, ADDED_TWIN(x, 2 * x, weight, 1e-5), strict=True):
+    for part, wanted in zip(fused, ADDED_REFERENCE(x, 2 * x, weight, 1e-5), strict=True):
         assert torch.equal(part, wanted) and part.is_contiguous()
     if kind != "wider weight":
-        assert torch.equal(cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x))
+        assert torch.equal(cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,12 +148,14 @@ def test_neither_no_rows_nor_zeros_are_errors(num_rows: int) -> None:
     assert torch.equal(cpu_elementwise.silu_and_mul(x), x[:, :4])
 
 
-@pytest.mark.usefixtures("fewer_lanes", "no_twin")
+@pytest.mark.usefixtures("fewer_lanes", "no_reference")
 def test_kernels_are_right_for_narrower_registers() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for width in (1, 3, 8, 16, 37, 152):
             x, weight = torch.randn(9, 2 * width).to(dtype), torch.randn(2 * width).to(dtype)
-            close(cpu_elementwise.rms_norm(x, weight, 1e-5), TWINS["rms_norm"](x, weight, 1e-5))
+            close(
+                cpu_elementwise.rms_norm(x, weight, 1e-5), REFERENCES["rms_norm"](x, weight, 1e-5)
+            )
             normed, _ = cpu_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
-            close(normed, TWINS["rms_norm"](x + x, weight, 1e-5))
-            close(cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x))
+            close(normed, REFERENCES["rms_norm"](x + x, weight, 1e-5))
+            close(cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x))

@@ -1,15 +1,15 @@
-"""Paged attention and the write of KV on a CPU: C++ where it is built, torch elsewhere.
+"""Paged attention, rotary positions and the write of KV on a CPU.
 
-All functions take what their twins in `paged_attention` take and leave the same values behind, so
-a caller does not know which one ran. What a kernel does not serve (other dtypes, head dims above
-256, rows that are not contiguous) goes to the twin.
+Each function takes what its reference in `paged_attention` takes and has the same effect. The C++
+kernel computes where it is built and serves the tensors; the reference does elsewhere (other
+dtypes, head dims above 256, rows that are not contiguous).
 """
 
 from __future__ import annotations
 
 import torch
 
-from model.kernels import paged_attention as twin
+from model.kernels import paged_attention as reference
 from model.kernels.cpu import native
 
 
@@ -26,7 +26,7 @@ def paged_decode(
     """Attend as `paged_attention.paged_decode` does, reading each byte of KV once."""
     tensors = (q, k_cache, v_cache, block_table, seq_lens, out)
     if not native.run("paged_decode", *tensors, scalar=scale, window=sliding_window or 0):
-        twin.paged_decode(*tensors[:-1], scale, out, sliding_window)
+        reference.paged_decode(*tensors[:-1], scale, out, sliding_window)
 
 
 def paged_prefill(
@@ -43,7 +43,7 @@ def paged_prefill(
     """Attend as `paged_attention.paged_prefill` does; rows behind the last sequence become zero."""
     tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out)
     if not native.run("paged_prefill", *tensors, scalar=scale, window=sliding_window or 0):
-        twin.paged_prefill(*tensors[:-1], scale, out, sliding_window)
+        reference.paged_prefill(*tensors[:-1], scale, out, sliding_window)
         out[int(cu_seqlens_q[-1]) :].zero_()
 
 
@@ -62,4 +62,4 @@ def rope_and_write_kv(
     tensors = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     if native.run("rope_and_write_kv", *tensors, rotated):
         return rotated
-    return twin.rope_and_write_kv(*tensors)
+    return reference.rope_and_write_kv(*tensors)

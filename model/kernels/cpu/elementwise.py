@@ -1,8 +1,8 @@
-"""Norms and activations on a CPU: C++ where it is built, torch elsewhere.
+"""Norms and activations on a CPU, each in one pass over its rows.
 
-Each is one pass over its rows. They return what their twins in `elementwise` return, but for the
-order of sums and the last bit of an exponential. What a kernel does not serve (other dtypes, rows
-that are not contiguous) goes to the twin.
+The C++ kernel computes where it is built and serves the tensors; the torch reference does elsewhere
+(other dtypes, rows that are not contiguous). They differ in the order of sums and in the last bit
+of an exponential.
 
 Shapes: T tokens, H heads, D head dim, E hidden size.
 """
@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from compile.passes.fuse_add_rms_norm import add_rms_norm as added_twin
-from model.kernels import elementwise as twin
+from compile.passes.fuse_add_rms_norm import add_rms_norm as added_reference
+from model.kernels import elementwise as reference
 from model.kernels.cpu import native
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the norm of rows, contiguous. x: [T, E] or [T, H, D], else the twin does it."""
+    """Return the norm of rows, contiguous. x: [T, E] or [T, H, D]; weight: as x's last dimension."""
     normed = x.new_empty(x.shape)
     if native.run("rms_norm", x, weight, normed, scalar=eps):
         return normed
-    return twin.rms_norm(x, weight, eps).contiguous()
+    return reference.rms_norm(x, weight, eps).contiguous()
 
 
 def fused_add_rms_norm(
@@ -31,12 +31,12 @@ def fused_add_rms_norm(
     normed, summed = x.new_empty(x.shape), x.new_empty(x.shape)
     if native.run("fused_add_rms_norm", x, residual, weight, normed, summed, scalar=eps):
         return normed, summed
-    return added_twin(x, residual, weight, eps)
+    return added_reference(x, residual, weight, eps)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, contiguous. gate_up: [T, 2 * n], else the twin does it."""
+    """Return silu(gate) * up, contiguous. gate_up: [T, 2 * n], gate first."""
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if native.run("silu_and_mul", gate_up, out):
         return out
-    return twin.silu_and_mul(gate_up)
+    return reference.silu_and_mul(gate_up)

@@ -1,4 +1,4 @@
-"""Kernels for a GPU, in Triton, each the twin of a torch function.
+"""Kernels for a GPU, in Triton; each equals a torch function, its reference.
 
 `model.kernels.cpu` has the same names, which take the same arguments.
 """

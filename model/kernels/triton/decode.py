@@ -1,4 +1,4 @@
-"""Paged decode attention on a GPU; the twin of `paged_attention.paged_decode`.
+"""Paged decode attention on a GPU; the reference is `paged_attention.paged_decode`.
 
 Flash-decoding (Dao et al., 2023): with one query token per sequence there are too few rows to fill
 a device, so a sequence's tokens are split over programs, whose partial results a second kernel
@@ -247,16 +247,9 @@ def paged_decode(
     out: torch.Tensor,
     sliding_window: int | None = None,
 ) -> None:
-    """Attend from one token per sequence to all of its tokens, itself included.
+    """Do what `paged_attention.paged_decode` does; waits for nothing on the device.
 
-    A sequence of length 0 is padding; its output is zero. Waits for nothing on the device.
-
-    Args:
-        q, out: [S, H, D], the last dimension contiguous
-        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
-        block_table: int32 [S, M]
-        seq_lens: int32 [S]
-        sliding_window: how many tokens a query sees, itself included; None: all before it
+    The last dimension of q, out, k_cache and v_cache is contiguous.
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]

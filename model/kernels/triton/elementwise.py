@@ -1,4 +1,4 @@
-"""RMS normalisation and the gate of SwiGLU on a GPU; twins of those in `elementwise`.
+"""RMS normalisation and the gate of SwiGLU on a GPU; the references are in `elementwise`.
 
 What torch rounds to the model's dtype on the way is rounded here too. One program of a norm holds
 one row.

@@ -1,6 +1,6 @@
-"""Rotary positions and the KV write in one launch; the twin of `paged_attention.rope_and_write_kv`.
+"""Rotary positions and the KV write in one launch: `paged_attention.rope_and_write_kv` on a GPU.
 
-A program takes one token and one KV head: it turns the head's query heads, turns the key and
+A program takes one token and one KV head: it rotates the head's query heads, rotates the key and
 writes key and value into their slot. Slots of the scratch block are skipped, so that it stays zero
 without a second pass. Whoever writes a block's first slot clears the slots that no later token of
 this step writes: the torch function clears the whole block first, which programs that run at the
@@ -35,10 +35,10 @@ def _clear(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x: tl.tensor, out: tl.tensor, c: tl.tensor, s: tl.tensor, mask: tl.tensor, HALF: tl.constexpr
 ) -> None:
-    """Turn the pairs (x[i], x[i + D / 2]) behind the pointers `x` by cosines and sines."""
+    """Rotate the pairs (x[i], x[i + D / 2]) behind the pointers `x` by cosines and sines."""
     x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
@@ -94,7 +94,7 @@ def _rope_kernel(
     q_at = q + token * stride_q_token + heads * stride_q_head + halves[None, :]
     num_heads = tl.num_programs(1) * GROUP
     out_at = q_out + (token * num_heads + heads) * HEAD_DIM + halves[None, :]
-    _turn(q_at, out_at, c[None, :], s[None, :], is_q, HALF)
+    _rotate(q_at, out_at, c[None, :], s[None, :], is_q, HALF)
 
     slot = tl.load(slot_mapping + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -111,7 +111,7 @@ def _rope_kernel(
         values = tl.load(v + dims, mask=is_dim, other=0.0)
         tl.store(v_block + offset * stride_vc_token + dims, values, mask=is_dim)
         k_at = k_block + offset * stride_kc_token + halves
-        _turn(k + halves, k_at, c, s, is_half, HALF)
+        _rotate(k + halves, k_at, c, s, is_half, HALF)
 
 
 def rope_and_write_kv(
@@ -124,13 +124,9 @@ def rope_and_write_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Write turned keys and values into their slots; return turned queries [T, H, D].
+    """Do what `paged_attention.rope_and_write_kv` does; waits for nothing on the device.
 
-    Args:
-        q: [T, H, D], k, v: [T, Hkv, D], the last dimension contiguous
-        cos, sin: [T, 1, D / 2] of q's dtype and of equal strides
-        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
-        slot_mapping: int64 [T], block * B + offset; block 0 takes padding and stays zero
+    cos and sin have q's dtype and equal strides; the last dimension of all tensors is contiguous.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads

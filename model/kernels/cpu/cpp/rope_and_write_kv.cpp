@@ -9,10 +9,10 @@
 
 namespace {
 
-// Turns the pairs (x[i], x[i + half]) of one head. Rounds where torch does: the first product, and
+// Rotates the pairs (x[i], x[i + half]) of one head. Rounds where torch does: the first product, and
 // its sum with the second one.
 template <class T>
-void turn(const T* x, const T* cos, const T* sin, int64_t half, T* out) {
+void rotate(const T* x, const T* cos, const T* sin, int64_t half, T* out) {
   int64_t i = 0;
   for (; i + LANES <= half; i += LANES) {
     const f32v a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
@@ -28,15 +28,15 @@ void turn(const T* x, const T* cos, const T* sin, int64_t half, T* out) {
   }
 }
 
-// q, turned: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]; k_cache, v_cache: [N, B, Hkv,
-// D]; slots: [T], block * B + offset. Queries are turned into `turned`, keys into the cache.
+// q, rotated: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]; k_cache, v_cache: [N, B, Hkv,
+// D]; slots: [T], block * B + offset. Queries are rotated into `rotated`, keys into the cache.
 template <class T>
 bool rope_and_write_kv(Arguments given) {
   const auto q = given.next<const T>(), k = given.next<const T>(), v = given.next<const T>();
   const auto cos = given.next<const T>(), sin = given.next<const T>();
   const auto k_cache = given.next<T>(), v_cache = given.next<T>();
   const int64_t* slots = given.next<const int64_t>().data;
-  const auto turned = given.next<T>();
+  const auto rotated = given.next<T>();
   if (!lie_alike(k_cache, v_cache)) return false;
   const int64_t tokens = q.shape[0], heads = q.shape[1], kv_heads = k.shape[1], dim = q.shape[2];
   const int64_t half = dim / 2, block_size = k_cache.shape[1], slot_stride = k_cache.stride[1];
@@ -45,8 +45,8 @@ bool rope_and_write_kv(Arguments given) {
   for (int64_t t = 0; t < tokens; t++) {
     const T *c = cos.data + t * cos.stride[0], *s = sin.data + t * sin.stride[0];
     for (int64_t h = 0; h < heads; h++)
-      turn(q.data + t * q.stride[0] + h * q.stride[1], c, s, half,
-           turned.data + t * turned.stride[0] + h * turned.stride[1]);
+      rotate(q.data + t * q.stride[0] + h * q.stride[1], c, s, half,
+           rotated.data + t * rotated.stride[0] + h * rotated.stride[1]);
     const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
     if (block == 0) continue;
     for (int64_t h = 0; h < kv_heads; h++) {
@@ -57,7 +57,7 @@ bool rope_and_write_kv(Arguments given) {
         memset((void*)(keys + i * slot_stride), 0, dim * sizeof(T));
         memset((void*)(values + i * slot_stride), 0, dim * sizeof(T));
       }
-      turn(k.data + t * k.stride[0] + h * k.stride[1], c, s, half, keys + slot * slot_stride);
+      rotate(k.data + t * k.stride[0] + h * k.stride[1], c, s, half, keys + slot * slot_stride);
       memcpy((void*)(values + slot * slot_stride), v.data + t * v.stride[0] + h * v.stride[1],
              dim * sizeof(T));
     }
