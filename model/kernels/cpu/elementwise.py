@@ -17,7 +17,7 @@ from model.kernels.cpu import native
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the norm of rows, contiguous. x: [T, E] or [T, H, D]; weight: as x's last dimension."""
+    """Return the norm of rows, contiguous. x: [T, E] or [T, H, D]; weight: [E] or [D]."""
     normed = x.new_empty(x.shape)
     if native.run("rms_norm", x, weight, normed, scalar=eps):
         return normed

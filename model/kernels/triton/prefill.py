@@ -1,9 +1,10 @@
 """Paged prefill attention on a GPU; the reference is `paged_attention.paged_prefill`.
 
 FlashAttention's online softmax (Dao, 2023) over paged keys. The grid follows from tensor shapes
-alone. Tiles of query tokens are numbered over all sequences, each sequence rounded up to whole tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the
-device, as vLLM's unified attention does. Query tokens behind the last sequence count as one more
-sequence of length 0, so that padding is written too, with zeros.
+alone: tiles of query tokens are numbered over all sequences, each sequence rounded up to whole
+tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the device, as vLLM's unified
+attention does. Query tokens behind the last sequence count as one more sequence of length 0, so
+that padding is written too, with zeros.
 
 The rows of a tile are (query token, query head of one KV head) pairs: heads of a group share what
 they load.
