@@ -74,7 +74,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _File(_Kept, frozen=True, kw_only=True):
-    """A `config.json`. What a family does not have is as if there were no such field."""
+    """A `config.json`. Fields that a family does not have are ignored."""
 
     num_key_value_heads: Size | None
     head_dim: Size | None

@@ -3,8 +3,7 @@
 A row's token depends on its own logits, parameters and uniform number alone. Filters that other
 rows ask for leave a row untouched bit by bit, so a seeded request gives the same tokens alone and
 in any batch. A request may have its logits adjusted before that: bias, masks, penalties. A row that
-asks for nothing is computed along and comes out bit by bit as it went in: its bias is 0, its
-penalties are 0 and 1.
+asks for none passes through unchanged bit by bit: its bias is 0, its penalties are 0 and 1.
 
 Shapes: B rows, R rows of the tables (at least B), V vocabulary, K likeliest tokens reported.
 """

@@ -327,6 +327,6 @@ def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[Caus
             checkpoint_dir,
         )
         config = replace(config, tie_word_embeddings=False)
-    # A configuration that is not its checkpoint's may describe a model larger than memory: it takes
-    # none before its weights were compared.
+    # A configuration that is not its checkpoint's may describe a model larger than memory, so the
+    # model takes none until its tensors have been compared.
     return CausalLM(config, place), config

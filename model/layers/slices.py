@@ -2,9 +2,9 @@
 
 Layers describe their weights this way and read nothing; `model.weights` reads.
 
-A parameter has no memory until its first part is read, and the layer is told when its last part is
-in. So a layer may replace what it has read (pack it, say) before the next layer takes memory, and a
-rank never holds two copies of its shard.
+A parameter has no memory until its first part is read, and its layer is told when its last part has
+been read. So a layer may replace the parameter (pack it, say) before the next one takes memory, and
+a rank never holds two copies of its shard.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ class WeightedLayer(nn.Module):
         raise NotImplementedError
 
     def loaded(self, name: str) -> None:
-        """Take note that all parts of a parameter have been read."""
+        """Handle a parameter of which all parts have been read, by packing it, say."""
 
     def forget_values(self) -> None:
-        """Free what was made of the weights, and keep shapes and handles: the layer can be traced,
-        and not run."""
+        """Free packed weights but no shapes and handles: the layer can be traced, and not run."""
 
 
 def _memory_for(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,8 +3,8 @@
 1. The key names everything that decides the machine code: sources, compiler, flags, processor.
 2. The library of that key lies in the cache directory, or is built beside it and renamed: two
    processes that build at once both succeed, and none loads half a file.
-3. Where there is no compiler, or the directory belongs to another user, the torch functions do
-   the work; one line in the log says so.
+3. Without a compiler, or if the directory belongs to another user, torch functions compute; one
+   line in the log says so.
 
 The kernels use the OpenMP runtime that torch brought. They are compiled with OpenMP and linked
 without it, because a second runtime would start a second pool of threads on the same cores.
@@ -43,15 +43,15 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
     "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
 }
-"""Arguments and result of what `run` does not call; a step calls the first once a layer and weight,
-and knows most of its sizes beforehand."""
+"""Arguments and result of the kernels that `run` does not call: a step calls the first one for each
+weight, and knows most of its sizes beforehand."""
 _KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
 
 logger = logging.getLogger(__name__)
 
 
 class NativeError(RuntimeError):
-    """The kernels cannot be had. The message is one line: `FIELD: wanted ..., found ...`."""
+    """The kernels are not available. The message is one line: `FIELD: wanted ..., found ...`."""
 
 
 _FAILURES = (NativeError, PrivateDirectoryError, OSError, subprocess.SubprocessError)
@@ -86,7 +86,9 @@ def build_library(directory: Path) -> Path:
     if not _is_whole(path):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             library = _compile(compiler, Path(scratch))
-            with library.open("ab") as file:  # a loader reads what the head names, and no further
+            with library.open(
+                "ab"
+            ) as file:  # behind what the ELF header names, where no loader reads
                 file.write(_digest(library.read_bytes()))
             os.replace(library, path)
         logger.info("built C++ kernels: %s", path)
@@ -94,7 +96,7 @@ def build_library(directory: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library is there as it was built: one that is cut off kills who loads it."""
+    """Return whether a library is there as it was built: loading a cut one would kill a process."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -40,7 +40,7 @@ from model.kernels.cpu.native import int64_array, native_function, native_librar
 from model.kernels.sparse_mlp import Products
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-"""What the packers know. Plain products read the weight at a fraction of the memory's rate, and
+"""Dtypes that can be packed. Plain products read a weight at a fraction of the memory's rate, and
 without AVX512 torch multiplies bfloat16 one by one (`examples/bench/packed_linear.py`)."""
 
 KERNEL_ROWS = 64
@@ -50,7 +50,7 @@ processor's rate, and oneDNN's blocks suit larger products (`examples/bench/pack
 logger = logging.getLogger(__name__)
 
 TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
-"""Tiles that oneDNN chooses between, by dtype, instruction set and shape."""
+"""Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
 
 
@@ -101,7 +101,7 @@ class PackedWeight:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether weights of this kind can be packed and gain by it."""
+    """Return whether weights of this kind can be packed, and are faster then."""
     return device.type == "cpu" and dtype in PACKED_DTYPES and _packs(dtype)
 
 

@@ -6,7 +6,7 @@ joins. The grid follows from tensor shapes and the device alone, so a captured g
 batch of its size. Into how many of the grid's splits a sequence is cut is decided on the device,
 from all sequences' lengths: each split takes about an equal share of the whole batch. A long
 sequence beside short ones is cut finely, a full batch of equal ones not at all, not even one that
-leaves up to a third of the device free, and programs without a split leave at once.
+leaves up to a third of the device free, and programs without a split exit at once.
 
 Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool,
 B tokens per block, M columns of the block table, P splits in the grid.
@@ -29,7 +29,7 @@ MIN_SPLITS = 8
 MIN_SEQUENCE_PROGRAMS = 64
 """What a grid has for every sequence that is long enough: splits of each KV head, and programs of
 all. One long sequence in a batch of short ones would otherwise be as few programs as it has KV
-heads, for which the whole step waits. What is not used costs programs that leave at once."""
+heads, for which the whole step waits. Programs that are not used exit at once."""
 
 MAX_SPLITS = 64
 """The joining kernel holds one partial result per split in registers."""
