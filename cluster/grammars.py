@@ -7,7 +7,7 @@ is native code without the interpreter's lock, apart from the loading of a vocab
 What a client sends is bounded before it is compiled, and compiling and matching have a budget: a
 grammar that spends it is refused, or ends its sequence with an error. The budget does not hold
 everything: some grammars take minutes or all memory, or overflow the stack, so what strangers send
-is compiled in a process that may die first (`serve/grammar_process.py`).
+is compiled in a process that may die first (`serve/requests/grammar_process.py`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from cluster.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
+from cluster.observe.metrics import COMMON_LABELS, HISTOGRAM, INGRESS, METRICS, PREFIX
 from compile import environment
 from compile.config import FIELDS, WANTED, CompilationConfig
 from compile.resolve import PRESETS

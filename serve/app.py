@@ -16,12 +16,12 @@ from cluster.actors.placement import rank_bundles
 from cluster.config import DEFAULT_NUM_CPUS
 from compile.errors import FieldError
 from serve.config import DeployConfig, PoolConfig, deploy_config
-from serve.draining import INGRESS, drain_at_exit
 from serve.failed_start import StartWatch
 from serve.ingress import RETRY_AFTER_S, Ingress
 from serve.listening import listen
-from serve.pools import Pool
-from serve.start_progress import draw_on_terminal
+from serve.observe.start_progress import draw_on_terminal
+from serve.pools.draining import INGRESS, drain_at_exit
+from serve.pools.pool import Pool
 
 MAX_ONGOING = 100_000
 """Open calls of a pool. The ingress bounds queues; a second bound would hide requests from it."""

@@ -35,7 +35,7 @@ from serve.compilation import (
     refuse_speculation,
 )
 from serve.config_file import read_file
-from serve.routing import Routing
+from serve.pools.routing import Routing
 
 _MAX_BYTES = 1 << 63
 _SECRET = "api_keys"

@@ -21,16 +21,16 @@ from cluster.config import (
     TransferConfig,
 )
 from cluster.engine.blocks import check_num_blocks
-from cluster.messages import PROTOCOL_VERSION
+from cluster.wire.messages import PROTOCOL_VERSION
 from compile.errors import FieldError
 from model.config import ModelConfig, fingerprint
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
 from serve.compilation import check_names, resolved, shared_facts
 from serve.keys import check_keys, read_keys
+from serve.observe.tracing import check_endpoint
 from serve.openai.reasoning import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
-from serve.routing import Routing
-from serve.tracing import check_endpoint
+from serve.pools.routing import Routing
 
 BUNDLED_NAME = "lockstep-tiny"
 TOOL_CALL_PARSERS = ("auto", *(known.value for known in ToolFormat))

@@ -32,8 +32,8 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from cluster.credentials import Credentials
-from cluster.messages import FrameError
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import FrameError
 from cluster.wire.polling import Budget
 from cluster.wire.sockets import unpack
 from serve.admission import Overloaded

@@ -39,17 +39,18 @@ from cluster.actors.status_board import (
     create_board,
     has_board,
 )
-from cluster.counts import Counts
-from cluster.credentials import Credentials
-from cluster.logs import configure_logs
-from cluster.messages import EngineOutput, GenerateRequest
-from cluster.metrics import Described, MetricsSnapshot
+from cluster.observe.counts import Counts
+from cluster.observe.logs import configure_logs
+from cluster.observe.metrics import Described, MetricsSnapshot
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import EngineOutput, GenerateRequest
 from compile.errors import FieldError
 from serve.admission import Admission
-from serve.cache_salt import CacheSalts
 from serve.config import DeployConfig
-from serve.dock import SharedDock
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, SharedTick
+from serve.observe.request_log import RequestLog
+from serve.observe.start_progress import StartLog
+from serve.observe.tracing import Tracing, otlp_exporter
 from serve.openai import direct
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
@@ -57,13 +58,12 @@ from serve.openai.chat import parse_chat_shape
 from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving
 from serve.openai.errors import Unavailable
-from serve.records import SequenceRecord
-from serve.request_log import RequestLog
-from serve.router import Router
-from serve.start_progress import StartLog
-from serve.tokenizer import Tokenizer
-from serve.tokens import TokenSocket
-from serve.tracing import Tracing, otlp_exporter
+from serve.pools.mailboxes import TokenSocket
+from serve.pools.quarantine import SharedDock
+from serve.pools.router import Router
+from serve.requests.cache_salt import CacheSalts
+from serve.requests.records import SequenceRecord
+from serve.requests.tokenizer import Tokenizer
 
 log = logging.getLogger("lockstep.ingress")
 

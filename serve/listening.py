@@ -22,7 +22,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
 from compile.errors import FieldError
-from serve.draining import has_started_cluster
+from serve.pools.draining import has_started_cluster
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""

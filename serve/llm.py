@@ -18,24 +18,24 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from cluster.messages import (
+from cluster.rank.context import RankContext
+from cluster.rank.leader import assemble_engine
+from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     Submit,
     TokenLogprobs,
 )
-from cluster.rank.context import RankContext
-from cluster.rank.leader import assemble_engine
-from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from model.fields import Source, convert
-from serve.cache_salt import CacheSalt, CacheSalts
 from serve.clients import UNKNOWN
 from serve.config import engine_config
-from serve.sampling import Resolver, SamplingParams
-from serve.structured import GrammarChecks, StructuredOutputsParams, check
-from serve.text import StopStrings, TextStream
-from serve.tokenizer import Tokenizer
+from serve.requests.cache_salt import CacheSalt, CacheSalts
+from serve.requests.sampling import Resolver, SamplingParams
+from serve.requests.structured import GrammarChecks, StructuredOutputsParams, check
+from serve.requests.text import StopStrings, TextStream
+from serve.requests.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",

@@ -193,7 +193,7 @@ for name in ("llguidance", "ray", "starlette", "prometheus_client"):
 from dataclasses import replace
 import msgspec
 from cluster.config import CacheConfig, EngineConfig
-from cluster.messages import GenerateRequest, Grammar, Sampling, Submit
+from cluster.wire.messages import GenerateRequest, Grammar, Sampling, Submit
 from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner

@@ -18,9 +18,9 @@ READS = """
 import json
 from pathlib import Path
 from model.kernels.cpu.native import SOURCES
-from serve import page
+from serve.observe import page
 from serve.config import bundled_model
-from serve.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.from_dir(bundled_model())
 print(json.dumps({
@@ -68,7 +68,11 @@ def test_a_wheel_has_every_file_of_the_packages_and_the_model_and_no_other(wheel
         assert found == set(wanted)
         for name, path in wanted.items():
             assert archive.read(name) == path.read_bytes(), name
-    assert {"serve/page/page.html", "serve/page/page.css", "serve/page/page.js"} <= found
+    assert {
+        "serve/observe/page/page.html",
+        "serve/observe/page/page.css",
+        "serve/observe/page/page.js",
+    } <= found
     assert f"{BUNDLED}/chat_template.jinja" in found
     assert any(name.startswith("model/kernels/cpu/cpp/") for name in found)
 

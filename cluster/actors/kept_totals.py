@@ -9,7 +9,7 @@ from __future__ import annotations
 from ray.experimental import internal_kv
 
 from cluster.actors.secret import NAMESPACE
-from cluster.counts import Ledger
+from cluster.observe.counts import Ledger
 
 
 class KeptTotals:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Gauge
 
-from cluster.metrics import COMMON_LABELS, HISTOGRAM, Described, MetricsSnapshot, samples
+from cluster.observe.metrics import COMMON_LABELS, HISTOGRAM, Described, MetricsSnapshot, samples
 
 RAY_PREFIX = "lockstep_"
 

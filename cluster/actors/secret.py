@@ -17,7 +17,7 @@ import secrets
 
 from ray.experimental import internal_kv
 
-from cluster.credentials import SECRET_BYTES
+from cluster.wire.credentials import SECRET_BYTES
 
 NAMESPACE = b"lockstep"
 

@@ -4,9 +4,9 @@ The first ingress to come owns it, and all answer `/ready` from it; pool replica
 times a second from their first line on, so that loading shows progress before anything can be
 asked. If its owner dies, the next ingress to ask makes another one.
 
-It also adds up what ranks and ingresses have counted (`cluster/counts.py`), because it alone hears
-of all of them. Whatever it has told is kept before (`kept_totals.py`), so totals go on where they
-were if it is made anew.
+It also adds up what ranks and ingresses have counted (`cluster/observe/counts.py`), because it
+alone hears of all of them. Whatever it has told is kept before (`kept_totals.py`), so totals go on
+where they were if it is made anew.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cluster.actors.load_progress import LoadProgress
 from cluster.actors.rank_group import GroupReport
 from cluster.actors.ray_metrics import RayMetrics
 from cluster.actors.turns import Turns
-from cluster.counts import Counts, Ledger
-from cluster.metrics import INGRESS, Described, MetricsSnapshot
+from cluster.observe.counts import Counts, Ledger
+from cluster.observe.metrics import INGRESS, Described, MetricsSnapshot
 
 NAMESPACE = "lockstep"
 OUTDATED = "outdated"

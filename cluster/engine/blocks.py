@@ -28,7 +28,7 @@ from itertools import chain
 from cluster.config import EngineConfig
 from cluster.engine.sequence import Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, TicketHolder
-from cluster.messages import KVHandoff
+from cluster.wire.messages import KVHandoff
 from compile.errors import FieldError
 
 SCRATCH = 0

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from cluster.group_messages import StepDigest
-from cluster.messages import StepAgreement, StepPlan, checksum
+from cluster.wire.group_messages import StepDigest
+from cluster.wire.messages import StepAgreement, StepPlan, checksum
 
 
 class StepDivergence(RuntimeError):

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from cluster.engine.changeover import Changeover
 from cluster.engine.scheduler import Scheduler, SchedulerStats
-from cluster.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
+from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 from compile.dispatch import CapturedGraphs
 
 

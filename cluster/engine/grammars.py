@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.messages import Grammar
+from cluster.wire.messages import Grammar
 
 
 class Matcher(Protocol):

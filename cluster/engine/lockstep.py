@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from cluster.engine.divergence import StepDivergence
-from cluster.group_messages import PeerHello, StepConfirm
-from cluster.messages import StepAgreement, StepKind, Vote
+from cluster.wire.group_messages import PeerHello, StepConfirm
+from cluster.wire.messages import StepAgreement, StepKind, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs, decide
 

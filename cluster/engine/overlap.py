@@ -34,7 +34,7 @@ from typing import Any
 
 from cluster.engine.engine import Channel, Engine, Executor, Lockstep
 from cluster.engine.scheduler import Scheduler
-from cluster.messages import EngineOutput, StepPlan
+from cluster.wire.messages import EngineOutput, StepPlan
 
 
 class OverlappedEngine(Engine):

@@ -16,7 +16,7 @@ from cluster.config import Role
 from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.sequence import Sequence
 from cluster.kv.handoff import HandoffMetadata
-from cluster.messages import KVHandoff, LogitRules, Sampling
+from cluster.wire.messages import KVHandoff, LogitRules, Sampling
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from cluster.engine.grammars import Grammars, MaskedRow
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
-from cluster.messages import (
+from cluster.wire.messages import (
     EngineOutput,
     FinishReason,
     KVHandoff,

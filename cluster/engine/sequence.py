@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.engine.grammars import Compiled, MaskedRow, Matcher
-from cluster.messages import (
+from cluster.wire.messages import (
     PENDING,
     Admission,
     EngineOutput,

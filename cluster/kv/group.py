@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
 from cluster.kv.handoff import KVReader, KVReadResult, TicketHolder
-from cluster.messages import FrameError, KVHandoff
+from cluster.wire.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.wire.messages import FrameError, KVHandoff
 
 Tell = Callable[[KVOrder], None]
 """Puts an order on its way to every follower, in order with the steps."""

@@ -12,8 +12,8 @@
    once they have ended on each (`GroupHolder`), and the prefill scheduler frees their blocks.
 
 If the decode side dies midway, renewals stop: `KVHolder.tick` ends the lease by the prefill side's
-clock, and the blocks are freed. `serve/router.py` sees the stage lost, drops the request on both
-engines and prefills it again with the tokens so far.
+clock, and the blocks are freed. `serve/pools/router.py` sees the stage lost, drops the request on
+both engines and prefills it again with the tokens so far.
 
 The lease runs on the holder's clock alone, and one that ended never lives again. Nothing here does
 I/O; a driver with two threads brings its own lock.
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.messages import KVHandoff, KVSource
+from cluster.wire.messages import KVHandoff, KVSource
 
 
 @dataclass(frozen=True)

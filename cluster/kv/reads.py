@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.kv.handoff import KVReadResult
-from cluster.messages import KVAnswer, KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
+from cluster.wire.messages import KVAnswer, KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
 
 CHUNK_BYTES = 8 << 20
 """Bytes of one copy or one answer; a cancelled read stops between two of them."""

@@ -21,9 +21,10 @@ from typing import Any
 
 import zmq
 
-from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDigester
-from cluster.group_messages import (
+from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import (
     EndOfSteps,
     FollowerHello,
     FollowerReport,
@@ -33,8 +34,7 @@ from cluster.group_messages import (
     StillThere,
     ToFollower,
 )
-from cluster.messages import FrameError, StepAgreement, StepPlan, decode, encode
-from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
+from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode, encode
 from cluster.wire.polling import Budget, Doorbell
 
 log = logging.getLogger("lockstep.channel")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cluster.config import EngineConfig
-from cluster.logs import configure_logs
+from cluster.observe.logs import configure_logs
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
 from cluster.rank.context import Progress, RankContext, RankPlace
 from cluster.rank.forward import StepForward

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
-from cluster.credentials import SECRET_BYTES, Credentials
+from cluster.wire.credentials import SECRET_BYTES, Credentials
 
 if TYPE_CHECKING:
     from compile.scope import ArtifactExchange  # which imports torch

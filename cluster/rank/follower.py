@@ -15,13 +15,13 @@ import zmq
 
 from cluster.engine.divergence import StepDigester
 from cluster.engine.scheduler import SchedulerStats
-from cluster.group_messages import FollowerHello
-from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import StepReceiver
 from cluster.rank.context import RankContext
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.rank import Rank
 from cluster.rank.rendezvous import Rendezvous
+from cluster.wire.group_messages import FollowerHello
+from cluster.wire.messages import PROTOCOL_VERSION
 
 
 class Follower(Rank):

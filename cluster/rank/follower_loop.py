@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
-from cluster.group_messages import (
+from cluster.kv.handoff import KVReader, TicketHolder
+from cluster.rank.step_stats import StepStats
+from cluster.wire.group_messages import (
     CancelRead,
     DropKV,
     EndOfSteps,
@@ -31,9 +33,7 @@ from cluster.group_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.kv.handoff import KVReader, TicketHolder
-from cluster.messages import FrameError, SampledTokens, StepAgreement, StepPlan
-from cluster.rank.step_stats import StepStats
+from cluster.wire.messages import FrameError, SampledTokens, StepAgreement, StepPlan
 
 
 class PlanReceiver(Protocol):

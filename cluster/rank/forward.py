@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from cluster.engine.changeover import Changeover
-from cluster.messages import MAX_LOGPROBS, StepAgreement, checksum
 from cluster.rank.context import Progress
 from cluster.rank.free_memory import FreeMemory
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
+from cluster.wire.messages import MAX_LOGPROBS, StepAgreement, checksum
 from compile.cache.builds import install_for_kernels
 from compile.cache.inductor import import_runtime
 from compile.config import CompilationConfig, CompilationLevel, CUDAGraphMode

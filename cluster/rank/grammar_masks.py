@@ -27,8 +27,8 @@ from cluster.grammars import (
     Vocabulary,
     VocabularyError,
 )
-from cluster.messages import Grammar
 from cluster.rank.buffers import upload_array
+from cluster.wire.messages import Grammar
 
 log = logging.getLogger("lockstep.grammars")
 

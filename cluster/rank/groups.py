@@ -28,10 +28,10 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from cluster.group_messages import LeaderHello
-from cluster.messages import FrameError, decode, encode
 from cluster.rank.links import check_hello
 from cluster.rank.rendezvous import Rendezvous
+from cluster.wire.group_messages import LeaderHello
+from cluster.wire.messages import FrameError, decode, encode
 from model.parallel import Shard
 
 JOIN_TIMEOUT_S = 120.0

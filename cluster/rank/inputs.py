@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cluster.messages import PENDING, Admission, StepPlan
 from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
 from cluster.rank.row_rules import RowRulesTables
+from cluster.wire.messages import PENDING, Admission, StepPlan
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
 

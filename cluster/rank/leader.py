@@ -26,15 +26,25 @@ from dataclasses import dataclass
 import zmq
 
 from cluster.config import EngineConfig, Role
-from cluster.counts import Counts
-from cluster.credentials import Credentials
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler, SchedulerStats
-from cluster.group_messages import (
+from cluster.kv.group import GroupHolder, GroupReader
+from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
+from cluster.observe.counts import Counts
+from cluster.rank.channel import NoFollowers
+from cluster.rank.context import RankContext
+from cluster.rank.links import LinkAddress
+from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
+from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
+from cluster.rank.rank import Rank
+from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
+from cluster.rank.runner import ModelRunner
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import (
     FollowerHello,
     FollowerReport,
     LeaderHello,
@@ -43,9 +53,7 @@ from cluster.group_messages import (
     ReadEnded,
     TicketsEnded,
 )
-from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
-from cluster.messages import (
+from cluster.wire.messages import (
     MAX_GRAMMAR_CHARS,
     Abort,
     FrameError,
@@ -56,14 +64,6 @@ from cluster.messages import (
     asker_of,
     decode,
 )
-from cluster.rank.channel import NoFollowers
-from cluster.rank.context import RankContext
-from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
-from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
-from cluster.rank.rank import Rank
-from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
-from cluster.rank.runner import ModelRunner
 from cluster.wire.polling import Budget
 from cluster.wire.sockets import CurveHandshake, listening_socket, unpack
 

@@ -28,10 +28,10 @@ from uuid import uuid4
 
 import zmq
 
-from cluster.credentials import Credentials
-from cluster.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.kv.transport.memory import node_id
-from cluster.messages import FrameError, decode, encode
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
+from cluster.wire.messages import FrameError, decode, encode
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, split
 
 log = logging.getLogger("lockstep.link")

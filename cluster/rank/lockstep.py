@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import zmq
 
-from cluster.credentials import Credentials
 from cluster.engine.lockstep import LockstepMachine, agree
-from cluster.group_messages import PeerHello, ToPeer
-from cluster.messages import FrameError, StepAgreement, Vote, decode, encode
 from cluster.rank.channel import Waiting
 from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
 from cluster.rank.step_stats import StepStats
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import PeerHello, ToPeer
+from cluster.wire.messages import FrameError, StepAgreement, Vote, decode, encode
 from compile.dispatch import CapturedGraphs
 
 SILENCE_TIMEOUT_S = 60.0

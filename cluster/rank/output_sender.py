@@ -20,8 +20,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from cluster.credentials import Credentials
-from cluster.messages import EndedFrame, EngineOutput, FinishReason, OutputFrame, encode
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import EndedFrame, EngineOutput, FinishReason, OutputFrame, encode
 from cluster.wire.sockets import CurveHandshake, connecting_socket, pack
 
 log = logging.getLogger("lockstep.outputs")

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cluster.credentials import Credentials
-from cluster.group_messages import LeaderHello
-from cluster.messages import PROTOCOL_VERSION
 from cluster.rank.channel import NoFollowers, StepSender
 from cluster.rank.context import LOOPBACK, RankContext
 from cluster.rank.links import LinkAddress
 from cluster.rank.lockstep import PeerSockets
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import LeaderHello
+from cluster.wire.messages import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True)

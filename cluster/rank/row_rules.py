@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cluster.messages import Admission, LogitRules, RowRules
 from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
+from cluster.wire.messages import Admission, LogitRules, RowRules
 from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]

@@ -21,13 +21,6 @@ from cluster.config import EngineConfig
 from cluster.engine.blocks import check_num_blocks
 from cluster.engine.changeover import Changeover
 from cluster.engine.lockstep import get_dp_padding
-from cluster.messages import (
-    PromptTargets,
-    SampledTokens,
-    StepAgreement,
-    StepPlan,
-    TokenLogprobs,
-)
 from cluster.rank.buffers import upload_once
 from cluster.rank.compile_ahead import CompileAhead
 from cluster.rank.compile_process import CompileJob
@@ -38,6 +31,13 @@ from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_p
 from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.step_stats import StepStats
+from cluster.wire.messages import (
+    PromptTargets,
+    SampledTokens,
+    StepAgreement,
+    StepPlan,
+    TokenLogprobs,
+)
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.counters import counter
 from compile.errors import FieldError

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from cluster.counts import Counts, Histogram
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.messages import StepAgreement, StepKind, StepPlan
-from cluster.metrics import BY_NAME
+from cluster.observe.counts import Counts, Histogram
+from cluster.observe.metrics import BY_NAME
+from cluster.wire.messages import StepAgreement, StepKind, StepPlan
 from compile.config import CUDAGraphMode
 
 KEEP = 0.9

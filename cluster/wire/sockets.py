@@ -30,8 +30,8 @@ from typing import Any, Protocol, TypeVar
 import zmq
 from zmq.utils import z85
 
-from cluster.credentials import Credentials
-from cluster.messages import FrameError
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import FrameError
 
 MAX_PART_BYTES = 1 << 16
 """What a stranger's connection may cost. Longer frames travel in parts."""

@@ -36,10 +36,10 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 import zmq  # noqa: E402
 
-from cluster.credentials import SECRET_BYTES, Credentials  # noqa: E402
-from cluster.group_messages import PeerHello  # noqa: E402
-from cluster.messages import PROTOCOL_VERSION, Wire  # noqa: E402
 from cluster.rank.links import GoingEnd, WaitingEnd  # noqa: E402
+from cluster.wire.credentials import SECRET_BYTES, Credentials  # noqa: E402
+from cluster.wire.group_messages import PeerHello  # noqa: E402
+from cluster.wire.messages import PROTOCOL_VERSION, Wire  # noqa: E402
 from cluster.wire.sockets import end_context  # noqa: E402
 
 SIZES = (2, 4, 64, 256, 1024)

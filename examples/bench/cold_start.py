@@ -72,7 +72,7 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
     from cluster.actors.placement import create_placement_group
     from cluster.actors.rank_group import RankGroup
     from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-    from cluster.credentials import SECRET_BYTES, Credentials
+    from cluster.wire.credentials import SECRET_BYTES, Credentials
     from compile.config import CompilationConfig
 
     ray.init(num_cpus=dp * tp, include_dashboard=False, log_to_driver=False)

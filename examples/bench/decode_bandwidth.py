@@ -26,10 +26,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import Admission, NewBlocks, StepPlan
 from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import Admission, NewBlocks, StepPlan
 from compile.config import CompilationConfig
 
 SHAPE: dict[str, Any] = {

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.group_messages import ToPeer
-from cluster.messages import StepAgreement, StepKind, StepPlan, Vote, decode
+from cluster.wire.group_messages import ToPeer
+from cluster.wire.messages import StepAgreement, StepKind, StepPlan, Vote, decode
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 

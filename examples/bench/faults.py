@@ -34,8 +34,8 @@ from fault_injection import Action, Fault, Place, arm_actor
 from faults_app import App, Cluster, Load, right_answers
 
 from cluster.actors.status_board import NAMESPACE, board_name
-from cluster.group_messages import StepDigest
-from cluster.messages import StepAgreement
+from cluster.wire.group_messages import StepDigest
+from cluster.wire.messages import StepAgreement
 
 TIMEOUT_S = 300.0
 ANSWERS_BETWEEN = 8

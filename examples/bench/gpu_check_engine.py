@@ -16,10 +16,10 @@ from gpu_check_models import BLOCK_SIZE, save_random_checkpoint
 from gpu_check_rows import Row, Setting, attempts
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import GenerateRequest, Sampling, StepKind, Submit
 from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import GenerateRequest, Sampling, StepKind, Submit
 from compile.config import CompilationConfig
 from compile.counters import counter
 

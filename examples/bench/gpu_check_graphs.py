@@ -17,10 +17,10 @@ from gpu_check_models import BLOCK_SIZE, save_random_checkpoint, save_random_moe
 from gpu_check_rows import Row, Setting, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import Admission, NewBlocks, StepPlan
 from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import Admission, NewBlocks, StepPlan
 from compile.config import CompilationConfig
 from compile.counters import counter
 

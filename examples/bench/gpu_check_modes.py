@@ -19,10 +19,10 @@ from gpu_check_models import BLOCK_SIZE, save_random_qwen3
 from gpu_check_rows import Row, Setting
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import StepAgreement, StepPlan
 from cluster.rank.context import RankContext
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import StepAgreement, StepPlan
 from compile.config import CompilationConfig
 from compile.counters import counter
 

@@ -49,8 +49,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.actors.rank_actor import keep_what_is_loaded
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
-from cluster.credentials import Credentials
-from cluster.messages import (
+from cluster.rank.context import RankContext
+from cluster.rank.leader import Leader
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     MAX_ABORTS,
     Abort,
     EngineOutput,
@@ -67,12 +69,10 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.context import RankContext
-from cluster.rank.leader import Leader
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.event_loop import SharedTick
-from serve.tokens import TokenSocket
+from serve.pools.mailboxes import TokenSocket
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"

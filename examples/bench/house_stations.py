@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cluster.messages import EngineOutput, GenerateRequest, Submit
+from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
 from serve.admission import Admission
 from serve.llm import LLM
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.records import SequenceRecord
+from serve.requests.records import SequenceRecord
 
 NUM_TOKENS = 4
 PACKAGES = ("serve", "cluster", "model", "compile")

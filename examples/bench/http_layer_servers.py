@@ -28,18 +28,18 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from cluster.counts import Counts, Histogram, Ledger
 from cluster.engine.scheduler import SchedulerStats
-from cluster.logs import configure_logs
-from cluster.messages import EngineOutput, FinishReason, GenerateRequest
-from cluster.metrics import BY_NAME, COUNTER, INGRESS, METRICS, MetricsSnapshot
+from cluster.observe.counts import Counts, Histogram, Ledger
+from cluster.observe.logs import configure_logs
+from cluster.observe.metrics import BY_NAME, COUNTER, INGRESS, METRICS, MetricsSnapshot
+from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.admission import Admission
+from serve.observe.request_log import RequestLog
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.records import SequenceRecord
-from serve.request_log import RequestLog
-from serve.tokenizer import Tokenizer
+from serve.requests.records import SequenceRecord
+from serve.requests.tokenizer import Tokenizer
 
 HOST = "127.0.0.1"
 TINY = Path(__file__).resolve().parents[1] / "tiny"

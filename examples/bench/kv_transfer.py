@@ -30,14 +30,14 @@ from unittest.mock import patch
 import torch
 import zmq
 
-from cluster.credentials import Credentials
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport import puller, server
 from cluster.kv.transport.proofs import KVProofs
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import BlockStore
-from cluster.messages import KVHandoff, KVSource
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import KVHandoff, KVSource
 from cluster.wire.polling import Budget, Doorbell
 from cluster.wire.sockets import CurveHandshake, inner_socket
 

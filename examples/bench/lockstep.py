@@ -25,10 +25,13 @@ from typing import Any
 import zmq
 
 from cluster.config import EngineConfig, ParallelConfig
-from cluster.credentials import Credentials
 from cluster.engine.lockstep import LockstepMachine
-from cluster.group_messages import PeerHello
-from cluster.messages import (
+from cluster.rank.context import RankContext, RankPlace
+from cluster.rank.lockstep import JoinedLockstep
+from cluster.rank.rendezvous import LeaderEndpoints, introduce
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import PeerHello
+from cluster.wire.messages import (
     PROTOCOL_VERSION,
     GenerateRequest,
     Sampling,
@@ -37,9 +40,6 @@ from cluster.messages import (
     Vote,
     encode,
 )
-from cluster.rank.context import RankContext, RankPlace
-from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,

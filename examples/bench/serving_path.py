@@ -43,7 +43,7 @@ from starlette.routing import Route
 from streams import Load, measure, memory_bytes
 
 from cluster.engine.changeover import Changeover
-from cluster.messages import SampledTokens, StepAgreement, StepPlan
+from cluster.wire.messages import SampledTokens, StepAgreement, StepPlan
 
 BARE = "bare Starlette"
 OURS = "Lockstep"

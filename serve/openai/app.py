@@ -27,9 +27,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve import clients, page
+from serve import clients
 from serve.config import AccessConfig
 from serve.keys import ApiKeys
+from serve.observe import page
 from serve.openai import openapi, tokenizing
 from serve.openai.chat import parse_chat_shape
 from serve.openai.completions import parse_completion_shape

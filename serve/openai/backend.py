@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cluster.counts import Counts
-from cluster.messages import EngineOutput, GenerateRequest
-from cluster.metrics import MetricsSnapshot
+from cluster.observe.counts import Counts
+from cluster.observe.metrics import MetricsSnapshot
+from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.arguments import DeployArgs
-from serve.records import SequenceRecord
+from serve.requests.records import SequenceRecord
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):

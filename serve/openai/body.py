@@ -16,7 +16,7 @@ from serve.admission import Place
 from serve.openai.backend import ApiSettings
 from serve.openai.errors import ApiError, BadRequest, BodyTooLarge, SlowBody
 from serve.openai.schema import ChatRequest, CompletionRequest
-from serve.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer
 
 MAX_DISCARDED_BYTES = 64 << 20
 """What is read and dropped of a refused body, so that its client can read why."""

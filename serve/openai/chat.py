@@ -43,8 +43,8 @@ from serve.openai.tools import (
     tools_for_template,
     with_forced_calls,
 )
-from serve.sampling import SamplingParams
-from serve.tokenizer import Tokenizer
+from serve.requests.sampling import SamplingParams
+from serve.requests.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
 """About what a template adds to a message: roles and markers are work too."""

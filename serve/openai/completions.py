@@ -24,8 +24,8 @@ from serve.openai.responses import (
     prompt_logprobs,
 )
 from serve.openai.schema import CompletionRequest
-from serve.text import detokenizer
-from serve.tokenizer import Tokenizer
+from serve.requests.text import detokenizer
+from serve.requests.tokenizer import Tokenizer
 
 
 class CompletionShape:

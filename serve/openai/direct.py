@@ -21,8 +21,8 @@ from serve.openai.endpoint import Parse, Serving, Shape, parsed, stream_chunks, 
 from serve.openai.errors import BadRequest, BodyTooLarge, as_api_error
 from serve.openai.observed import new_request_id
 from serve.openai.streaming import Backlog
-from serve.records import RequestRecord
-from serve.tokenizer import Tokenizer
+from serve.requests.records import RequestRecord
+from serve.requests.tokenizer import Tokenizer
 
 HANDLE = "handle"
 """In place of a route."""

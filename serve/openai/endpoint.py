@@ -23,14 +23,13 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from cluster.messages import GenerateRequest
-from cluster.metrics import Described
+from cluster.observe.metrics import Described
+from cluster.wire.messages import GenerateRequest
 from compile.errors import FieldError, Words
 from serve.admission import Admission, Overloaded, Place
-from serve.cache_salt import CacheSalts
 from serve.clients import client_of
 from serve.event_loop import Check, Pace, SharedTick, WorkThreads
-from serve.metrics import Scrapes
+from serve.observe.metrics import Scrapes
 from serve.openai.backend import ApiSettings, Backend
 from serve.openai.body import BodyReader, check_values
 from serve.openai.errors import ApiError, NotFound, Unavailable, as_api_error
@@ -39,10 +38,11 @@ from serve.openai.observed import record_of
 from serve.openai.responses import Usage
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
-from serve.records import IngressCounts, RequestRecord
-from serve.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
-from serve.text import StopStrings, TextStream
-from serve.tokenizer import Tokenizer, TooManyTokens
+from serve.requests.cache_salt import CacheSalts
+from serve.requests.records import IngressCounts, RequestRecord
+from serve.requests.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
+from serve.requests.text import StopStrings, TextStream
+from serve.requests.tokenizer import Tokenizer, TooManyTokens
 
 CHOICE_SIZE = 100
 """The cost of preparing a choice, as about so many characters of tokenizing."""

@@ -29,8 +29,8 @@ from starlette.responses import Response
 
 from compile.errors import FieldError
 from serve.admission import Overloaded
-from serve.grammar_process import GrammarProcessLost
-from serve.tokenizer import ChatTemplateError
+from serve.requests.grammar_process import GrammarProcessLost
+from serve.requests.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from types import TracebackType
 
 import msgspec
 
-from cluster.messages import EngineOutput, GenerateRequest, TokenLogprobs
+from cluster.wire.messages import EngineOutput, GenerateRequest, TokenLogprobs
 from serve.event_loop import Pace
 from serve.openai.backend import Backend
 from serve.openai.errors import InternalError
 from serve.openai.responses import PromptTokensDetails, Usage
 from serve.openai.streaming import Backlog
-from serve.records import ABORTED, FAILED, IngressCounts, RequestRecord, SequenceRecord
-from serve.text import TextDelta, TextStream
+from serve.requests.records import ABORTED, FAILED, IngressCounts, RequestRecord, SequenceRecord
+from serve.requests.text import TextDelta, TextStream
 
 _FINISH_REASONS = ("stop", "length", "abort")
 TOKEN_BYTES = 400

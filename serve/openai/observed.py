@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.openai.errors import BadRequest
-from serve.records import IngressCounts, RequestRecord
+from serve.requests.records import IngressCounts, RequestRecord
 
 logger = logging.getLogger(__name__)
 

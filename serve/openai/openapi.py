@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from model.fields import hints_of
-from serve import page
+from serve.observe import page
 from serve.openai import responses, schema
 from serve.openai.backend import ApiSettings
 from serve.openai.fields import ignored_fields, inert_fields, structs_within

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.messages import TokenLogprobs
-from serve.tokenizer import Tokenizer
+from cluster.wire.messages import TokenLogprobs
+from serve.requests.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """What an impossible token has, for clients of OpenAI and vLLM: JSON has no -inf."""

@@ -25,7 +25,7 @@ from serve.openai.responses import Usage
 from serve.openai.responses_request import ResponsesChat, ResponsesRequest, parse_responses
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import new_call_id, with_forced_calls
-from serve.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from cluster.messages import MaxTokens
+from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
-from serve.cache_salt import CacheSalt
 from serve.openai.fields import convert_object, join_path, parse
 from serve.openai.schema import (
     LABELS,
@@ -33,7 +32,8 @@ from serve.openai.schema import (
     Tool,
     ToolCall,
 )
-from serve.sampling import SamplingFields
+from serve.requests.cache_salt import CacheSalt
+from serve.requests.sampling import SamplingFields
 
 MAX_METADATA = 16
 """OpenAI's bound on the keys of `metadata`, which is given back; more get 400."""

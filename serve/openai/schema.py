@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from cluster.messages import MAX_BIASES, MaxTokens
+from cluster.wire.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says, words_for
-from serve.cache_salt import CacheSalt
 from serve.openai.errors import BadRequest
-from serve.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
-from serve.structured import StructuredOutputsParams
+from serve.requests.cache_salt import CacheSalt
+from serve.requests.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
+from serve.requests.structured import StructuredOutputsParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128

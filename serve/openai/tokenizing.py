@@ -22,8 +22,8 @@ from serve.openai.fields import parse, parse_fields
 from serve.openai.request_parser import check_turns
 from serve.openai.responses import Detokenized, Tokenized
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
-from serve.sampling import too_long_a_prompt
-from serve.tokenizer import Tokenizer, TooManyTokens
+from serve.requests.sampling import too_long_a_prompt
+from serve.requests.tokenizer import Tokenizer, TooManyTokens
 
 Work = Callable[[Serving, Tokenizer, bytes, Check], msgspec.Struct]
 

@@ -16,9 +16,9 @@ from serve.openai.errors import BadRequest
 from serve.openai.fields import join_path
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, ToolFormat
-from serve.sampling import SamplingParams
-from serve.structured import StructuredOutputsParams
-from serve.tokenizer import Tokenizer
+from serve.requests.sampling import SamplingParams
+from serve.requests.structured import StructuredOutputsParams
+from serve.requests.tokenizer import Tokenizer
 
 MAX_TOOL_CHARS = 1 << 18
 """Characters of all `tools` as JSON, which chat templates write out in full; more get 400."""

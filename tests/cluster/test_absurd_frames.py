@@ -22,10 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
-from cluster.credentials import Credentials
 from cluster.kv import reads as kv_reads
 from cluster.kv.transport.memory import SharedMemory, node_id
-from cluster.messages import (
+from cluster.rank import leader as leader_module
+from cluster.rank.context import RankContext
+from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     Abort,
     EngineOutput,
     GenerateRequest,
@@ -40,9 +43,6 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank import leader as leader_module
-from cluster.rank.context import RankContext
-from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,

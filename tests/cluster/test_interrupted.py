@@ -20,22 +20,22 @@ import zmq
 from msgspec.structs import replace as changed
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
-from cluster.credentials import Credentials
 from cluster.engine.engine import Engine
-from cluster.messages import (
+from cluster.rank.context import RankContext
+from cluster.rank.leader import Leader, assemble_engine
+from cluster.rank.runner import ModelRunner
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     LogitRules,
     Sampling,
     Submit,
 )
-from cluster.rank.context import RankContext
-from cluster.rank.leader import Leader, assemble_engine
-from cluster.rank.runner import ModelRunner
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from serve.event_loop import SharedTick
-from serve.router import Router
-from serve.tokens import TokenSocket
+from serve.pools.mailboxes import TokenSocket
+from serve.pools.router import Router
 
 VOCAB = 256
 NUM_TOKENS = 48

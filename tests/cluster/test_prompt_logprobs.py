@@ -11,7 +11,11 @@ import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.engine import Engine
-from cluster.messages import (
+from cluster.rank import runner
+from cluster.rank.context import RankContext
+from cluster.rank.leader import assemble_engine
+from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     PromptTargets,
@@ -20,10 +24,6 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
-from cluster.rank import runner
-from cluster.rank.context import RankContext
-from cluster.rank.leader import assemble_engine
-from cluster.rank.runner import ModelRunner
 
 NUM_LOGPROBS = 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.metrics import METRICS, PREFIX
+from cluster.observe.metrics import METRICS, PREFIX
 from compile import environment
 from compile.config import FIELDS
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
@@ -129,6 +129,6 @@ def test_bounds_and_values_are_those_of_the_code() -> None:
     assert fields["temperature"][3] == "a number from 0 to 1e+06"
     assert fields["top_logprobs"][3] == "an integer from 0 to 20"
     limits = {row[0].strip("`"): row for row in rows("limits")}
-    assert limits["MAX_STOP_STRINGS"][1:3] == ["`64`", "`serve/sampling.py`"]
+    assert limits["MAX_STOP_STRINGS"][1:3] == ["`64`", "`serve/requests/sampling.py`"]
     arguments = {row[0].strip("`"): row for row in rows("arguments")}
     assert arguments["max_body_bytes"][2] == "`8388608` (8 MiB)"

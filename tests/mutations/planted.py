@@ -457,9 +457,9 @@ MUTATIONS = (
     Mutation(
         "an_attempt_that_was_lost_ends_the_request",
         "An ended KV read is told to the client as the end of its answer.",
-        "serve/router.py",
+        "serve/pools/router.py",
         {"    FinishReason.KV_LOST,\n    FinishReason.REFUSED,": "    FinishReason.REFUSED,"},
-        ("tests/serve/test_router.py",),
+        ("tests/serve/pools/test_router.py",),
     ),
     Mutation(
         "keys_are_not_asked_for",
@@ -478,7 +478,7 @@ MUTATIONS = (
     Mutation(
         "one_engine_gets_all_prompts",
         "A group's first engine is chosen for every request (P08).",
-        "serve/pools.py",
+        "serve/pools/pool.py",
         {"router.take(num_tokens)": "router.take(num_tokens) * 0"},
         (WIRED,),
     ),

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from cluster.messages import MAX_LOGPROBS
 from cluster.rank import forward
 from cluster.rank.inputs import StepBatch
+from cluster.wire.messages import MAX_LOGPROBS
 from model.sampler import SamplerOutput, SamplingTensors, sample, score
 from serve.llm import LLM, SamplingParams
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.engine.overlap import OverlappedEngine
-from cluster.messages import PENDING, SampledTokens, StepAgreement, StepPlan
 from cluster.rank.runner import LaunchedStep, ModelRunner
+from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan
 from serve.llm import LLM, RequestOutput, SamplingParams
 
 SIZES: dict[str, Any] = {

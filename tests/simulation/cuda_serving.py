@@ -22,7 +22,10 @@ from cluster.engine.engine import Engine
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
 from cluster.kv.reads import KVPulls
 from cluster.kv.transport.store import BlockStore
-from cluster.messages import (
+from cluster.rank.context import RankContext
+from cluster.rank.leader import assemble_engine
+from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import (
     Admission,
     EngineOutput,
     GenerateRequest,
@@ -37,12 +40,9 @@ from cluster.messages import (
     StepPlan,
     Submit,
 )
-from cluster.rank.context import RankContext
-from cluster.rank.leader import assemble_engine
-from cluster.rank.runner import ModelRunner
 from serve.config import engine_config
 from serve.llm import LLM
-from serve.sampling import Resolver, SamplingParams
+from serve.requests.sampling import Resolver, SamplingParams
 
 COPIES_PER_STEP = 3
 """To the device: token ids, positions, and everything else that a step fills anew."""

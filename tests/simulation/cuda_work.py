@@ -22,7 +22,7 @@ from cuda_device import DEVICE_WAITS, EVENT_WAITS, PAGEABLE, PINNED, STREAM_WAIT
 from cuda_serving import EVENT_WAITS_PER_STEP, Called, Pair, Request, Serving, Single
 from cuda_torch import simulated
 
-from serve.sampling import SamplingParams
+from serve.requests.sampling import SamplingParams
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 """Its tokenizer serves all families."""

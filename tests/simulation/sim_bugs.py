@@ -22,11 +22,12 @@ from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
-from cluster.group_messages import StepFrame
 from cluster.kv.group import GroupReader
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import KVPulls
-from cluster.messages import (
+from cluster.rank.follower_loop import FollowerLoop
+from cluster.wire.group_messages import StepFrame
+from cluster.wire.messages import (
     PENDING,
     EngineOutput,
     KVAnswer,
@@ -40,7 +41,6 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.follower_loop import FollowerLoop
 
 
 class _SkipsDummies(SimRunner):

@@ -21,8 +21,8 @@ from cluster.actors.rank_group import RankDied, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
 from cluster.kv.handoff import HandoffMetadata
-from cluster.messages import EngineOutput, StepAgreement
 from cluster.rank.context import RankPlace
+from cluster.wire.messages import EngineOutput, StepAgreement
 
 if TYPE_CHECKING:
     from sim_world import World

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.kv.handoff import HandoffMetadata, KVReadResult
 from cluster.kv.reads import CHUNK_BYTES
-from cluster.messages import (
+from cluster.wire.messages import (
     KVAnswer,
     KVCall,
     KVHandoff,

@@ -15,14 +15,14 @@ import msgspec
 from sim_schedule import LINK, Fault
 
 from cluster.engine.divergence import StepDigester
-from cluster.group_messages import (
+from cluster.wire.group_messages import (
     EndOfSteps,
     FollowerReport,
     KVOrder,
     StepFrame,
     ToFollower,
 )
-from cluster.messages import StepAgreement, StepPlan, Vote, decode, encode
+from cluster.wire.messages import StepAgreement, StepPlan, Vote, decode, encode
 
 if TYPE_CHECKING:
     from sim_group import SimGroup

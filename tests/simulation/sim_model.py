@@ -9,7 +9,7 @@ from __future__ import annotations
 from sim_schedule import MAX_MODEL_LEN, VOCAB
 
 from cluster.engine.blocks import SCRATCH
-from cluster.messages import PENDING, StepPlan
+from cluster.wire.messages import PENDING, StepPlan
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 

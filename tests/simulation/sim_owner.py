@@ -20,12 +20,12 @@ from sim_schedule import Shape
 
 from cluster.actors.failed_starts import FailedStart
 from cluster.actors.rank_group import RankGroup
-from cluster.credentials import Credentials
-from cluster.messages import Abort, EngineOutput, encode
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import Abort, EngineOutput, encode
 from serve.event_loop import SharedTick
-from serve.pools import Pool, hold_s
-from serve.routing import LeaderRouter, Routing
-from serve.tokens import TokenSocket
+from serve.pools.mailboxes import TokenSocket
+from serve.pools.pool import Pool, hold_s
+from serve.pools.routing import LeaderRouter, Routing
 
 if TYPE_CHECKING:
     from sim_world import World

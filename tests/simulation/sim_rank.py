@@ -29,9 +29,13 @@ from cluster.engine.engine import Engine
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
-from cluster.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.messages import (
+from cluster.rank.channel import NoFollowers
+from cluster.rank.follower_loop import FollowerLoop
+from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
+from cluster.rank.step_stats import StepStats
+from cluster.wire.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
+from cluster.wire.messages import (
     Abort,
     EngineOutput,
     Inbound,
@@ -41,10 +45,6 @@ from cluster.messages import (
     Submit,
     decode,
 )
-from cluster.rank.channel import NoFollowers
-from cluster.rank.follower_loop import FollowerLoop
-from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
-from cluster.rank.step_stats import StepStats
 
 if TYPE_CHECKING:
     from sim_group import SimGroup

@@ -38,15 +38,15 @@ from cluster.engine.scheduler import Scheduler
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import KVPulls
-from cluster.messages import (
+from cluster.rank.follower_loop import FollowerLoop
+from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     Sampling,
     StepAgreement,
     decode,
 )
-from cluster.rank.follower_loop import FollowerLoop
-from serve.router import Router
+from serve.pools.router import Router
 
 END_S = 180.0
 """Of simulated time: no schedule has more to do than half a minute."""

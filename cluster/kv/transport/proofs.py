@@ -33,7 +33,7 @@ from typing import Any
 
 import zmq
 
-from cluster.credentials import Credentials
+from cluster.wire.credentials import Credentials
 from cluster.wire.polling import Budget
 from cluster.wire.sockets import inner_socket
 

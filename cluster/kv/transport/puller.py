@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 import zmq
 
-from cluster.counts import Counts
-from cluster.credentials import Credentials
 from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVPulls
 from cluster.kv.transport.memory import node_id, open_shared
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, is_equal
 from cluster.kv.transport.store import BlockStore, KVThreadDied
-from cluster.messages import (
+from cluster.observe.counts import Counts
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     FrameError,
     KVAnswer,
     KVCall,

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 import zmq
 
-from cluster.counts import Counts
-from cluster.credentials import Credentials
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import max_chunk_blocks
 from cluster.kv.transport.proofs import Doorkeeper, KVProofs, PlainHandshake, is_equal, number_of
 from cluster.kv.transport.store import BlockStore, KVThreadDied
-from cluster.messages import (
+from cluster.observe.counts import Counts
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     FrameError,
     KVAnswer,
     KVCall,

@@ -12,8 +12,8 @@ import zmq
 import zmq.asyncio
 
 from cluster.config import EngineConfig
-from cluster.credentials import Credentials
-from cluster.messages import (
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     OutputFrame,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
-from cluster.credentials import Credentials
+from cluster.wire.credentials import Credentials
 
 pytestmark = pytest.mark.ray
 

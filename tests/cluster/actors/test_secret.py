@@ -11,7 +11,7 @@ import pytest
 from zmq.utils import z85
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.credentials import SECRET_BYTES, Credentials
+from cluster.wire.credentials import SECRET_BYTES, Credentials
 
 pytestmark = pytest.mark.ray
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.actors import status_board as board_module
 from cluster.actors.load_progress import LoadProgress
 from cluster.actors.status_board import IngressReport, StatusBoard
-from cluster.counts import Counts
+from cluster.observe.counts import Counts
 
 TOKENS = ("generation_tokens_total",)
 

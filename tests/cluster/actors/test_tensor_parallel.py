@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDivergence
+from cluster.wire.credentials import Credentials
 from compile.config import CompilationConfig
 
 pytestmark = pytest.mark.ray

@@ -22,7 +22,7 @@ from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
-from cluster.messages import (
+from cluster.wire.messages import (
     PENDING,
     EngineOutput,
     GenerateRequest,

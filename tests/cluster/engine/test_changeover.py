@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, agree
-from cluster.messages import StepKind, Vote
+from cluster.wire.messages import StepKind, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 

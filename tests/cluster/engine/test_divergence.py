@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
-from cluster.messages import Admission, NewBlocks, PromptTargets, StepAgreement, StepPlan
 from cluster.rank.lockstep import AloneLockstep
+from cluster.wire.messages import Admission, NewBlocks, PromptTargets, StepAgreement, StepPlan
 
 
 def make_plan(step: int, **fields: Any) -> StepPlan:

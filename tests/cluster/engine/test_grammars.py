@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cluster.engine.grammars import CompileResult, MaskedRow
-from cluster.messages import FinishReason, Grammar
+from cluster.wire.messages import FinishReason, Grammar
 
 END = 7
 

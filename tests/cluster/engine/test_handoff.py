@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.engine.sequence import Sequence
-from cluster.messages import KVHandoff
+from cluster.wire.messages import KVHandoff
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from cluster.engine import lockstep
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent, get_dp_padding
-from cluster.group_messages import StepConfirm
-from cluster.messages import StepAgreement, StepKind, StepPlan, Vote
 from cluster.rank.step_stats import StepStats
+from cluster.wire.group_messages import StepConfirm
+from cluster.wire.messages import StepAgreement, StepKind, StepPlan, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 

@@ -14,9 +14,9 @@ from cluster.engine.changeover import Changeover
 from cluster.engine.engine import Engine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.kv.handoff import HandoffMetadata, KVHolder
-from cluster.messages import PENDING, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 from cluster.rank.channel import NoFollowers
 from cluster.rank.lockstep import AloneLockstep
+from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 from compile.dispatch import CapturedGraphs
 
 

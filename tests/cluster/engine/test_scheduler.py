@@ -11,7 +11,7 @@ from cluster.engine import scheduler as scheduler_module
 from cluster.engine.blocks import BlockManager
 from cluster.engine.scheduler import MAX_EARLY_ABORTS, Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.messages import SampledTokens, TokenLogprobs
+from cluster.wire.messages import SampledTokens, TokenLogprobs
 
 
 def texts(outputs: dict) -> dict[str, list[int]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder, KVReadResult
-from cluster.messages import FrameError, KVHandoff
+from cluster.wire.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.wire.messages import FrameError, KVHandoff
 
 HANDOFF = KVHandoff(1, "r", [], [5], [1], 4, 64, "kv", 10.0)
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from cluster.kv import reads as kv_reads
 from cluster.kv.reads import KVPulls, max_chunk_blocks
-from cluster.messages import (
+from cluster.wire.messages import (
     KVAnswer,
     KVCall,
     KVHandoff,

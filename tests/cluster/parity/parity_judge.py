@@ -12,7 +12,7 @@ from parity_process import EPOCH, Report
 from parity_rows import BLOCK_SIZE, LOADS, Run, window_of
 from parity_run import outputs_of
 
-from cluster.messages import StepKind
+from cluster.wire.messages import StepKind
 from compile.config import CompilationLevel, CUDAGraphMode
 from compile.dispatch import BatchDescriptor, padded_size
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import EngineConfig
-from cluster.credentials import Credentials
 from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints
 from cluster.rank.status import RankStats
+from cluster.wire.credentials import Credentials
 from compile.counters import counter
 from compile.dispatch import BatchDescriptor, CapturedGraphs
 from compile.graphs.capture import unseal

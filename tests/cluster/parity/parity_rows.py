@@ -16,7 +16,7 @@ from cluster.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from cluster.messages import EngineOutput, GenerateRequest, Sampling, StepKind
+from cluster.wire.messages import EngineOutput, GenerateRequest, Sampling, StepKind
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 from model.config import ModelConfig

@@ -35,14 +35,14 @@ from parity_process import (
 from parity_rows import LOADS, Request, Row, Run
 
 from cluster.config import EngineConfig, Role
-from cluster.messages import EngineOutput, Submit
 from cluster.rank.leader import Leader
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
+from cluster.wire.messages import EngineOutput, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter
 from serve.event_loop import SharedTick
-from serve.router import Router
-from serve.tokens import TokenSocket
+from serve.pools.mailboxes import TokenSocket
+from serve.pools.router import Router
 
 FOLDER = Path(__file__).resolve().parent
 MAX_STEPS = 10_000

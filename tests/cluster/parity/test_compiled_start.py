@@ -16,8 +16,8 @@ import torch
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
-from cluster.messages import Submit
 from cluster.rank.leader import Leader
+from cluster.wire.messages import Submit
 from compile.config import CUDAGraphMode
 from compile.counters import counter
 from model.layers.attention import Attention

@@ -10,9 +10,9 @@ import pytest
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
-from cluster.messages import Submit
 from cluster.rank.context import RankContext
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import Submit
 from compile.errors import FieldError
 
 

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import zmq
 
-from cluster.credentials import Credentials
-from cluster.group_messages import (
+from cluster.rank import channel
+from cluster.rank.channel import StepReceiver, StepSender
+from cluster.rank.links import LinkAddress
+from cluster.rank.lockstep import AloneLockstep
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import (
     DropKV,
     EndOfSteps,
     FollowerHello,
@@ -23,7 +27,7 @@ from cluster.group_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.messages import (
+from cluster.wire.messages import (
     PROTOCOL_VERSION,
     FrameError,
     KVSource,
@@ -31,10 +35,6 @@ from cluster.messages import (
     StepPlan,
     encode,
 )
-from cluster.rank import channel
-from cluster.rank.channel import StepReceiver, StepSender
-from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import AloneLockstep
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import end_context
 

@@ -17,12 +17,12 @@ import pytest
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.changeover import CannotCompile
-from cluster.messages import EngineOutput, GenerateRequest, Sampling, Submit
 from cluster.rank.compile_process import CompileJob, CompileProcess
 from cluster.rank.context import RankContext
 from cluster.rank.groups import GroupMembership
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import EngineOutput, GenerateRequest, Sampling, Submit
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.capture import is_sealed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.engine.lockstep import agree, get_dp_padding
-from cluster.messages import StepKind, Vote
+from cluster.wire.messages import StepKind, Vote
 from compile.context import DPMetadata
 from compile.dispatch import CapturedGraphs
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import (
+from cluster.rank import forward
+from cluster.rank.context import RankContext
+from cluster.rank.free_memory import FreeMemory
+from cluster.rank.groups import GroupMembership
+from cluster.rank.leader import assemble_engine
+from cluster.rank.lockstep import AloneLockstep
+from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import (
     Admission,
     GenerateRequest,
     NewBlocks,
@@ -23,13 +30,6 @@ from cluster.messages import (
     Submit,
     Vote,
 )
-from cluster.rank import forward
-from cluster.rank.context import RankContext
-from cluster.rank.free_memory import FreeMemory
-from cluster.rank.groups import GroupMembership
-from cluster.rank.leader import assemble_engine
-from cluster.rank.lockstep import AloneLockstep
-from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import (
     BatchDescriptor,

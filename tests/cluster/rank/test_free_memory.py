@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.credentials import Credentials
 from cluster.engine.lockstep import agree
-from cluster.messages import StepKind, StepPlan, Vote
 from cluster.rank import forward, free_memory
 from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
 from cluster.rank.groups import GroupMembership
 from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.runner import ModelRunner
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import StepKind, StepPlan, Vote
 from cluster.wire.sockets import end_context
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.context import BatchDescriptor, ForwardContext, forward_context

@@ -21,8 +21,8 @@ from cluster.grammars import (
     of_grammar,
     of_regex,
 )
-from cluster.messages import Grammar
 from cluster.rank.grammar_masks import GrammarMasks
+from cluster.wire.messages import Grammar
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "examples" / "tiny" / "tokenizer.json"
 END = 2

@@ -15,14 +15,14 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.config import EngineConfig, ParallelConfig
-from cluster.credentials import Credentials
-from cluster.group_messages import LeaderHello
-from cluster.messages import PROTOCOL_VERSION, FrameError
 from cluster.rank import groups
 from cluster.rank.context import RankContext
 from cluster.rank.groups import GroupMembership
 from cluster.rank.links import LinkAddress
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import LeaderHello
+from cluster.wire.messages import PROTOCOL_VERSION, FrameError
 from cluster.wire.sockets import end_context
 from model.parallel import Shard
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import zmq
 
-from cluster.credentials import Credentials
-from cluster.messages import Abort, GenerateRequest, Sampling, Submit, Watch, encode
 from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import Abort, GenerateRequest, Sampling, Submit, Watch, encode
 from cluster.wire.polling import Budget
 from cluster.wire.sockets import (
     MAX_PART_BYTES,

@@ -16,12 +16,18 @@ import pytest
 import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.credentials import Credentials
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent
 from cluster.engine.watchdog import Phase
-from cluster.group_messages import PeerHello, ToPeer
-from cluster.messages import (
+from cluster.rank import groups, lockstep
+from cluster.rank.context import RankContext, RankPlace
+from cluster.rank.leader import Leader
+from cluster.rank.lockstep import JoinedLockstep
+from cluster.rank.rendezvous import LeaderEndpoints, introduce
+from cluster.rank.step_stats import StepStats
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import PeerHello, ToPeer
+from cluster.wire.messages import (
     PROTOCOL_VERSION,
     EngineOutput,
     FrameError,
@@ -35,12 +41,6 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank import groups, lockstep
-from cluster.rank.context import RankContext, RankPlace
-from cluster.rank.leader import Leader
-from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.rendezvous import LeaderEndpoints, introduce
-from cluster.rank.step_stats import StepStats
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,

@@ -12,8 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from cluster.credentials import Credentials
-from cluster.messages import (
+from cluster.rank import output_sender as output_sender_module
+from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     EndedFrame,
     EngineOutput,
     FinishReason,
@@ -21,8 +23,6 @@ from cluster.messages import (
     TokenLogprobs,
     decode,
 )
-from cluster.rank import output_sender as output_sender_module
-from cluster.rank.output_sender import MAX_OUTPUT_BYTES, OutputSender, frames_of
 from cluster.wire.sockets import CurveHandshake, end_context, listening_socket
 
 CREDENTIALS = Credentials("test", b"s" * 32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.messages import Admission, NewBlocks, StepPlan
 from cluster.rank.inputs import StepInputs
+from cluster.wire.messages import Admission, NewBlocks, StepPlan
 
 BLOCK_SIZE = 4
 ROWS, TOKENS, COLUMNS = 6, 32, 5

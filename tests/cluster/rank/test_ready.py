@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.messages import StepKind, Vote
 from cluster.rank import free_memory
 from cluster.rank.context import RankContext
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
+from cluster.wire.messages import StepKind, Vote
 from compile.config import CompilationConfig
 from compile.dispatch import BatchDescriptor
 from compile.graphs.errors import LateCapture

@@ -12,7 +12,9 @@ from cluster.config import Role
 from cluster.engine.blocks import BlockManager
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Sequence
-from cluster.messages import (
+from cluster.rank.buffers import Staging
+from cluster.rank.row_rules import RowRulesTables
+from cluster.wire.messages import (
     Admission,
     GenerateRequest,
     Inbound,
@@ -23,8 +25,6 @@ from cluster.messages import (
     decode,
     encode,
 )
-from cluster.rank.buffers import Staging
-from cluster.rank.row_rules import RowRulesTables
 
 VOCAB = 152_064
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.messages import Admission, NewBlocks, StepPlan
 from cluster.rank.inputs import StepBatch, StepInputs
+from cluster.wire.messages import Admission, NewBlocks, StepPlan
 
 
 @pytest.fixture

@@ -19,12 +19,16 @@ import torch
 import zmq
 from zmq.utils import z85
 
-from cluster.credentials import Credentials
-from cluster.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
-from cluster.messages import (
+from cluster.rank import links
+from cluster.rank.channel import StepReceiver, StepSender
+from cluster.rank.leader import Inbox
+from cluster.rank.lockstep import PeerSockets
+from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
+from cluster.wire.messages import (
     PROTOCOL_VERSION,
     KVRenew,
     KVSource,
@@ -32,10 +36,6 @@ from cluster.messages import (
     Watch,
     encode,
 )
-from cluster.rank import links
-from cluster.rank.channel import StepReceiver, StepSender
-from cluster.rank.leader import Inbox
-from cluster.rank.lockstep import PeerSockets
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import (
     MAX_PART_BYTES,

@@ -21,17 +21,17 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.counts import Counts, Ledger
-from cluster.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
-from cluster.metrics import INGRESS, MetricsSnapshot
+from cluster.observe.counts import Counts, Ledger
+from cluster.observe.metrics import INGRESS, MetricsSnapshot
+from cluster.wire.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
 from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.llm import LLM
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.records import SequenceRecord
-from serve.tokenizer import Tokenizer
+from serve.requests.records import SequenceRecord
+from serve.requests.tokenizer import Tokenizer
 
 MODEL = "scripted"
 TEMPLATE = (

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from serve.admission import Admission
-from serve.cache_salt import MAX_SALT_CHARS, CacheSalts
 from serve.config import deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
+from serve.requests.cache_salt import MAX_SALT_CHARS, CacheSalts
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32

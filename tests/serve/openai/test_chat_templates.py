@@ -17,7 +17,7 @@ from serve.admission import Admission
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.tokenizer import ChatTemplateError, Tokenizer
+from serve.requests.tokenizer import ChatTemplateError, Tokenizer
 
 CHAT = "/v1/chat/completions"
 TURNS = [

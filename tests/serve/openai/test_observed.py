@@ -15,14 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve._private.http_util import RequestIdMiddleware
 from starlette.applications import Starlette
 
-from cluster.logs import JsonFormatter
+from cluster.observe.logs import JsonFormatter
 from serve.ingress import _why_down
+from serve.observe.request_log import RequestLog
 from serve.openai import direct
 from serve.openai.app import build_app
 from serve.openai.completions import parse_completion_shape
 from serve.openai.endpoint import Serving
 from serve.openai.observed import MAX_ID_CHARS, MAX_TRACE_CHARS
-from serve.request_log import RequestLog
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -47,7 +47,7 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     """The request log of the app; no line comes late, which would be another test's."""
-    monkeypatch.setattr("serve.request_log.PAUSE_S", 0.0)
+    monkeypatch.setattr("serve.observe.request_log.PAUSE_S", 0.0)
     handler, logger = Lines(), logging.getLogger("lockstep.request")
     level = logger.level
     logger.addHandler(handler)

@@ -18,7 +18,7 @@ from serve.config import deploy_config
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

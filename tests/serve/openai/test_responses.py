@@ -13,7 +13,7 @@ from serve.arguments import DeployArgs
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer
 
 PATH = "/v1/responses"
 TEMPLATE = (

@@ -13,15 +13,15 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.messages import EngineOutput, GenerateRequest
+from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.arguments import DeployArgs
 from serve.event_loop import SharedTick
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import BEGUN_AT_ONCE, Serving
-from serve.records import SequenceRecord
-from serve.tokenizer import Tokenizer
-from serve.tokens import Mailbox
+from serve.pools.mailboxes import Mailbox
+from serve.requests.records import SequenceRecord
+from serve.requests.tokenizer import Tokenizer
 
 TEXT = "/v1/completions"
 # From the client's leaving to the closed stream, on a machine that runs other tests beside.

@@ -17,7 +17,7 @@ from serve.openai.fields import known_fields
 from serve.openai.responses_request import ResponsesRequest
 from serve.openai.schema import ChatRequest, CompletionRequest
 from serve.openai.tokenizing import TokenizeRequest
-from serve.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer
 
 Call = Callable[..., Any]
 TEXT = "hello world, the cat"

@@ -12,14 +12,14 @@ import pytest
 import torch
 import zmq
 
-from cluster.credentials import Credentials
 from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder, KVReadResult
 from cluster.kv.transport import puller as puller_module
 from cluster.kv.transport.proofs import CallIds, Doorkeeper, KVProofs, PlainHandshake
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
-from cluster.messages import (
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
     KVAnswer,
     KVCall,
     KVHandoff,

@@ -1,0 +1,1 @@
+"""What is counted and said about ranks: metrics, counters, logs."""

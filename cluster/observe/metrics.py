@@ -1,0 +1,328 @@
+"""Every metric: its name, its labels, what it means. One table, which all that shows metrics reads.
+
+Names, buckets and meanings of those that vLLM has are vLLM's with another prefix. All have the
+labels `model_name` and `engine`: the name of an engine as in `prefill-0-0` (pool, replica,
+data-parallel rank), or `ingress` for what is measured where clients are answered. No label takes
+values that clients choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cluster.engine.scheduler import SchedulerStats
+from cluster.observe.counts import BUCKET, SUM, Counts, bound_text
+
+PREFIX = "lockstep:"
+INGRESS = "ingress"
+"""The engine of what is measured at the ingress."""
+COMMON_LABELS = ("model_name", "engine")
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+
+def rounded_bounds(largest: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50, ... up to `largest`."""
+    bounds: list[float] = []
+    power = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * power > largest:
+                return tuple(bounds) or (1.0,)
+            bounds.append(float(digit * power))
+        power *= 10
+
+
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = tuple(float(n) for n in (1, 8, *(2**i for i in range(4, 15))))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. Invariant: a counter's name ends with `_total`."""
+
+    name: str
+    """Without the prefix."""
+    kind: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    """Beside the common ones."""
+    bounds: tuple[float, ...] = ()
+    """A histogram's; empty: 1, 2, 5, 10, ... up to the model's length."""
+
+    def bounds_for(self, max_model_len: int) -> tuple[float, ...]:
+        """Return a histogram's upper bounds."""
+        return self.bounds or rounded_bounds(max_model_len)
+
+
+METRICS = (
+    # as in vLLM
+    Metric("num_requests_running", GAUGE, "Sequences that run in the engine."),
+    Metric("num_requests_waiting", GAUGE, "Sequences that wait for a row or for KV."),
+    Metric(
+        "num_requests_waiting_by_reason",
+        GAUGE,
+        "The same by what they wait for: `capacity`, or `deferred` while their KV is on its way.",
+        ("reason",),
+    ),
+    Metric("kv_cache_usage_perc", GAUGE, "Share of KV blocks that are in use; 1 is all."),
+    Metric("prefix_cache_queries_total", COUNTER, "Tokens looked up in the prefix cache."),
+    Metric("prefix_cache_hits_total", COUNTER, "Tokens found in the prefix cache."),
+    Metric("num_preemptions_total", COUNTER, "Sequences that gave up their blocks for others."),
+    Metric("prompt_tokens_total", COUNTER, "Prompt tokens of requests that got a first token."),
+    Metric("prompt_tokens_cached_total", COUNTER, "Those of them found in the prefix cache."),
+    Metric("generation_tokens_total", COUNTER, "Tokens that clients were sent."),
+    Metric(
+        "request_success_total",
+        COUNTER,
+        "Sequences that ended: `stop`, `length`, `abort` (the client left, or time was up) or "
+        "`error`.",
+        ("finished_reason",),
+    ),
+    Metric(
+        "iteration_tokens_total",
+        HISTOGRAM,
+        "Tokens of one step of the engine, without padding.",
+        bounds=_STEP_TOKENS,
+    ),
+    Metric(
+        "time_to_first_token_seconds",
+        HISTOGRAM,
+        "From a request's arrival to a sequence's first token.",
+        bounds=_FIRST_TOKEN_S,
+    ),
+    Metric(
+        "inter_token_latency_seconds",
+        HISTOGRAM,
+        "Between two tokens of a sequence; those that come together share the time since the one "
+        "before.",
+        bounds=_TOKEN_S,
+    ),
+    Metric(
+        "time_per_output_token_seconds",
+        HISTOGRAM,
+        "The same as `inter_token_latency_seconds`, by its older name.",
+        bounds=_TOKEN_S,
+    ),
+    Metric(
+        "request_time_per_output_token_seconds",
+        HISTOGRAM,
+        "Mean time between a sequence's tokens, if it has two or more.",
+        bounds=_TOKEN_S,
+    ),
+    Metric(
+        "e2e_request_latency_seconds",
+        HISTOGRAM,
+        "From a request's arrival to the end of a sequence.",
+        bounds=_REQUEST_S,
+    ),
+    Metric(
+        "request_queue_time_seconds",
+        HISTOGRAM,
+        "From a sequence's arrival at its first engine until it got a row.",
+        bounds=_REQUEST_S,
+    ),
+    Metric(
+        "request_prefill_time_seconds",
+        HISTOGRAM,
+        "From there to its first token.",
+        bounds=_REQUEST_S,
+    ),
+    Metric(
+        "request_decode_time_seconds",
+        HISTOGRAM,
+        "From its first token to its last.",
+        bounds=_REQUEST_S,
+    ),
+    Metric(
+        "request_inference_time_seconds",
+        HISTOGRAM,
+        "From the row of its first engine to its last token.",
+        bounds=_REQUEST_S,
+    ),
+    Metric("request_prompt_tokens", HISTOGRAM, "Tokens of a prompt."),
+    Metric("request_generation_tokens", HISTOGRAM, "Tokens of a sequence's output."),
+    Metric(
+        "request_max_num_generation_tokens", HISTOGRAM, "Tokens that a sequence might have had."
+    ),
+    Metric("request_params_n", HISTOGRAM, "`n` of a request.", bounds=_CHOICES),
+    Metric("request_params_max_tokens", HISTOGRAM, "`max_tokens` of a request that has it."),
+    Metric(
+        "cache_config_info",
+        GAUGE,
+        "Always 1; its labels tell the KV cache of the engine.",
+        (
+            *("block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
+            "num_gpu_blocks",
+        ),
+    ),
+    # Lockstep's own
+    Metric(
+        "request_kv_wait_time_seconds",
+        HISTOGRAM,
+        "From a sequence's arrival at its decode engine until its KV was there and it had a row.",
+        bounds=_FIRST_TOKEN_S,
+    ),
+    Metric(
+        "http_responses_total",
+        COUNTER,
+        "Answers by route (`other` for what is none) and status.",
+        ("path", "code"),
+    ),
+    Metric(
+        "steps_total",
+        COUNTER,
+        "Steps by what was replayed (`none`, `piecewise`, `full`) and what the engine's sequences "
+        "did (`dummy`, `decode`, `mixed`).",
+        ("mode", "kind"),
+    ),
+    Metric(
+        "graph_replays_total",
+        COUNTER,
+        "Steps that replayed graphs, by mode and by tokens, padding included.",
+        ("mode", "size"),
+    ),
+    Metric("scheduled_tokens_total", COUNTER, "Tokens that steps computed, without padding."),
+    Metric("padding_tokens_total", COUNTER, "Tokens of padding that steps computed beside those."),
+    Metric("prompt_tokens_computed_total", COUNTER, "Prompt positions that were computed."),
+    Metric("votes_total", COUNTER, "Votes that the engine's leader cast."),
+    Metric(
+        "dp_wait_seconds_total", COUNTER, "Seconds between its votes and the last ones of others."
+    ),
+    Metric(
+        "compile_cache_misses_total",
+        COUNTER,
+        "Why something was compiled although there is a cache: `cold` (nothing was compiled "
+        "before), `unreadable` (an artifact), or the part of the key that changed.",
+        ("reason",),
+    ),
+    Metric("compilations_total", COUNTER, "Pieces that were compiled, while serving as well."),
+    Metric("late_compilations_total", COUNTER, "Those of them after the rank was ready."),
+    Metric("kv_transfer_sent_bytes_total", COUNTER, "Bytes of KV that readers took and believed."),
+    Metric("kv_transfer_received_bytes_total", COUNTER, "Bytes of KV that were read and believed."),
+    Metric("kv_transfers_total", COUNTER, "Reads of KV that were believed, by all ranks."),
+    Metric("kv_transfer_failures_total", COUNTER, "Reads of KV that failed."),
+    Metric("kv_transfer_seconds_total", COUNTER, "Seconds that believed reads of KV took."),
+    Metric("kv_leases_expired_total", COUNTER, "Tickets whose reader was not heard of in time."),
+    Metric(
+        "rank_restarts_total",
+        COUNTER,
+        "Rank groups that were rebuilt, by the rank that was named (`dp=0 tp=1`).",
+        ("rank",),
+    ),
+)
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+@dataclass(frozen=True)
+class MetricsSnapshot:
+    """All values at one moment, by engine. Invariant: no total is below what an earlier one had."""
+
+    totals: dict[str, Counts]
+    engines: dict[str, SchedulerStats]
+    """Those that are alive."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One series of a metric: the values of its labels, and its value.
+
+    Of a histogram `value` is the sum, and `buckets` has for each upper bound how many lie below.
+    """
+
+    labels: tuple[str, ...]
+    value: float
+    buckets: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Described:
+    """What does not change while an application runs."""
+
+    model_name: str
+    max_model_len: int
+    cache_info: tuple[tuple[str, str], ...] = ()
+    """The labels of `cache_config_info`, but for the number of blocks."""
+
+
+def samples(
+    snapshot: MetricsSnapshot, described: Described
+) -> Iterator[tuple[Metric, list[Sample]]]:
+    """Yield every metric with its samples; one that nothing counted yet has none, or a zero."""
+    by_name: dict[str, dict[str, dict[tuple[str, ...], float]]] = {}
+    for engine, counts in snapshot.totals.items():
+        for (name, *values), value in counts.items():
+            by_name.setdefault(name, {}).setdefault(engine, {})[tuple(values)] = value
+    for metric in METRICS:
+        found = by_name.get(metric.name, {})
+        if metric.kind == GAUGE:
+            yield metric, list(_gauges(metric, snapshot, described))
+        elif metric.kind == COUNTER:
+            common = [((described.model_name, engine), values) for engine, values in found.items()]
+            yield (
+                metric,
+                [
+                    Sample((*labels, *own), value)
+                    for labels, values in common
+                    for own, value in values.items()
+                ],
+            )
+        else:
+            bounds = metric.bounds_for(described.max_model_len)
+            yield (
+                metric,
+                [
+                    _histogram((described.model_name, engine), values, bounds)
+                    for engine, values in found.items()
+                ],
+            )
+
+
+def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> Iterator[Sample]:
+    for engine, now in snapshot.engines.items():
+        labels = (described.model_name, engine)
+        match metric.name:
+            case "num_requests_running":
+                yield Sample(labels, now.num_running)
+            case "num_requests_waiting":
+                yield Sample(labels, now.num_waiting)
+            case "num_requests_waiting_by_reason":
+                deferred = now.num_waiting_for_kv
+                yield Sample((*labels, "capacity"), now.num_waiting - deferred)
+                yield Sample((*labels, "deferred"), deferred)
+            case "kv_cache_usage_perc":
+                yield Sample(labels, 1 - now.num_free_blocks / max(now.num_blocks, 1))
+            case "cache_config_info":
+                values = {**dict(described.cache_info), "num_gpu_blocks": str(now.num_blocks)}
+                yield Sample((*labels, *(values.get(name, "") for name in metric.labels)), 1)
+
+
+def _histogram(
+    labels: tuple[str, ...], values: Mapping[tuple[str, ...], float], bounds: tuple[float, ...]
+) -> Sample:
+    """Return the sample of a histogram, cumulated.
+
+    An earlier deployment may have had other bounds: what it counted goes where it fits.
+    """
+    counted = sorted((float(own[1]), n) for own, n in values.items() if own[0] == BUCKET)
+    buckets: list[tuple[str, float]] = []
+    below, i = 0.0, 0
+    for bound in (*bounds, float("inf")):
+        while i < len(counted) and counted[i][0] <= bound:
+            below += counted[i][1]
+            i += 1
+        buckets.append((bound_text(bound), below))
+    return Sample(labels, values.get((SUM,), 0.0), tuple(buckets))

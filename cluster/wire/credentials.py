@@ -1,0 +1,56 @@
+"""What the processes of one application show each other before anything else is believed.
+
+The secret is random and one for the whole application; Ray alone hands it out
+(`actors/secret.py`), and it outlives redeploys. Sockets are locked with it (`wire/sockets.py`),
+and calls for KV are proved with it (`kv/transport/proofs.py`). While one deployment replaces
+another, processes of both hold the secret; they tell each other apart by the configuration hash
+in the header of every frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from cluster.wire.messages import PROTOCOL_VERSION, FrameError, Wire, decode, encode
+
+SECRET_BYTES = 32
+
+
+class Header(Wire, frozen=True):
+    """Opens every frame to a socket that many may send to; a link between two opens with hellos."""
+
+    protocol: int
+    config_hash: str
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A deployment and the secret of its application. Invariant: no repr shows the secret."""
+
+    config_hash: str
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.secret) != SECRET_BYTES:
+            raise ValueError(f"secret: wanted {SECRET_BYTES} bytes, found {len(self.secret)}")
+
+    @cached_property
+    def header(self) -> bytes:
+        """The header frame that processes of this deployment send and expect."""
+        return encode(Header(PROTOCOL_VERSION, self.config_hash))
+
+    def check(self, header: bytes) -> None:
+        """Compare a received header with our own.
+
+        Raises:
+            FrameError: names protocol version or configuration hash, with both values.
+        """
+        if header == self.header:
+            return
+        theirs: Header = decode(header, Header)
+        if theirs.protocol != PROTOCOL_VERSION:
+            wanted, found = PROTOCOL_VERSION, theirs.protocol
+            raise FrameError(f"protocol: wanted version {wanted}, found {found}")
+        wanted_hash, found_hash = self.config_hash, theirs.config_hash
+        raise FrameError(f"config_hash: wanted {wanted_hash}, found {found_hash}")

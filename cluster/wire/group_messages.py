@@ -1,0 +1,179 @@
+"""What the ranks of a group say to each other. Both ends of every connection open with a hello.
+
+A leader and its tensor-parallel followers:
+
+1. The leader sends each step's plan, and between steps what to do to slices of KV; in order, and
+   nothing is acknowledged.
+2. A follower reports which of its tickets and reads have ended, and once that it has loaded what
+   was compiled. It has no other state that its leader did not tell it.
+
+Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
+votes. Frames on a connection are a strict sequence, vote and confirm of one step after the other.
+Everything else is an error that names the sender.
+"""
+
+from __future__ import annotations
+
+from cluster.wire.messages import KVHandoff, KVSource, StepAgreement, StepPlan, Vote, Wire
+
+
+class LeaderHello(Wire, frozen=True, tag=True):
+    """Opens the channel on the leader's side."""
+
+    protocol: int
+    config_hash: str
+    epoch: int
+    nonce: str
+    """Of the rendezvous: a process that does not know it is no member of the group."""
+
+
+class StepDigest(Wire, frozen=True):
+    """What one rank makes of a step: equal on all ranks, or they must not run it together.
+
+    Numbers travel as they are, so that a difference explains itself; lists as checksums.
+    """
+
+    previous_step: int
+    """The last step that was run; a step that got lost shows here."""
+    epoch: int
+    step: int
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int
+    agreement: int
+    """Mode, `graph_bs` and what else all ranks agreed on."""
+    rows: int
+    num_computed: int
+    num_new: int
+    output_index: int
+    token_ids: int
+    prompt_targets: int
+    row_state: int
+    """Of every admission and block that the rows were told of since the first step."""
+    drawn: int
+    """Of every token drawn up to the last step but one, where followers draw along; else 0."""
+
+
+class StepFrame(Wire, frozen=True, tag=True):
+    """Run this step, if your digest of it is the leader's."""
+
+    plan: StepPlan
+    agreed: StepAgreement
+    digest: StepDigest
+
+
+class HoldKV(Wire, frozen=True, tag=True):
+    """Hold your slice of these blocks under a ticket of this number."""
+
+    ticket: int
+    request_id: str
+    block_ids: list[int]
+    generations: list[int]
+
+
+class DropKV(Wire, frozen=True, tag=True):
+    """End a ticket whose request was aborted."""
+
+    ticket: int
+
+
+class ExpectKV(Wire, frozen=True, tag=True):
+    """Renew the lease of your slice of this ticket."""
+
+    request_id: str
+    handoff: KVHandoff
+
+
+class StartRead(Wire, frozen=True, tag=True):
+    """Read your slice of these blocks of an expected ticket into blocks of yours."""
+
+    request_id: str
+    handoff: KVHandoff
+    source_indices: list[int]
+    dst_blocks: list[int]
+
+
+class CancelRead(Wire, frozen=True, tag=True):
+    """Stop the read, or the expectation, and release the ticket."""
+
+    request_id: str
+
+
+class EndOfSteps(Wire, frozen=True, tag=True):
+    """The leader has run its last step."""
+
+
+class StillThere(Wire, frozen=True, tag=True):
+    """Asks nothing; that it can be sent shows that the connection stands."""
+
+
+KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
+ToFollower = (
+    LeaderHello
+    | StepFrame
+    | HoldKV
+    | DropKV
+    | ExpectKV
+    | StartRead
+    | CancelRead
+    | StillThere
+    | EndOfSteps
+)
+
+
+class FollowerHello(Wire, frozen=True, tag=True):
+    """Opens the channel on the follower's side, when it is ready to step."""
+
+    protocol: int
+    config_hash: str
+    epoch: int
+    nonce: str
+    tp_rank: int
+    num_blocks: int
+    layout: str
+    source: KVSource
+    graphs: int
+    """Checksum of what the rank captured: it replays what its leader agreed on with others."""
+
+
+class TicketsEnded(Wire, frozen=True, tag=True):
+    """These tickets have ended on the follower."""
+
+    tickets: list[int]
+
+
+class ReadEnded(Wire, frozen=True, tag=True):
+    """A started read has ended on the follower and writes no more; `error` is empty if it is ok."""
+
+    request_id: str
+    error: str
+
+
+class PiecesLoaded(Wire, frozen=True, tag=True):
+    """The follower has loaded what was compiled while it served. It says so once."""
+
+
+FollowerReport = TicketsEnded | ReadEnded | PiecesLoaded
+FromFollower = FollowerHello | TicketsEnded | ReadEnded | PiecesLoaded
+
+
+class PeerHello(Wire, frozen=True, tag=True):
+    """Opens a connection between two leaders, on both sides, when they are ready to step."""
+
+    protocol: int
+    config_hash: str
+    epoch: int
+    nonce: str
+    dp_rank: int
+    dp_size: int
+    graphs: int
+    """Checksum of what the rank captured: all dispatch over the same graphs."""
+
+
+class StepConfirm(Wire, frozen=True, tag=True):
+    """What one leader made of all votes. All confirms are equal, or no rank runs the step."""
+
+    agreed: StepAgreement
+
+
+ToPeer = PeerHello | Vote | StepConfirm

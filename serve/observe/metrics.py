@@ -1,0 +1,107 @@
+"""The metrics as Prometheus reads them.
+
+Values come from the status board, the only one that hears of all ranks and all ingresses; the text
+is prometheus_client's. Both are got by one task at a time, whatever number of scrapers wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from cluster.observe.metrics import (
+    COMMON_LABELS,
+    COUNTER,
+    GAUGE,
+    PREFIX,
+    Described,
+    MetricsSnapshot,
+    samples,
+)
+
+OPEN_METRICS = "application/openmetrics-text"
+PLAIN = "text/plain"
+
+
+class SnapshotCollector(Collector):
+    """One moment's values as prometheus_client collects them."""
+
+    def __init__(self, snapshot: MetricsSnapshot, described: Described) -> None:
+        self._snapshot = snapshot
+        self._described = described
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric with its samples."""
+        for metric, found in samples(self._snapshot, self._described):
+            name, labels = PREFIX + metric.name, (*COMMON_LABELS, *metric.labels)
+            if metric.kind == COUNTER:
+                counter = CounterMetricFamily(name, metric.meaning, labels=labels)
+                for sample in found:
+                    counter.add_metric(sample.labels, sample.value)
+                yield counter
+            elif metric.kind == GAUGE:
+                gauge = GaugeMetricFamily(name, metric.meaning, labels=labels)
+                for sample in found:
+                    gauge.add_metric(sample.labels, sample.value)
+                yield gauge
+            else:
+                histogram = HistogramMetricFamily(name, metric.meaning, labels=labels)
+                for sample in found:
+                    histogram.add_metric(sample.labels, list(sample.buckets), sample.value)
+                yield histogram
+
+
+def format_of(accept: str) -> str:
+    """Return the format that a scraper's Accept header asks for: one of two, whatever it says.
+
+    Prometheus names the one that it likes best first.
+    """
+    kinds = [kind.partition(";")[0].strip() for kind in accept.split(",")]
+    return next((kind for kind in kinds if kind in (OPEN_METRICS, PLAIN)), PLAIN)
+
+
+def exposition(snapshot: MetricsSnapshot, described: Described, kind: str) -> tuple[bytes, str]:
+    """Return the text in this format, and its content type."""
+    # Escaping would turn the colons of the names into underscores, and all of them are plain ASCII.
+    wanted = f"{OPEN_METRICS}; version=1.0.0; escaping=allow-utf-8"
+    encode, content_type = choose_encoder(wanted if kind == OPEN_METRICS else "")
+    return encode(SnapshotCollector(snapshot, described)), content_type
+
+
+class Scrapes:
+    """Answers scrapers. Belongs to one event loop."""
+
+    def __init__(
+        self, snapshot: Callable[[], Awaitable[MetricsSnapshot]], described: Described
+    ) -> None:
+        """Serve what `snapshot` returns."""
+        self._snapshot = snapshot
+        self._described = described
+        self._running: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
+
+    async def scrape(self, accept: str) -> tuple[bytes, str]:
+        """Return text and content type of the values of now.
+
+        Who comes while another one waits for the same format gets the same text. A scraper that
+        leaves ends nothing, since others may wait.
+        """
+        kind = format_of(accept)
+        task = self._running.get(kind)
+        if task is None:
+            task = self._running[kind] = asyncio.get_running_loop().create_task(self._write(kind))
+            task.add_done_callback(lambda _: self._running.pop(kind, None))
+        return await asyncio.shield(task)
+
+    async def _write(self, kind: str) -> tuple[bytes, str]:
+        snapshot = await self._snapshot()
+        # Some milliseconds of Python, which the event loop has no time for.
+        return await asyncio.to_thread(exposition, snapshot, self._described, kind)

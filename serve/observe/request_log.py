@@ -1,0 +1,94 @@
+"""One line in the log for each request: what it was, how long it took, how it ended.
+
+Nothing of prompts, answers, headers or keys is in it. Lines are written by a thread of their own:
+a terminal that does not read must not hold up anybody's tokens. If more lines wait than
+`MAX_WAITING`, the next ones are dropped, and counted in the line after.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+from serve.requests.records import RequestRecord
+
+log = logging.getLogger("lockstep.request")
+
+MAX_WAITING = 10_000
+"""Lines that wait to be written."""
+PAUSE_S = 0.05
+"""Between two batches of lines: a thread that is woken for each request costs the event loop as
+much as the line."""
+MAX_ENGINES = 8
+"""Engines that a line names."""
+
+
+class RequestLog:
+    """Writes the lines of one process. `write` is for its event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[tuple[RequestRecord, float]] = queue.Queue(MAX_WAITING)
+        self._num_dropped = 0
+        thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
+        thread.start()
+
+    def write(self, record: RequestRecord) -> None:
+        """Log a request that has just ended."""
+        try:
+            self._waiting.put_nowait((record, time.monotonic()))
+        except queue.Full:
+            self._num_dropped += 1
+
+    def _write_all(self) -> None:
+        while True:
+            self._write_line(*self._waiting.get())
+            while not self._waiting.empty():
+                self._write_line(*self._waiting.get())
+            time.sleep(PAUSE_S)
+
+    def _write_line(self, record: RequestRecord, ended_at: float) -> None:
+        fields = line_of(record, ended_at)
+        if self._num_dropped:
+            dropped, self._num_dropped = self._num_dropped, 0
+            fields["dropped_lines"] = dropped
+        text = " ".join(f"{name}={_text(value)}" for name, value in fields.items())
+        log.info("request %s", text, extra={"fields": fields})
+
+
+def line_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
+    """Return what is logged of a request, by name."""
+    sequences = record.sequences
+    started = [each for each in sequences if each.first_at]
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "id": record.id,
+        "path": record.path,
+        "status": record.status,
+        "model": record.model,
+        "stream": record.is_stream,
+        "choices": len(sequences),
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": sum(each.num_cached_tokens for each in sequences if each.is_first_choice),
+        "completion_tokens": record.num_tokens,
+        "duration_s": round(ended_at - record.arrived_at, 6),
+    }
+    if started:
+        first_at = min(each.first_at for each in started)
+        fields["ttft_s"] = round(first_at - record.arrived_at, 6)
+        fields["queue_s"] = round(max(each.queued_s for each in started), 6)
+        num_gaps = sum(max(each.num_tokens - 1, 0) for each in started)
+        if num_gaps:
+            decode_s = sum(each.last_at - each.first_at for each in started)
+            fields["tpot_s"] = round(decode_s / num_gaps, 6)
+    fields["finish_reason"] = ",".join(sorted({each.finish_reason for each in sequences}))
+    engines = dict.fromkeys(engine for each in sequences for engine in each.engines)
+    fields["engines"] = ",".join([*engines][:MAX_ENGINES])
+    fields["attempts"] = max((each.num_attempts for each in sequences), default=0)
+    return fields
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value) or "-"

@@ -1,0 +1,279 @@
+"""The ingress's token socket: where engines send what they produced.
+
+Engines connect and push one frame per step; the socket sorts the outputs into one mailbox per
+request. A mailbox also knows which engines have sent outputs of its request, so that an abort
+reaches them directly, in one frame for all requests that are aborted together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
+    MAX_ABORTS,
+    Abort,
+    EngineOutput,
+    FinishReason,
+    FrameError,
+    OutputFrame,
+    TokenLogprobs,
+    decode,
+    encode,
+)
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    listening_socket,
+    pack,
+)
+from serve.event_loop import SharedTick, breathe, frames, has_waiting, loop_budget
+
+log = logging.getLogger("lockstep.tokens")
+
+
+HEARD_LATELY_S = 5.0
+"""An engine that has been silent for longer runs no request of this ingress."""
+FORGET_AFTER_S = 600.0
+"""An engine that has been silent for longer is forgotten; if it sends again, it is connected to
+again."""
+MAX_ENGINES = 512
+"""Engines that are kept when there are more than twice as many: those that sent last. A context has
+1,023 sockets."""
+MAX_WAITING = 256
+"""Frames of one engine, and aborts for one, that wait here; more wait in the engine."""
+MAX_FRAME_BYTES = 1 << 30
+"""Size of a frame: one request's outputs may hold log-probabilities of a million prompt tokens."""
+
+
+class Mailbox:
+    """One request's outputs that were not taken yet, in order.
+
+    The first of them and every end of a stage can be taken at once. Others wait for the next tick,
+    and those that only bring tokens become one output meanwhile.
+    """
+
+    def __init__(self, request_id: str, tick: SharedTick) -> None:
+        self.request_id = request_id
+        self.inboxes: list[str] = []
+        """Of the engines that have sent outputs of the request in its present stage."""
+        self.all_inboxes: list[str] = []
+        """Of those that have sent any."""
+        self.num_ends = 0
+        """Stages whose last output has come."""
+        self._tick = tick
+        self._waiting: deque[EngineOutput] = deque()
+        self._can_take = asyncio.Event()
+        self._has_begun = self._is_ringing = False
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        """Ends of stages that came ahead of their output."""
+
+    def put(self, output: EngineOutput, inbox: str = "") -> None:
+        """Add an output; `inbox` is the engine's address."""
+        if inbox and inbox not in self.inboxes:
+            self.inboxes.append(inbox)
+            self.all_inboxes.append(inbox)
+        if output.finish_reason == FinishReason.HANDOFF:
+            self.inboxes.clear()
+        if output.prompt_logprobs and not output.token_ids and not output.finish_reason:
+            self._prompt_logprobs += output.prompt_logprobs
+            return
+        if self._prompt_logprobs:
+            ahead, self._prompt_logprobs = self._prompt_logprobs, []
+            together = ahead + output.prompt_logprobs
+            output = msgspec.structs.replace(output, prompt_logprobs=together)
+        self.num_ends += bool(output.finish_reason)
+        if self._waiting and _continues(self._waiting[-1], output):
+            output = _together(self._waiting.pop(), output)
+        self._waiting.append(output)
+        if output.finish_reason or not self._has_begun:
+            self._has_begun = True
+            self._can_take.set()
+        elif not self._is_ringing and not self._can_take.is_set():
+            self._is_ringing = True
+            self._tick.call(self._ring)
+
+    async def get(self) -> EngineOutput:
+        """Return the next output, waiting for it."""
+        await self._can_take.wait()
+        output = self._waiting.popleft()
+        if not self._waiting:
+            self._can_take.clear()
+        return output
+
+    def _ring(self) -> None:
+        self._is_ringing = False
+        if self._waiting:
+            self._can_take.set()
+
+
+def _continues(before: EngineOutput, output: EngineOutput) -> bool:
+    """Return whether an output only adds tokens right behind those of the one before."""
+    only_tokens = not (before.finish_reason or output.finish_reason or output.prompt_logprobs)
+    return only_tokens and output.position == before.position + len(before.token_ids)
+
+
+def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
+    token_ids = [*before.token_ids, *output.token_ids]
+    logprobs = [*before.logprobs, *output.logprobs]
+    return msgspec.structs.replace(before, token_ids=token_ids, logprobs=logprobs)
+
+
+class TokenSocket:
+    """Receives frames of all engines and hands their outputs to mailboxes.
+
+    Must be created inside the event loop that uses it. `task` ends only with an error: without it
+    no output arrives.
+    """
+
+    def __init__(self, host: str, credentials: Credentials, tick: SharedTick) -> None:
+        self.tick = tick
+        """Which the outputs of its mailboxes wait for."""
+        self._context = zmq.asyncio.Context()
+        self._credentials = credentials
+        self._handshake = CurveHandshake(credentials.secret)
+        self._socket = listening_socket(
+            self._context, zmq.PULL, self._handshake, max_waiting=MAX_WAITING
+        )
+        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._aborts: defaultdict[str, list[str]] = defaultdict(list)
+        self._engines: dict[str, zmq.asyncio.Socket] = {}
+        self._heard_at: dict[str, float] = {}
+        """By inbox of an engine's newest epoch."""
+        self._newest: dict[str, tuple[int, str]] = {}
+        """By engine: its newest epoch and that one's inbox."""
+        self._is_empty = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self._receive())
+
+    def open(self, request_id: str) -> Mailbox:
+        """Return a new mailbox for a request."""
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id, self.tick)
+        return mailbox
+
+    def close(self, mailbox: Mailbox) -> None:
+        """Drop the mailbox; what still arrives for it is dropped too, and its engine told so."""
+        self._mailboxes.pop(mailbox.request_id, None)
+
+    def engines_of(self, mailbox: Mailbox) -> list[str]:
+        """Return the engines that have sent outputs for a mailbox, by their names."""
+        names = {inbox: engine for engine, (_, inbox) in self._newest.items()}
+        return [names[inbox] for inbox in mailbox.all_inboxes if inbox in names]
+
+    async def caught_up(self) -> None:
+        """Return when all that has come by now is in its mailbox.
+
+        Frames wait where the loop has much else to do, in this process and in those that sent them.
+        """
+        await asyncio.sleep(0)  # for one that was received and not dealt with
+        if has_waiting(self._socket):
+            self._is_empty.clear()
+        await self._is_empty.wait()
+
+    def abort(self, mailbox: Mailbox) -> None:
+        """Tell every engine that may have the request to drop it.
+
+        Those are the engines that have sent outputs of it in its present stage. Before there are
+        any, it may be on its way to any engine: all that have sent lately remember the abort.
+        """
+        inboxes = [inbox for inbox in mailbox.inboxes if inbox in self._heard_at]
+        if not inboxes:
+            now = asyncio.get_running_loop().time()
+            inboxes = [i for i, at in self._heard_at.items() if now - at < HEARD_LATELY_S]
+        for inbox in inboxes:
+            self._abort_at(inbox, mailbox.request_id)
+
+    def _abort_at(self, inbox: str, request_id: str) -> None:
+        if not self._aborts:
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._aborts[inbox].append(request_id)
+
+    def shutdown(self) -> None:
+        """Stop receiving and close all sockets."""
+        self.task.cancel()
+        for socket in (self._socket, *self._engines.values()):
+            socket.close(linger=100)
+        end_context(self._context, "tokens")
+
+    def _send_aborts(self) -> None:
+        aborts, self._aborts = self._aborts, defaultdict(list)
+        for inbox, request_ids in aborts.items():
+            try:
+                socket = self._engines.get(inbox) or self._connect(inbox)
+                for i in range(0, len(request_ids), MAX_ABORTS):
+                    body = encode(Abort(request_ids[i : i + MAX_ABORTS]))
+                    socket.send_multipart(pack(body, self._credentials))
+            except zmq.ZMQError as error:  # the other engines hear of theirs
+                log.error("tokens: %s cannot be told of aborts: %s", inbox, error)
+
+    def _connect(self, inbox: str) -> zmq.asyncio.Socket:
+        self._forget_the_silent()
+        socket = connecting_socket(
+            self._context, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING
+        )
+        socket.connect(inbox)
+        self._engines[inbox] = socket
+        return socket
+
+    def _forget_the_silent(self) -> None:
+        """Let go of engines that have long been silent; those of replaced replicas stay so."""
+        now = asyncio.get_running_loop().time()
+        latest_first = sorted(self._heard_at.items(), key=lambda heard: -heard[1])
+        for place, (inbox, at) in enumerate(latest_first):
+            if place >= MAX_ENGINES or now - at > FORGET_AFTER_S:
+                self._forget(inbox)
+        self._newest = {
+            engine: newest for engine, newest in self._newest.items() if newest[1] in self._heard_at
+        }
+
+    def _forget(self, inbox: str) -> None:
+        self._heard_at.pop(inbox, None)
+        self._aborts.pop(inbox, None)
+        if (socket := self._engines.pop(inbox, None)) is not None:
+            socket.close(linger=0)
+
+    async def _receive(self) -> None:
+        budget = loop_budget()
+        bodies = frames(
+            self._socket,
+            self._credentials,
+            budget,
+            max_bytes=MAX_FRAME_BYTES,
+            is_empty=self._is_empty,
+        )
+        async for body in bodies:
+            try:
+                frame: OutputFrame = decode(body, OutputFrame)
+                self._check_epoch(frame)
+                for output in frame.outputs:
+                    self._deliver(frame.inbox, decode(output, EngineOutput))
+                    await breathe(budget)
+            except FrameError as error:
+                log.error("tokens: dropped a frame: %s", error)
+
+    def _check_epoch(self, frame: OutputFrame) -> None:
+        """Refuse what an engine sent before it was rebuilt; forget where it was."""
+        newest, inbox = self._newest.get(frame.engine_id, (frame.epoch, frame.inbox))
+        if frame.epoch < newest:
+            raise FrameError(f"{frame.engine_id}: epoch: wanted {newest}, found {frame.epoch}")
+        self._newest[frame.engine_id] = (frame.epoch, frame.inbox)
+        if frame.epoch > newest:
+            self._forget(inbox)
+
+    def _deliver(self, inbox: str, output: EngineOutput) -> None:
+        self._heard_at[inbox] = asyncio.get_running_loop().time()
+        if len(self._heard_at) > 2 * MAX_ENGINES:
+            self._forget_the_silent()
+        mailbox = self._mailboxes.get(output.request_id)
+        if mailbox is not None:
+            mailbox.put(output, inbox)
+        elif output.finish_reason in (FinishReason.NONE, FinishReason.HANDOFF):
+            # Aborted before this engine was known, which still runs it or holds its KV.
+            self._abort_at(inbox, output.request_id)

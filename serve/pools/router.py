@@ -1,0 +1,367 @@
+"""The router: a request's way through the pools.
+
+1. The request is submitted to a prefill replica by a handle call that stays open, without items,
+   until its engine is done with it: so Serve's routing, draining and accounting see it.
+2. Its tokens arrive on the token socket, straight from the engine.
+3. A prefill engine ends with a handoff; the request goes to a decode replica with the ticket and
+   with the tokens so far.
+4. If the KV or an output is lost, a replica dies or its engine drops the request, it is prefilled
+   again elsewhere. Its tokens so far count as output, so the client sees a pause, but no gap and
+   nothing twice.
+5. A client that leaves ends the generator: every engine that may have the request is told at
+   once, and calls that do not return then are cancelled.
+
+The end of a stage is reported twice: by the last output on the token socket, which counts, and by
+the return of the handle call. A call that fails, or returns without a last output, means that the
+stage was lost.
+
+A request may kill its ranks, and with them the requests beside it. After `SHARED_DEATHS` each of
+these is a suspect and goes on trial: one at a time, until it has its next tokens. A request that
+survives its trial is free again, however often other requests kill its ranks; one whose ranks die
+in `MAX_FAILED_TRIALS` trials of its own is the cause.
+The dock is that of all ingresses (`dock.py`), as ranks serve them all.
+
+A mixed pool is the same with one stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import count
+from typing import Any, Protocol
+
+import msgspec
+
+from cluster.wire.messages import (
+    EngineOutput,
+    FinishReason,
+    GenerateRequest,
+    KVHandoff,
+    Submit,
+    encode,
+)
+from serve.pools.mailboxes import Mailbox, TokenSocket
+from serve.requests.records import SequenceRecord
+
+log = logging.getLogger("lockstep.router")
+
+MAX_LOSSES = 3
+"""Losses of KV or outputs, while ranks are alive, after which a request fails. A refusal by a pool
+that is being restarted does not count: the request waits."""
+SHARED_DEATHS = 2
+"""Deaths of a request's ranks that any request beside it may have caused."""
+MAX_FAILED_TRIALS = 2
+"""Deaths of ranks in a request's own trial after which it fails; the first may be a coincidence."""
+TRIAL_TOKENS = 2
+"""A trial covers both kinds of step: the first token comes from prefill, the second from decode."""
+MAX_PAUSE_S = 2.0
+"""The longest pause between attempts; the first ones are shorter."""
+LAST_OUTPUT_GRACE_S = 2.0
+"""How long a last output may still be on its way after the call has returned, unless it waits
+behind others."""
+LEAVING_GRACE_S = 0.2
+"""Between the cancelling of a call and that of its request, where a client leaves."""
+CANCEL_AFTER_S = 1.0
+"""A call that has not returned so long after its abort is cancelled."""
+
+LOST = (
+    FinishReason.KV_LOST,
+    FinishReason.REFUSED,
+    FinishReason.DIED,
+    # By the engine, which took the ingress for dead; every other abort ends the generator first.
+    FinishReason.ABORT,
+)
+"""How an attempt ends that is made again."""
+
+
+class PoolUnavailable(RuntimeError):
+    """A pool's replica has no ranks at the moment; the request did not reach an engine."""
+
+
+class PoolHandle(Protocol):
+    """A pool's `generate` as a handle call: what the router needs of Ray Serve."""
+
+    def generate(self, request_id: str, frame: bytes) -> Any:
+        """Start the call; the result is awaitable and has `cancel()`."""
+
+
+class Dock(Protocol):
+    """What the request that is on trial holds. `asyncio.Lock` is one, of a single router."""
+
+    async def acquire(self) -> Any:
+        """Wait until it is free, and take it."""
+
+    def release(self) -> None:
+        """Let the next one have it."""
+
+
+class Router:
+    """Runs requests through prefill and decode pools, or through a mixed one."""
+
+    def __init__(
+        self, pools: dict[str, PoolHandle], tokens: TokenSocket, dock: Dock | None = None
+    ) -> None:
+        self._pools = pools
+        self._first = "mixed" if "mixed" in pools else "prefill"
+        self._tokens = tokens
+        self._dock = dock or asyncio.Lock()
+        """Held by the request that is on trial."""
+
+    async def generate(
+        self, request: GenerateRequest, record: SequenceRecord | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the request's outputs; the last one has a finish reason.
+
+        Closing the iterator aborts the request everywhere.
+
+        Args:
+            record: notes its way.
+        """
+        record = record or SequenceRecord()
+        outputs = list(request.output_token_ids)
+        losses = _Losses()
+        for number in count():
+            attempt = msgspec.structs.replace(
+                request,
+                request_id=f"{request.request_id}.{number}",
+                output_token_ids=list(outputs),
+                reply_to=self._tokens.address,
+            )
+            trial = _Trial(self._dock) if losses.is_suspect else None
+            if trial is not None:
+                await trial.begin()
+            try:
+                record.on_attempt()
+                async with aclosing(self._attempt(attempt, record)) as attempt_outputs:
+                    async for output in attempt_outputs:
+                        output = _in_place(output, len(outputs))
+                        if output.finish_reason in LOST:
+                            break
+                        outputs.extend(output.token_ids)
+                        if trial is not None:
+                            trial.count(len(output.token_ids))
+                        yield msgspec.structs.replace(output, request_id=request.request_id)
+                        if output.finish_reason:
+                            return
+                record.on_lost(str(output.finish_reason))
+                losses.add(output.finish_reason, trial)
+            finally:
+                if trial is not None:
+                    trial.end()
+            if losses.are_too_many:
+                yield EngineOutput.ended(
+                    request.request_id, FinishReason.ERROR, f"{losses}, at last: {output.error}"
+                )
+                return
+            # Behind the pause, in which a client may turn out to have left.
+            await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
+            log.warning("%s: %s; it is prefilled again", attempt.request_id, output.error)
+
+    async def _attempt(
+        self, request: GenerateRequest, record: SequenceRecord
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Run one prefill and what follows; the last output tells how it ended, or was lost."""
+        mailbox = self._tokens.open(request.request_id)
+        calls: list[_Call] = []
+        has_ended, is_first = False, True
+        try:
+            calls.append(self._submit(self._first, request, None, mailbox))
+            while not has_ended:
+                output = await mailbox.get()
+                if is_first and output.token_ids:
+                    record.on_engine_output(output.queued_us)
+                    is_first = False
+                if output.finish_reason == FinishReason.HANDOFF:
+                    record.on_handover()
+                    is_first = True
+                    request = _with_outputs(request, output)
+                    calls.append(self._submit("decode", request, output.handoff, mailbox))
+                    output = msgspec.structs.replace(
+                        output, finish_reason=FinishReason.NONE, handoff=None
+                    )
+                has_ended = output.finish_reason not in (FinishReason.NONE, *LOST)
+                yield output
+        finally:
+            record.on_engines(self._tokens.engines_of(mailbox))
+            self._tokens.close(mailbox)
+            if not has_ended:
+                # Lost, or its client left: engines that hold some of it must let go.
+                self._tokens.abort(mailbox)
+                for call in calls:
+                    call.let_go()
+
+    def _submit(
+        self, pool: str, request: GenerateRequest, handoff: KVHandoff | None, mailbox: Mailbox
+    ) -> _Call:
+        frame = encode(Submit(request, handoff))
+        response = self._pools[pool].generate(request.request_id, frame)
+        stage = 1 if handoff is None else 2
+        return _Call(response, pool, mailbox, self._tokens, stage=stage)
+
+
+class _Losses:
+    """How often one request was lost, and of what."""
+
+    def __init__(self) -> None:
+        self._num_lost = 0
+        self._num_deaths = 0
+        self._num_failed_trials = 0
+
+    def __str__(self) -> str:
+        if self._num_failed_trials >= MAX_FAILED_TRIALS:
+            return f"its ranks died {self._num_deaths} times"
+        return f"lost {self._num_lost} times on its way"
+
+    def add(self, reason: FinishReason, trial: _Trial | None) -> None:
+        """Count the loss of one attempt."""
+        if reason == FinishReason.DIED:
+            self._num_deaths += 1
+            self._num_failed_trials += trial is not None and trial.is_open
+        elif reason != FinishReason.REFUSED:
+            self._num_lost += 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its ranks died so often that it may be the cause."""
+        return self._num_deaths >= SHARED_DEATHS
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the request fails instead of being submitted again."""
+        return self._num_lost >= MAX_LOSSES or self._num_failed_trials >= MAX_FAILED_TRIALS
+
+
+class _Trial:
+    """A suspect's attempt, while no other suspect runs. Invariant: `is_open` while it holds the
+    dock."""
+
+    def __init__(self, dock: Dock) -> None:
+        self._dock = dock
+        self._num_tokens = 0
+        self.is_open = False
+
+    async def begin(self) -> None:
+        """Wait for the trials before this one."""
+        await self._dock.acquire()
+        self.is_open = True
+
+    def count(self, num_tokens: int) -> None:
+        """Note new tokens; with `TRIAL_TOKENS` of them the suspect is cleared."""
+        self._num_tokens += num_tokens
+        if self._num_tokens >= TRIAL_TOKENS:
+            self.end()
+
+    def end(self) -> None:
+        """Let the next suspect in."""
+        if self.is_open:
+            self.is_open = False
+            self._dock.release()
+
+
+class _Call:
+    """An open handle call. If it ends with its stage lost, it puts an output that says so."""
+
+    def __init__(
+        self, response: Any, pool: str, mailbox: Mailbox, tokens: TokenSocket, *, stage: int
+    ) -> None:
+        self._tokens = tokens
+        self._response = response
+        self._pool = pool
+        self._mailbox = mailbox
+        self._stage = stage
+        self._is_let_go = False
+        self._task = asyncio.ensure_future(self._watch())
+
+    def let_go(self) -> None:
+        """Stop waiting for the call, and cancel it if it does not return soon.
+
+        Engines were told to drop the request, which ends the call; cancelling costs
+        milliseconds of this process for each, and hundreds of clients may leave at once.
+        """
+        self._is_let_go = True
+        if not self._task.done():
+            asyncio.get_running_loop().call_later(CANCEL_AFTER_S, self._cancel)
+
+    def _cancel(self) -> None:
+        """Cancel the call, which makes its replica abort the request."""
+        if not self._task.done():
+            self._response.cancel()
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        request_id = self._mailbox.request_id
+        try:
+            finish_reason = await self._response
+        except asyncio.CancelledError:
+            # Our own, or that of the call alone: Serve reports some ends of a replica in this way.
+            if not self._is_let_go and not _is_cancelled():
+                await self._lose_unless_left()
+            return
+        except PoolUnavailable as error:
+            self._mailbox.put(
+                EngineOutput.ended(
+                    request_id, FinishReason.REFUSED, f"{self._pool} pool: {_line(error)}"
+                )
+            )
+            return
+        except Exception as error:  # whatever Ray raises, the request must not hang
+            # A prefill replica may die when it has handed over: its reader tells if KV is lost.
+            if self._mailbox.num_ends < self._stage:
+                self._mailbox.put(
+                    EngineOutput.ended(
+                        request_id, FinishReason.DIED, f"{self._pool} replica: {_line(error)}"
+                    )
+                )
+            return
+        if self._is_let_go:
+            return
+        await asyncio.sleep(LAST_OUTPUT_GRACE_S)
+        await self._tokens.caught_up()
+        if self._mailbox.num_ends < self._stage:
+            missing = f"{self._pool} ended it with {finish_reason}, but no last output came"
+            self._mailbox.put(EngineOutput.ended(request_id, FinishReason.KV_LOST, missing))
+
+    async def _lose_unless_left(self) -> None:
+        """Count a call that Serve cancelled as lost, unless its client has left.
+
+        If a client leaves, Serve cancels its calls before the task that waits for them.
+        """
+        await asyncio.sleep(LEAVING_GRACE_S)
+        if not self._is_let_go:
+            error = f"{self._pool} replica: the call was cancelled"
+            self._mailbox.put(
+                EngineOutput.ended(self._mailbox.request_id, FinishReason.KV_LOST, error)
+            )
+
+
+def _is_cancelled() -> bool:
+    """Return whether the running task was told to end."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _line(error: Exception) -> str:
+    """Return the last line that says something: Ray puts the remote traceback before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:
+    """Return an output that continues those before it, or how the request ends instead.
+
+    A broken connection loses what was on its way; only a bug delivers an output twice.
+    """
+    if output.position == num_outputs or output.finish_reason in LOST:
+        return output
+    reason = FinishReason.KV_LOST if output.position > num_outputs else FinishReason.ERROR
+    found = f"wanted those from {num_outputs} on, found from {output.position} on"
+    return EngineOutput.ended(output.request_id, reason, f"output tokens: {found}")
+
+
+def _with_outputs(request: GenerateRequest, output: EngineOutput) -> GenerateRequest:
+    return msgspec.structs.replace(
+        request, output_token_ids=[*request.output_token_ids, *output.token_ids]
+    )

@@ -1,0 +1,254 @@
+"""What is noted of a request while it is answered, and what is counted and logged of it.
+
+A `RequestRecord` lives as long as its request. It holds numbers and names, nothing of a prompt or
+an answer, and no key. From it follow the ingress's metrics (`IngressCounts`) and the line in the
+log (`request_log.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cluster.observe.counts import Counts, Histogram
+from cluster.observe.metrics import BY_NAME
+
+ABORTED, FAILED = "abort", "error"
+"""How a sequence ends whose client left or whose time was up, and one that failed."""
+MAX_ATTEMPTS = 16
+"""Attempts of a sequence that are noted one by one: the first ones, and the last."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One run of a sequence through the pools, until it ends or is lost."""
+
+    number: int
+    """From 0."""
+    submitted_at: float
+    first_at: float = 0.0
+    """When the first output of its first engine came."""
+    handed_over_at: float = 0.0
+    """When its prefill engine had computed the prompt; 0 without one."""
+    queued_s: float = 0.0
+    """From its arrival at the first engine until it got a row."""
+    resumed_at: float = 0.0
+    """When the first output of its decode engine came."""
+    kv_wait_s: float = 0.0
+    """From its arrival at the decode engine until its KV was there and it got a row."""
+    lost_at: float = 0.0
+    lost: str = ""
+    """How it was lost, if it was."""
+    engines: list[str] = field(default_factory=list)
+    """Those that sent outputs, as `pool/replica/dp_rank`, in their order."""
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """One sequence's way through the pools. Times are those of the monotonic clock; 0 is never."""
+
+    is_first_choice: bool = True
+    """Of its prompt, whose tokens count once."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    max_tokens: int = 0
+    num_tokens: int = 0
+    """That the client got, or will."""
+    first_at: float = 0.0
+    last_at: float = 0.0
+    ended_at: float = 0.0
+    num_attempts: int = 0
+    attempts: list[Attempt] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def submitted_at(self) -> float:
+        """When it was submitted first."""
+        return self.attempts[0].submitted_at if self.attempts else 0.0
+
+    @property
+    def queued_s(self) -> float:
+        """How long it waited for a row of its first engine."""
+        return next((each.queued_s for each in self.attempts if each.queued_s), 0.0)
+
+    @property
+    def kv_wait_s(self) -> float:
+        """How long it waited for its KV and a row of its decode engine."""
+        return next((each.kv_wait_s for each in self.attempts if each.kv_wait_s), 0.0)
+
+    @property
+    def prefill_s(self) -> float:
+        """From its row until the client's first token, if there was one."""
+        return max(0.0, self.first_at - self.submitted_at - self.queued_s)
+
+    @property
+    def decode_s(self) -> float:
+        """From the client's first token to its last one."""
+        return self.last_at - self.first_at
+
+    @property
+    def engines(self) -> list[str]:
+        """Those that sent outputs, in their order."""
+        return [*dict.fromkeys(name for each in self.attempts for name in each.engines)]
+
+    def on_attempt(self) -> None:
+        """It is submitted, or again after it was lost."""
+        if len(self.attempts) == MAX_ATTEMPTS:
+            self.attempts.pop()
+        self.attempts.append(Attempt(self.num_attempts, time.monotonic()))
+        self.num_attempts += 1
+
+    def on_engine_output(self, queued_us: int) -> None:
+        """An engine's first output has come, and tells how long it waited there."""
+        attempt, now = self.attempts[-1], time.monotonic()
+        if attempt.handed_over_at:
+            attempt.kv_wait_s, attempt.resumed_at = queued_us / 1e6, now
+        else:
+            attempt.queued_s, attempt.first_at = queued_us / 1e6, now
+
+    def on_handover(self) -> None:
+        """A prefill engine has ended, and a decode engine goes on."""
+        self.attempts[-1].handed_over_at = time.monotonic()
+
+    def on_engines(self, names: list[str]) -> None:
+        """These have sent outputs."""
+        self.attempts[-1].engines = names
+
+    def on_lost(self, how: str) -> None:
+        """The attempt has ended without a result."""
+        self.attempts[-1].lost_at, self.attempts[-1].lost = time.monotonic(), how
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, over HTTP or by handle."""
+
+    request_id: str
+    """The client's X-Request-Id, or a new one."""
+    path: str
+    """The route; of a call by handle `handle`."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    status: int = 0
+    """Of the answer; 0 if none began."""
+    is_generating: bool = False
+    """Whether it asks for what a line is logged of."""
+    id: str = ""
+    """Of the answer, as in `chatcmpl-...`; empty until it is parsed."""
+    model: str = ""
+    is_stream: bool = False
+    n: int = 0
+    """Choices of each prompt; 0 until it is parsed."""
+    temperature: float = 0.0
+    top_p: float = 0.0
+    traceparent: str = ""
+    tracestate: str = ""
+    """The client's trace, as in its headers; empty without one, and where nothing is traced."""
+    sequences: list[SequenceRecord] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens; a prompt counts once, whatever `n` is."""
+        return sum(each.num_prompt_tokens for each in self.sequences if each.is_first_choice)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all sequences."""
+        return sum(each.num_tokens for each in self.sequences)
+
+
+class IngressCounts:
+    """What one ingress counts since it was started. Belongs to its event loop."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._histograms = {
+            name: Histogram(name, BY_NAME[name].bounds_for(max_model_len)) for name in _HISTOGRAMS
+        }
+        self._counters: Counter[tuple[str, ...]] = Counter()
+        self._first_token = self._histograms["time_to_first_token_seconds"]
+        self._token = self._histograms["inter_token_latency_seconds"]
+
+    def on_response(self, path: str, status: int) -> None:
+        """Count an answer."""
+        self._counters["http_responses_total", path, str(status)] += 1
+
+    def on_parsed(self, n: int, max_tokens: int | None) -> None:
+        """Count what a request that is admitted asks for."""
+        self._observe("request_params_n", n)
+        if max_tokens is not None:
+            self._observe("request_params_max_tokens", max_tokens)
+
+    def on_tokens(self, request: RequestRecord, sequence: SequenceRecord, num_tokens: int) -> None:
+        """Count what a sequence got since the last call; `num_tokens` are its tokens in all."""
+        num_new = num_tokens - sequence.num_tokens
+        if num_new <= 0:
+            return
+        now = time.monotonic()
+        if sequence.first_at:
+            gap_s = (now - sequence.last_at) / num_new
+            num_gaps = num_new
+        else:
+            self._on_first(request, sequence, now)
+            gap_s, num_gaps = 0.0, num_new - 1
+        if num_gaps:
+            self._token.observe(gap_s, num_gaps)
+        self._counters["generation_tokens_total",] += num_new
+        sequence.num_tokens, sequence.last_at = num_tokens, now
+
+    def on_end(self, request: RequestRecord, sequence: SequenceRecord, finish_reason: str) -> None:
+        """Count a sequence that has ended, however it did."""
+        now = time.monotonic()
+        sequence.finish_reason, sequence.ended_at = finish_reason, now
+        self._counters["request_success_total", finish_reason] += 1
+        self._observe("e2e_request_latency_seconds", now - request.arrived_at)
+        self._observe("request_generation_tokens", sequence.num_tokens)
+        self._observe("request_max_num_generation_tokens", sequence.max_tokens)
+        if not sequence.first_at:
+            return
+        prefill_s, decode_s = sequence.prefill_s, sequence.decode_s
+        self._observe("request_queue_time_seconds", sequence.queued_s)
+        self._observe("request_prefill_time_seconds", prefill_s)
+        self._observe("request_decode_time_seconds", decode_s)
+        self._observe("request_inference_time_seconds", prefill_s + decode_s)
+        if sequence.kv_wait_s:
+            self._observe("request_kv_wait_time_seconds", sequence.kv_wait_s)
+        if sequence.num_tokens > 1:
+            mean_s = decode_s / (sequence.num_tokens - 1)
+            self._observe("request_time_per_output_token_seconds", mean_s)
+
+    def counts(self) -> Counts:
+        """Return all that was counted by now."""
+        counts: Counts = dict(self._counters)
+        for histogram in self._histograms.values():
+            histogram.put_into(counts)
+        self._token.put_into(counts, "time_per_output_token_seconds")
+        return counts
+
+    def _on_first(self, request: RequestRecord, sequence: SequenceRecord, now: float) -> None:
+        sequence.first_at = now
+        self._first_token.observe(now - request.arrived_at)
+        if sequence.is_first_choice:
+            self._counters["prompt_tokens_total",] += sequence.num_prompt_tokens
+            self._counters["prompt_tokens_cached_total",] += sequence.num_cached_tokens
+            self._observe("request_prompt_tokens", sequence.num_prompt_tokens)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+
+_HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_kv_wait_time_seconds",
+)

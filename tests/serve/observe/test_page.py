@@ -1,0 +1,162 @@
+"""The status page and the progress of a start, as a browser and a reader of the log meet them."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.observe.page import FILES
+
+pytestmark = pytest.mark.ray
+
+PAGE = Path(__file__).resolve().parents[3] / "serve" / "observe" / "page"
+READ = re.compile(r'\bread\((\w+), "(\w+)"\)')
+"""How the script reads a field: which object, which field."""
+
+
+def get(url: str, key: str = "") -> tuple[int, Any, bytes]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def watched(app: Any) -> dict[str, Any]:
+    """Return what `/status` has once it has figures, which are fetched for who looks."""
+    deadline = time.monotonic() + 60
+    while True:
+        body: dict[str, Any] = json.loads(get(app.url + "/status")[2])
+        if body["figures"] and body["figures"]["engines"]:
+            return body
+        assert time.monotonic() < deadline, body
+        time.sleep(0.1)
+
+
+def chat(app: Any) -> None:
+    body = {"model": "lockstep-tiny", "messages": [{"role": "user", "content": "Count to 9."}]}
+    request = urllib.request.Request(
+        app.url + "/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["choices"]
+
+
+@pytest.mark.feature("R19")
+def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server: Any) -> None:
+    for path, (name, kind) in FILES.items():
+        status, headers, content = get(server.url + path)
+        assert status == 200 and headers["Content-Type"].startswith(kind)
+        assert content == (PAGE / name).read_bytes()
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert "script-src 'self'" in policy and "connect-src 'self'" in policy
+        # Of a namespace nothing is loaded.
+        found = re.findall(r"(?:https?:)?//[\w.]+", content.decode().replace("// ", ""))
+        assert set(found) <= {"http://www.w3.org"}
+    html = (PAGE / "page.html").read_text()
+    named = re.findall(r'(?:src|href)="(?!#|data:)([^"]+)"', html)
+    assert {"page.css", "page.js"} <= set(named)
+    assert all(get(f"{server.url}/{name}")[0] == 200 for name in named)
+    assert "<style" not in html and not re.search(r"\son\w+=|\sstyle=", html)
+    script = (PAGE / "page.js").read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
+    ids = set(re.findall(r'\$\("([\w-]+)"\)', script))
+    assert ids and ids <= set(re.findall(r'id="([\w-]+)"', html))
+
+
+@pytest.mark.feature("R19")
+def test_every_field_that_the_page_reads_is_answered(server: Any) -> None:
+    chat(server)
+    body = watched(server)
+    replicas = [replica for pool in body["pools"].values() for replica in pool["replicas"]]
+    engines = body["figures"]["engines"]
+    objects = {
+        "body": [body],
+        "figures": [body["figures"]],
+        "ingress": [body["figures"]["ingress"]],
+        "engine": engines,
+        "pool": list(body["pools"].values()),
+        "replica": replicas,
+        "rank": [rank for replica in replicas for rank in replica["ranks"]],
+    }
+    same = {
+        "found": "pool",
+        "last": "figures",
+        "earlier": "ingress",
+        "each": "figures",
+        "dead": "rank",
+    }
+    same |= {"now": "figures", "then": "figures", "all": "figures"}
+    script = (PAGE / "page.js").read_text()
+    fields = {(same.get(name, name), field) for name, field in READ.findall(script)}
+    fields.discard(("object", "name"))
+    assert {name for name, _ in fields} == {*objects, "entry"}
+    for name, field in sorted(fields - {("entry", field) for _, field in fields}):
+        assert objects[name], name
+        assert all(field in found for found in objects[name]), (name, field)
+    # What is read by a name that is computed.
+    for field in re.findall(r'(?:sum|total\(figures,)\(?\s*"(\w+)"\)', script):
+        assert all(field in found for found in [*objects["rank"], *engines][:1]) or all(
+            field in engine for engine in engines
+        ), field
+    decoding = [engine for engine in engines if engine["pool"] == "decode"]
+    assert sum(engine["scheduled_tokens_total"] for engine in decoding) > 0
+    assert any(engine["replays"] for engine in decoding)
+    assert body["figures"]["ingress"]["generation_tokens_total"] > 0
+
+
+@pytest.mark.feature("R19", "R20")
+@pytest.mark.slow
+def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
+    start_app: Callable[..., Any], tmp_path: Path
+) -> None:
+    """While pieces are compiled: lines in the log, and growing times in `/ready`."""
+    cold = f"compilation.cache_dir={tmp_path}"
+    app = start_app("page", "pools=mixed", "api_keys=sesame", cold, is_compiled=False)
+    for path in (*FILES, "/status"):
+        assert get(app.url + path)[0] == 200
+    assert json.loads(get(app.url + "/status")[2])["needs_key"] is True
+    assert get(app.url + "/v1/models")[0] == 401
+    assert get(app.url + "/v1/models", "sesame")[0] == 200
+    seen: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 300
+    while True:
+        _, body = app.get("/ready")
+        seen += body["loading"]
+        if body["status"] == "ready" and not body["compiling"]:
+            break
+        assert time.monotonic() < deadline, body
+        time.sleep(0.1)
+    compiling = [entry for entry in seen if entry["what"] == "mixed: compiling"]
+    script = (PAGE / "page.js").read_text()
+    for name, field in READ.findall(script):
+        assert name != "entry" or all(field in entry for entry in seen), field
+    assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
+    assert compiling[-1]["done"] > 0 and (compiling[0]["dp_rank"], compiling[0]["tp_rank"]) == (
+        0,
+        0,
+    )
+    said = (
+        r"loading, \d+ s: .* for \d+ s",
+        r"serves after [\d.]+ s, and compiles meanwhile",
+        r"compiling while it serves, \d+ s: mixed: compiling \d+/\d+ for \d+ s",
+        r"ready after [\d.]+ s",
+    )
+    deadline = time.monotonic() + 30  # what an ingress logs reaches the console a little later
+    for line in said:
+        while not re.search(rf"lockstep\.ingress: {line}", app.log.read_text()):
+            assert time.monotonic() < deadline, (line, app.log.read_text())
+            time.sleep(0.1)

@@ -1,0 +1,244 @@
+"""SIGTERM and SIGHUP: `serve run` answers what runs, refuses what comes, and ends."""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+import ray
+
+from serve.pools import draining
+from serve.pools.draining import drain, drain_at_exit
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVE = Path(sys.executable).with_name("serve")
+NUM_STREAMS = 16
+NUM_TOKENS = 1900
+
+
+def command(*arguments: str) -> list[str | Path]:
+    return [SERVE, "run", "serve.app:deploy", "pools=mixed", "O=0", *arguments]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, new_port: Callable[[], int]
+) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], str, Path]]]:
+    """Return a function that starts an application on a cluster of its own."""
+    started: list[subprocess.Popen[bytes]] = []
+    # Where the tests run under `nohup` it is ignored, and so it would be in what they start.
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
+        port = new_port()
+        log = tmp_path / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command(f"port={port}", *arguments),
+                cwd=ROOT,
+                env=os.environ | {"RAY_ADDRESS": "local"},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        started.append(process)
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 240
+        while get(url + "/ready")[0] != 200:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        return process, url, log
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()  # or the next test finds it unwaited for
+    signal.signal(signal.SIGHUP, hangup)
+
+
+def get(url: str) -> tuple[int, dict[str, Any]]:
+    """Return code and JSON of an answer; code 0 where there is none of the application's."""
+    try:
+        with urlopen(url, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error, suppress(ValueError):
+            return error.code, json.loads(error.read())
+        return 0, {}
+    except (OSError, ValueError):
+        return 0, {}
+
+
+class Stream(threading.Thread):
+    """A streamed completion of a fixed length."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._body = {
+            "prompt": "Count from 3 to 9.",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self.has_begun = threading.Event()
+        self.num_tokens = 0
+        self.is_whole = False
+
+    def run(self) -> None:
+        request = Request(
+            self._url + "/v1/completions",
+            json.dumps(self._body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with suppress(OSError, http.client.HTTPException), urlopen(request, timeout=300) as answer:
+            for line in answer:
+                self.has_begun.set()
+                if line.startswith(b"data: {"):
+                    usage = json.loads(line[6:]).get("usage")
+                    self.num_tokens = usage["completion_tokens"] if usage else self.num_tokens
+                self.is_whole |= line.strip() == b"data: [DONE]"
+
+
+def begin(url: str, max_tokens: int, number: int) -> list[Stream]:
+    streams = [Stream(url, max_tokens) for _ in range(number)]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        assert stream.has_begun.wait(120)
+    return streams
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_ends_the_process_in_order_unless_it_is_ignored(is_ignored: bool) -> None:
+    """In order: as `sys.exit`, so that `drain` is called. Ignored: as `nohup` does."""
+    wanted = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, wanted)
+    try:
+        drain_at_exit(1.0)
+        if is_ignored:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        else:
+            with pytest.raises(SystemExit) as exited:
+                signal.raise_signal(signal.SIGHUP)
+            assert exited.value.code == signal.SIGHUP
+    finally:
+        atexit.unregister(drain)
+        signal.signal(signal.SIGHUP, before)
+
+
+class SilentIngress:
+    """The handle of an ingress whose calls end in an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.drain = self
+        self._error = error
+
+    def remote(self) -> SilentIngress:
+        return self
+
+    def result(self, timeout_s: float) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError("no answer"), ray.exceptions.ActorDiedError()], ids=["hangs", "died"]
+)
+def test_an_ingress_that_does_not_answer_is_one_line_and_no_trace(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(draining, "_ingresses", lambda: [SilentIngress(error)])
+    monkeypatch.setattr(draining, "has_started_cluster", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    drain(60)
+    said = capsys.readouterr().err
+    assert said.startswith("draining: an ingress did not say what it answers, which is cut off: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.feature("R02")
+def test_streams_that_run_at_sigterm_end_whole_and_what_comes_is_refused(run: Any) -> None:
+    process, url, log = run("drain_timeout_s=200")
+    port = url.rpartition(":")[2]
+    second = subprocess.run(
+        command(f"port={port}"),
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert second.returncode == 1
+    last_line = second.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(rf"port: wanted one that is free \(end .*\), found {port}", last_line)
+    streams = begin(url, NUM_TOKENS, NUM_STREAMS)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: get(url + "/ready")[1].get("status") == "draining", "draining")
+    assert any(stream.is_alive() for stream in streams)
+    request = Request(
+        url + "/v1/completions", b'{"prompt": "2"}', {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urlopen(request, timeout=60)
+    with refused.value as error:
+        assert error.code == 503
+        assert int(error.headers["Retry-After"]) >= 1
+        assert "/ready tells why" in json.loads(error.read())["error"]["message"]
+    for stream in streams:
+        stream.join(300)
+    assert all(stream.is_whole for stream in streams), log.read_text()
+    assert [stream.num_tokens for stream in streams] == [NUM_TOKENS] * NUM_STREAMS
+    process.wait(120)
+    assert f"draining: {NUM_STREAMS} running" in log.read_text()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.feature("R02")
+@pytest.mark.parametrize("signal_again", [True, False], ids=["second signal", "time is over"])
+def test_a_second_signal_or_the_end_of_its_time_cuts_streams_off(
+    run: Any, signal_again: bool
+) -> None:
+    process, url, log = run(f"drain_timeout_s={1000 if signal_again else 0.5}")
+    streams = begin(url, NUM_TOKENS, NUM_STREAMS)
+    process.send_signal(signal.SIGTERM if signal_again else signal.SIGHUP)
+    wait_for(lambda: f"draining: {NUM_STREAMS} running" in log.read_text(), "draining")
+    if signal_again:
+        process.send_signal(signal.SIGTERM)
+    process.wait(120)
+    for stream in streams:
+        stream.join(60)
+    assert not any(stream.is_whole for stream in streams)
+    is_over = f"drain_timeout_s: {NUM_STREAMS} cut off after 0.5 s" in log.read_text()
+    assert is_over is not signal_again

@@ -1,0 +1,216 @@
+"""Grammars of strangers: what ends its process is refused, what was ended from outside is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from compile.errors import FieldError, Words
+from serve.config import bundled_model
+from serve.requests import grammar_process
+from serve.requests.grammar_process import GrammarProcess, GrammarProcessLost, Tried
+from serve.requests.structured import GrammarChecks, StructuredOutputsParams
+
+ONE_IS_FINE = StructuredOutputsParams(regex="[a-c]{3}x")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[GrammarProcess]:
+    process = GrammarProcess(Path(bundled_model()))
+    process.start()
+    yield process
+
+
+def text_of(process: GrammarProcess, wanted: StructuredOutputsParams) -> str:
+    """Return a grammar as engines take it, or raise why not."""
+    tried = process.compile(wanted, max_cpu_s=15.0)  # what takes 2 s on a busy machine can take 4
+    if tried.error is not None:
+        field, wanted, found = tried.error
+        raise FieldError(field, wanted, Words(found))
+    assert not tried.is_over_time
+    return tried.text
+
+
+def patterns(count: int) -> dict[str, Any]:
+    """Return a schema of texts that match many patterns at once, each of many states."""
+    each = [{"type": "string", "pattern": f"[ab]*a[ab]{{{n}}}"} for n in range(10, 10 + count)]
+    return {"allOf": each}
+
+
+CHAIN = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"json": patterns(60)}, "structured_outputs.json: .*MiB"),
+        (
+            {"grammar": f'start: r0\n{CHAIN}\nr3000: "a"'},
+            "structured_outputs.grammar: .*too deep",
+        ),
+    ],
+)
+def test_what_would_end_an_ingress_ends_its_process_and_is_refused_by_name(
+    process: GrammarProcess, wanted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=message):
+        text_of(process, StructuredOutputsParams(**wanted))
+    assert text_of(process, ONE_IS_FINE)
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"grammar": "start: " + " ".join(["x?"] * 9000) + '\nx: "a"'},
+        {"json": {"type": "object", "properties": {f"k{i}": {} for i in range(2500)}}},
+        {"grammar": 'start: a{1000}\na: b{1000}\nb: "x"'},
+    ],
+)  # fmt: skip
+def test_what_spends_its_budget_in_its_first_steps_is_refused(
+    process: GrammarProcess, wanted: dict[str, Any]
+) -> None:
+    [kind] = wanted
+    with pytest.raises(FieldError, match=f"structured_outputs.{kind}: "):
+        text_of(process, StructuredOutputsParams(**wanted))
+
+
+@pytest.mark.feature("R09")
+def test_what_is_large_and_ordinary_is_taken(process: GrammarProcess) -> None:
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(30):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    schemas: list[dict[str, Any]] = [
+        nested,
+        {"enum": [f"value {i}" for i in range(3000)]},
+        {"properties": {f"key_{i}": {"type": ["string", "integer"]} for i in range(200)}},
+        {"anyOf": [{"properties": {"t": {"const": i}}, "required": ["t"]} for i in range(300)]},
+        {"type": "array", "items": {"type": "number"}, "minItems": 10**6},
+        {"type": "string", "minLength": 10**6},
+    ]
+    for schema in schemas:
+        assert text_of(process, StructuredOutputsParams(json=schema))
+    assert text_of(process, StructuredOutputsParams(choice=[f"choice {i}" for i in range(3000)]))
+
+
+def test_a_process_that_was_killed_is_replaced(process: GrammarProcess) -> None:
+    assert text_of(process, ONE_IS_FINE)
+    assert process._process is not None
+    pid = process._process.pid
+    os.kill(pid, signal.SIGKILL)
+    process._process.wait(60)
+    assert text_of(process, StructuredOutputsParams(regex="[d-f]"))
+    assert process._process is not None and process._process.pid != pid
+
+
+def children_of(process: GrammarProcess) -> list[psutil.Process]:
+    assert process._process is not None
+    return psutil.Process(process._process.pid).children()
+
+
+def begin(process: GrammarProcess, wanted: StructuredOutputsParams) -> Future[Tried]:
+    """Have a costly grammar compiled; return when a child does so."""
+    future = ThreadPoolExecutor(1).submit(process.compile, wanted)
+    while not children_of(process):
+        assert not future.done()
+    return future
+
+
+COSTLY = StructuredOutputsParams(json=patterns(30))
+
+
+@pytest.mark.feature("R09")
+def test_too_much_time_is_of_a_processor_and_ends_no_process(process: GrammarProcess) -> None:
+    process.start()
+    assert process._process is not None
+    pid = process._process.pid
+    for budget_s in (0.1, 0.3):
+        tried = process.compile(COSTLY, budget_s)
+        assert tried.is_over_time and not tried.text and tried.error is None
+        assert tried.cpu_s == pytest.approx(budget_s, abs=0.1)
+    assert process.compile(ONE_IS_FINE, 0.1).text
+    assert process._process.pid == pid
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGPROF])
+def test_a_child_that_is_ended_from_outside_says_nothing_of_its_grammar(
+    process: GrammarProcess, number: signal.Signals
+) -> None:
+    process.start()
+    future = begin(process, COSTLY)
+    children_of(process)[0].send_signal(number)
+    with pytest.raises(GrammarProcessLost, match=number.name):
+        future.result()
+    assert text_of(process, ONE_IS_FINE)
+
+
+@pytest.mark.feature("R09")
+def test_a_process_that_is_killed_says_nothing_of_its_grammar(process: GrammarProcess) -> None:
+    process.start()
+    future = begin(process, COSTLY)
+    [child] = children_of(process)
+    assert process._process is not None
+    process._process.kill()
+    with pytest.raises(GrammarProcessLost, match="SIGKILL"):
+        future.result()
+    assert text_of(process, ONE_IS_FINE)
+    child.wait(60)  # its time is limited though nobody waits for it
+
+
+@pytest.mark.feature("R09")
+def test_a_process_that_is_not_run_says_nothing_of_its_grammar(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gets no processor is as one that is stopped: all its time is by the clock."""
+    process.start()
+    monkeypatch.setattr(grammar_process, "MAX_WAIT_S", 0.5)
+    assert process._process is not None
+    stopped = process._process
+    stopped.send_signal(signal.SIGSTOP)
+    with pytest.raises(GrammarProcessLost):
+        process.compile(ONE_IS_FINE)
+    assert stopped.wait(60) == -signal.SIGKILL
+    monkeypatch.undo()
+    assert text_of(process, ONE_IS_FINE)
+
+
+def test_the_process_ends_with_its_caller() -> None:
+    process = GrammarProcess(Path(bundled_model()))
+    process.start()
+    running = process._process
+    assert running is not None
+    del process
+    assert running.wait(60) == 0
+
+
+def test_a_model_without_a_tokenizer_is_refused_by_name(tmp_path: Any) -> None:
+    with pytest.raises(FieldError, match=r"structured_outputs.regex: .*tokenizer.json"):
+        text_of(GrammarProcess(tmp_path), ONE_IS_FINE)
+
+
+def test_each_is_found_once_and_errors_are_remembered() -> None:
+    asked: list[str] = []
+
+    def find(wanted: StructuredOutputsParams) -> str:
+        asked.append(str(wanted.regex))
+        if wanted.regex == "bad":
+            raise FieldError("structured_outputs.regex", "one", Words("another"))
+        return "text"
+
+    checks = GrammarChecks(find)
+    good, bad = (StructuredOutputsParams(regex=regex) for regex in ("good", "bad"))
+    for _ in range(3):
+        assert checks.text(good) == "text"
+        with pytest.raises(FieldError, match="found another"):
+            checks.text(bad)
+    assert asked == ["good", "bad"]

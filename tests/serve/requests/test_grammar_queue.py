@@ -1,0 +1,313 @@
+"""Whose grammar is compiled next, and what is remembered of one that was not compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile.errors import FieldError
+from serve.admission import Overloaded
+from serve.clients import UNKNOWN, Client
+from serve.config import bundled_model
+from serve.requests import grammar_queue
+from serve.requests.grammar_process import MAX_CPU_S, GrammarProcessLost, Tried
+from serve.requests.grammar_queue import (
+    MAX_GRAMMARS_WAITING,
+    MAX_TIMES_LOST,
+    QUICK_CPU_S,
+    GrammarQueue,
+    Job,
+    Turns,
+    num_processes,
+)
+from serve.requests.structured import StructuredOutputsParams
+
+WANTED = StructuredOutputsParams(regex="a")
+HONEST = Client("honest")
+
+
+class Compiling:
+    """Turns on processes that take what each job is said to take, by a clock of their own."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.turns = Turns(num_processes)
+        self.now = 0.0
+        self.costs: dict[Job, float] = {}
+        self.ended_at: dict[Job, float] = {}
+        self.running: list[tuple[float, Job]] = []
+        self.dropped: list[Job] = []
+        self._num = 0
+
+    def ask(self, client: Client, cost_s: float) -> Job:
+        self._num += 1
+        job = Job(WANTED, client, self._num)
+        self.costs[job] = cost_s
+        self._add(job)
+        return job
+
+    def _add(self, job: Job) -> None:
+        dropped = self.turns.add(job)
+        if dropped is not None:
+            self.dropped.append(dropped)
+        self._begin()
+
+    def _begin(self) -> None:
+        while (job := self.turns.take(self.now)) is not None:
+            self.running.append((self.now + min(self.costs[job], job.budget_s), job))
+
+    def end_one(self) -> Job | None:
+        """Go on to the next end of a try; return the job if it is done."""
+        ends_at, job = min(self.running, key=lambda each: each[0])
+        self.running.remove((ends_at, job))
+        self.now = ends_at
+        budget_s = job.budget_s
+        self.turns.end(job, min(self.costs[job], budget_s), self.now)
+        if self.costs[job] > budget_s and not job.is_long:
+            job.is_long = True
+            self._add(job)
+            return None
+        self.ended_at[job] = self.now
+        self._begin()
+        return job
+
+
+def ask_each(compiling: Compiling, clients: Iterable[Client], cost_s: float) -> list[Job]:
+    return [compiling.ask(client, cost_s) for client in clients]
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("is_one_client", [False, True])
+def test_a_new_schema_waits_for_one_costly_grammar_not_for_all(
+    num: int, is_one_client: bool
+) -> None:
+    """Eight others have asked for costly grammars for a minute, and ask anew once one is done."""
+    compiling = Compiling(num)
+    others = [UNKNOWN] * 8 if is_one_client else [Client(str(i)) for i in range(8)]
+    ask_each(compiling, others, cost_s=10.0)
+    waits = []
+    for turn in range(60):
+        while compiling.now < turn + 1:
+            if (job := compiling.end_one()) is not None:
+                compiling.ask(job.client, 10.0)
+        asked_at = compiling.now
+        honest = compiling.ask(UNKNOWN if is_one_client else HONEST, 0.005)
+        while honest not in compiling.ended_at:
+            if (job := compiling.end_one()) is not None and job is not honest:
+                compiling.ask(job.client, 10.0)
+        waits.append(compiling.ended_at[honest] - asked_at)
+    quick_s = 8 * QUICK_CPU_S * is_one_client + QUICK_CPU_S + 0.1
+    assert max(waits) < quick_s + (MAX_CPU_S if num == 1 else 0.0)
+
+
+def test_clients_with_costly_grammars_share_the_time() -> None:
+    compiling = Compiling(1)
+    many, one = Client("many"), Client("one")
+    ask_each(compiling, [many] * 20, cost_s=10.0)
+    ask_each(compiling, [one] * 5, cost_s=10.0)
+    ended = []
+    while len(ended) < 10:
+        if (job := compiling.end_one()) is not None:
+            ended.append(job.client)
+    assert 4 <= ended.count(one) <= 5
+
+
+def test_a_costly_grammar_is_compiled_though_quick_ones_of_others_keep_coming() -> None:
+    compiling = Compiling(1)
+    others = [Client(str(i)) for i in range(3)]
+    ask_each(compiling, others, cost_s=0.09)
+    costly = compiling.ask(HONEST, 1.5)
+    while costly not in compiling.ended_at and compiling.now < 60:
+        if (job := compiling.end_one()) is not None:
+            compiling.ask(job.client, 0.09)
+    assert compiling.ended_at[costly] < 30
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 2),
+    st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from([0.01, 0.09, 1.0, 9.0]))),
+)
+def test_each_is_tried_at_most_twice_and_one_process_is_left_to_quick_ones(
+    num: int, asked: list[tuple[str, float]]
+) -> None:
+    compiling = Compiling(num)
+    jobs = [compiling.ask(Client(name), cost_s) for name, cost_s in asked]
+    while compiling.running:
+        assert len(compiling.running) <= num
+        assert sum(job.is_long for _, job in compiling.running) <= max(1, num - 1)
+        compiling.end_one()
+    assert set(compiling.ended_at) == set(jobs) and not compiling.dropped
+    tries_s = sum(
+        cost_s if cost_s <= QUICK_CPU_S else QUICK_CPU_S + min(cost_s, MAX_CPU_S)
+        for _, cost_s in asked
+    )
+    assert compiling.now <= tries_s + 1e-6
+
+
+def test_where_too_many_wait_the_client_of_whom_most_wait_gives_one_up() -> None:
+    compiling = Compiling(1)
+    greedy = Client("greedy")
+    jobs = ask_each(compiling, [greedy] * (MAX_GRAMMARS_WAITING + 1), cost_s=1.0)
+    assert not compiling.dropped
+    assert compiling.ask(greedy, 1.0) in compiling.dropped
+    honest = compiling.ask(HONEST, 0.01)
+    assert compiling.dropped[1:] == [jobs[-1]]
+    while honest not in compiling.ended_at:
+        compiling.end_one()
+    assert len(compiling.ended_at) <= 2
+
+
+def test_who_joins_a_grammar_of_a_client_that_waits_does_not_wait_for_its_sake() -> None:
+    compiling = Compiling(1)
+    greedy = Client("greedy")
+    for _ in range(2):
+        compiling.ask(greedy, 2.0)
+        while compiling.running:
+            compiling.end_one()
+    running, behind = (compiling.ask(Client(name), 1.0) for name in ("running", "behind"))
+    job = compiling.ask(greedy, 0.1)
+    compiling.turns.join(job, HONEST, compiling.now)
+    ended = []
+    while compiling.running:
+        ended.append(compiling.end_one())
+    done = [each for each in ended if each is not None]
+    assert job.client == HONEST and done.index(job) == 0 and {running, behind} < set(done)
+
+
+def test_a_second_process_needs_cores() -> None:
+    assert [num_processes(num_cores) for num_cores in (1, 2, 3, 64)] == [1, 2, 2, 2]
+
+
+# --- with tries of a script in place of the process -----------------------------------------------
+
+
+class ScriptedProcess:
+    """Does what it is told with each try; notes the processor time that each was given."""
+
+    def __init__(self, do: Callable[[float], Tried]) -> None:
+        self._do = do
+        self.budgets: list[float] = []
+
+    def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float) -> Tried:
+        self.budgets.append(max_cpu_s)
+        return self._do(max_cpu_s)
+
+
+def queue_of(
+    do: Callable[[float], Tried], clock: Callable[[], float] = lambda: 0.0
+) -> tuple[GrammarQueue, ScriptedProcess]:
+    queue, process = GrammarQueue(Path(), 1, clock), ScriptedProcess(do)
+    queue._idle[:] = [process]  # type: ignore[list-item]
+    assert not queue._cold
+    return queue, process
+
+
+def ask(queue: GrammarQueue) -> str:
+    return asyncio.run(queue.text(WANTED, HONEST))
+
+
+def lost(_: float) -> Tried:
+    raise GrammarProcessLost("it was killed")
+
+
+@pytest.mark.feature("R09")
+def test_a_lost_process_is_no_verdict_and_is_tried_again_ever_later() -> None:
+    times = [0.0]
+    does = [lost]
+    queue, process = queue_of(lambda budget_s: does[0](budget_s), lambda: times[0])
+    for _ in range(MAX_TIMES_LOST):
+        with pytest.raises(GrammarProcessLost, match="it was killed"):
+            ask(queue)
+    waits = []
+    for _ in range(6):
+        with pytest.raises(GrammarProcessLost, match="several times") as refused:
+            ask(queue)
+        waits.append(refused.value.retry_after_s)
+        times[0] += refused.value.retry_after_s
+        with pytest.raises(GrammarProcessLost, match="it was killed"):
+            ask(queue)
+    assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+    assert len(process.budgets) == MAX_TIMES_LOST + 6
+    times[0] += 60.0
+    does[0] = lambda _: Tried("text")
+    assert ask(queue) == ask(queue) == "text"
+    assert len(process.budgets) == MAX_TIMES_LOST + 7
+
+
+@pytest.mark.feature("R09")
+def test_what_is_not_done_soon_is_tried_with_all_time_and_then_refused_for_good() -> None:
+    queue, process = queue_of(lambda budget_s: Tried(is_over_time=True, cpu_s=budget_s))
+    for _ in range(2):
+        with pytest.raises(FieldError, match="longer than 2 s to compile"):
+            ask(queue)
+    assert process.budgets == [QUICK_CPU_S, MAX_CPU_S]
+
+
+def test_what_fails_unforeseen_is_no_verdict() -> None:
+    queue, process = queue_of(lambda _: Tried("text")[0])  # type: ignore[index]
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            ask(queue)
+    assert len(process.budgets) == 2
+
+
+def test_several_who_ask_for_one_grammar_wait_for_one_try() -> None:
+    queue, process = queue_of(lambda _: Tried("text"))
+
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(*(queue.text(WANTED, Client(str(i))) for i in range(5)))
+
+    assert asyncio.run(all_at_once()) == ["text"] * 5
+    assert len(process.budgets) == 1
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "MAX_GRAMMAR_WAIT_S", 0.01)
+    queue, process = queue_of(lambda _: Tried("text"))
+    taken = queue._idle.pop()
+    queue._turns._running[Job(WANTED, UNKNOWN, 0)] = 0.0  # the only process is in use
+    with pytest.raises(Overloaded, match="a grammar that is compiled in"):
+        ask(queue)
+    queue._turns._running.clear()
+    queue._idle.append(taken)
+    queue._go_on()
+    assert process.budgets == [] and queue._jobs == {}
+
+
+@pytest.mark.feature("R09")
+def test_no_grammar_waits_for_the_second_process_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = GrammarQueue(Path(bundled_model()), num_processes=2)
+    queue.start()
+    [ready], [cold] = queue._idle, queue._cold
+    may_start, start = threading.Event(), cold.start
+    monkeypatch.setattr(cold, "start", lambda: (may_start.wait(), start()))
+    assert ready._process is not None
+    running = ready._process
+    running.send_signal(signal.SIGSTOP)
+
+    async def all_at_once() -> list[str]:
+        wanted = [StructuredOutputsParams(regex=f"[a-c]{{{i}}}") for i in (1, 2, 3)]
+        texts = asyncio.gather(*(queue.text(each, HONEST) for each in wanted))
+        while queue._cold:
+            await asyncio.sleep(0.001)
+        running.send_signal(signal.SIGCONT)
+        found = await texts
+        may_start.set()
+        async with asyncio.timeout(60):
+            while len(queue._idle) < 2:
+                await asyncio.sleep(0.01)
+        return found
+
+    assert all(asyncio.run(all_at_once()))
+    assert set(queue._idle) == {ready, cold} and queue._turns.num_processes == 2
+    assert cold._process is not None and cold._process.poll() is None

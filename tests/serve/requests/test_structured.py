@@ -1,0 +1,365 @@
+"""Structured output through the offline API: every answer fits, or was cut by its length."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.rank import grammar_masks
+from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
+from compile.errors import FieldError
+from serve.llm import LLM, GenerationError, RequestOutput, SamplingParams, StructuredOutputsParams
+
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "dtype": "float32", "kv_memory": "64MiB"}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "Sort 5 2 9.", "Hello"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(enforce_eager=True, **SIZES)
+
+
+def generate(llm: LLM, wanted: dict[str, Any], n: int = 4, **fields: Any) -> list[tuple[str, str]]:
+    """Return the texts of `n` choices and how they ended."""
+    params = SamplingParams(
+        n=n,
+        structured_outputs=StructuredOutputsParams(**wanted),
+        **{"max_tokens": 100, "seed": 5, **fields},
+    )
+    [output] = llm.generate(PROMPTS[0], params)
+    return [(choice.text, str(choice.finish_reason)) for choice in output.outputs]
+
+
+def fits(schema: Any, text: str) -> bool:
+    """Return whether a text is JSON that a schema describes."""
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": "[a-c]{3,5}x"}, "[a-c]{3,5}x"),
+        ({"choice": ["red", 'a "b"\\\n', "<|im_end|>"]}, r'(red|a "b"\\\n|<\|im_end\|>)'),
+        ({"grammar": 'start: "a" /[0-9]{2,4}/ | "bé"'}, "(a[0-9]{2,4}|bé)"),
+        ({"grammar": 'root ::= "x" [0-4] [0-4]? "y"'}, "x[0-4]{1,2}y"),
+        ({"json": '{"enum": ["p", 17, null]}'}, r'\s*("p"|17|null)\s*'),
+    ],
+)  # fmt: skip
+def test_each_form_holds_the_text_and_ends_it(
+    llm: LLM, wanted: dict[str, Any], pattern: str
+) -> None:
+    found = generate(llm, wanted, skip_special_tokens=False)
+    for text, reason in found:
+        assert re.fullmatch(pattern + r"(<\|im_end\|>|<\|endoftext\|>)?", text), text
+        assert reason == "stop"
+
+
+@pytest.mark.feature("R09")
+def test_a_schema_and_any_object_hold_the_text(llm: LLM) -> None:
+    for text, reason in generate(llm, {"json": PERSON}, n=8, max_tokens=300):
+        assert reason == "length" or fits(PERSON, text), text
+    ended = 0
+    for text, reason in generate(llm, {"json_object": True}, n=16, temperature=1.5):
+        assert text.lstrip().startswith("{")
+        ended += reason == "stop"
+        assert reason == "length" or fits({"type": "object"}, text)
+    assert ended
+
+
+@pytest.mark.feature("R09")
+def test_an_end_token_comes_exactly_where_the_text_may_end(llm: LLM) -> None:
+    """A bias for the end token makes each text as short as it may be, one against it as long."""
+    ends = dict.fromkeys(llm.tokenizer.eos_token_ids, 100.0)
+    shortest = generate(llm, {"regex": "(ab){3,20}"}, logit_bias=ends)
+    assert shortest == [("ababab", "stop")] * 4
+    for token in ends:  # the model has two, and each will do
+        one = {**dict.fromkeys(ends, -100.0), token: 100.0}
+        assert generate(llm, {"regex": "(ab){3,20}"}, logit_bias=one) == shortest
+    never = {token: -100.0 for token in ends}
+    longest = generate(llm, {"regex": "(ab){3,20}"}, logit_bias=never)
+    assert longest == [("ab" * 20, "stop")] * 4
+    assert {reason for _, reason in generate(llm, {"regex": "(ab){300}"}, max_tokens=9)} == {
+        "length"
+    }
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"top_k": 1},
+        {"top_p": 0.01},
+        {"min_p": 1.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0},
+        {"logit_bias": {i: -100.0 for i in range(90, 120)}},
+        {"stop": ["17"], "include_stop_str_in_output": True},
+        {"logprobs": 3, "temperature": 2.0},
+    ],
+)
+def test_other_parameters_choose_among_what_is_allowed(llm: LLM, fields: dict[str, Any]) -> None:
+    for text, reason in generate(llm, {"json": {"enum": ["zebra", 17, [True]]}}, **fields):
+        assert reason == "stop"
+        assert json.loads(text) in ("zebra", 17, [True])
+
+
+@pytest.mark.feature("R09")
+def test_logprobs_are_those_of_the_raw_logits(llm: LLM) -> None:
+    """The first token's are what they are without a grammar, whatever that allows."""
+    first = []
+    for wanted in (None, StructuredOutputsParams(regex="zq")):
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, structured_outputs=wanted)
+        [output] = llm.generate(PROMPTS[1], params)
+        first.append(output.outputs[0].logprobs[0])
+    assert first[0].top_token_ids == first[1].top_token_ids
+    assert first[0].top_logprobs == pytest.approx(first[1].top_logprobs, abs=1e-4)
+    assert first[0].rank == 1 < first[1].rank
+
+
+# --- random schemas ---
+
+
+SCALARS = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(
+        lambda low, span: {"type": "integer", "minimum": low, "maximum": low + span},
+        st.integers(-999, 999),
+        st.integers(0, 5000),
+    ),
+    st.builds(
+        lambda low, span: {"type": "string", "minLength": low, "maxLength": low + span},
+        st.integers(0, 3),
+        st.integers(0, 9),
+    ),
+    st.sampled_from(["[a-f]{2,4}", "[0-9]{3}-[A-Z]+", "x|yy|zzz"]).map(
+        lambda pattern: {"type": "string", "pattern": f"^({pattern})$", "maxLength": 12}
+    ),
+    st.lists(
+        st.one_of(st.text(max_size=4), st.integers(-5, 5), st.booleans(), st.none()),
+        min_size=1,
+        max_size=4,
+    ).map(lambda values: {"enum": values}),
+    st.sampled_from(["date", "ipv4", "uuid"]).map(lambda f: {"type": "string", "format": f}),
+)
+
+
+def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.text(alphabet="abcdé_ ", min_size=1, max_size=4)
+    arrays = st.builds(
+        lambda items, low, span: {
+            "type": "array", "items": items, "minItems": low, "maxItems": low + span
+        },
+        inner, st.integers(0, 2), st.integers(0, 2),
+    )  # fmt: skip
+    objects = st.builds(
+        lambda properties, num: {
+            "type": "object",
+            "properties": properties,
+            "required": sorted(properties)[:num],
+            "additionalProperties": False,
+        },
+        st.dictionaries(names, inner, min_size=1, max_size=3), st.integers(0, 3),
+    )  # fmt: skip
+    either = st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"anyOf": parts})
+    return st.one_of(arrays, objects, either)
+
+
+SCHEMAS = st.recursive(SCALARS, compound, max_leaves=4)
+
+
+@pytest.mark.feature("R09")
+@settings(max_examples=12)
+@given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**32))
+def test_every_answer_to_a_random_schema_fits_it(
+    llm: LLM, schemas: list[dict[str, Any]], seed: int
+) -> None:
+    params = [
+        SamplingParams(
+            n=2,
+            max_tokens=60,
+            seed=seed,
+            structured_outputs=StructuredOutputsParams(json=schema),
+        )
+        for schema in schemas
+    ]
+    outputs = llm.generate(PROMPTS, params)
+    for schema, output in zip(schemas, outputs, strict=True):
+        for choice in output.outputs:
+            if choice.finish_reason != "length":
+                assert fits(schema, choice.text), (schema, choice.text)
+
+
+def test_random_schemas_are_mostly_answered_to_the_end(llm: LLM) -> None:
+    """What the test above leaves out, answers that are cut, is not most of them."""
+    found = generate(llm, {"json": PERSON}, n=8, max_tokens=300)
+    assert sum(reason == "stop" for _, reason in found) >= 6
+
+
+# --- the state follows from grammar and output ---
+
+
+def batch(seed: int) -> list[SamplingParams]:
+    forms: list[dict[str, Any] | None] = [{"json": PERSON}, {"regex": "([a-d]{4} ){12}"}, None]
+    return [
+        SamplingParams(
+            n=2,
+            max_tokens=60,
+            seed=seed + i,
+            structured_outputs=None if form is None else StructuredOutputsParams(**form),
+        )
+        for i, form in enumerate(forms)
+    ]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [choice.token_ids for output in outputs for choice in output.outputs]
+
+
+@pytest.mark.feature("R09")
+def test_preempted_sequences_go_on_in_their_grammar(llm: LLM) -> None:
+    small = LLM(
+        enforce_eager=True,
+        **{**SIZES, "max_model_len": 128, "block_size": 4, "num_kv_blocks": 40},
+    )
+    wanted = tokens(llm.generate(PROMPTS[:3], batch(1)))
+    assert tokens(small.generate(PROMPTS[:3], batch(1))) == wanted
+    assert small.engine.stats().num_preemptions
+
+
+@pytest.mark.feature("R09", "T04")
+def test_a_loop_that_plans_ahead_draws_the_same(llm: LLM) -> None:
+    overlapped = LLM(enforce_eager=True, overlap="on", **SIZES)
+    for seed in (1, 7):
+        wanted = tokens(llm.generate(PROMPTS[:3], batch(seed)))
+        assert tokens(overlapped.generate(PROMPTS[:3], batch(seed))) == wanted
+
+
+def run(llm: LLM, request: GenerateRequest) -> list[EngineOutput]:
+    llm.engine.submit(Submit(request, None))
+    outputs: list[EngineOutput] = []
+    while llm.engine.has_unfinished:
+        outputs += llm.engine.step()
+    return outputs
+
+
+def request_of(llm: LLM, wanted: dict[str, Any], max_tokens: int = 60) -> GenerateRequest:
+    """Return what the front end makes of a request."""
+    found: list[GenerateRequest] = []
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(**wanted), max_tokens=max_tokens, seed=3
+    )
+    llm._prepare(PROMPTS[0], params, {}, found)
+    return found[0]
+
+
+@pytest.mark.feature("R09")
+def test_a_request_that_is_resumed_goes_on_in_its_grammar(llm: LLM) -> None:
+    request = request_of(llm, {"json": PERSON})
+    whole = [token for output in run(llm, request) for token in output.token_ids]
+    assert len(whole) > 10
+    for cut in range(1, len(whole), 3):
+        resumed = msgspec.structs.replace(
+            request, request_id=f"cut-{cut}", output_token_ids=whole[:cut]
+        )
+        rest = [token for output in run(llm, resumed) for token in output.token_ids]
+        assert whole[:cut] + rest == whole
+
+
+@pytest.mark.feature("R09")
+def test_output_that_does_not_fit_ends_with_an_error_that_says_so(llm: LLM) -> None:
+    request = request_of(llm, {"regex": "[0-9]{8}"})
+    alien = llm.tokenizer.encode("zz", add_special_tokens=False)
+    bad = msgspec.structs.replace(request, request_id="bad", output_token_ids=alien)
+    [output] = run(llm, bad)
+    assert output.finish_reason == "error" and output.error.startswith("grammar: ")
+    [good] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=3))
+    assert good.outputs[0].token_ids
+    # A text that fits so far, and that nothing can go on from.
+    with pytest.raises(GenerationError, match="grammar: "):
+        generate(llm, {"grammar": 'start: "a" /[^\\s\\S]/'})
+    assert generate(llm, {"regex": "[0-9]{8}x"})[0][1] == "stop"
+
+
+# --- what is refused ---
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"regex": "(("}, "structured_outputs.regex: .*unclosed|invalid regex"),
+        ({"regex": "(?=a)b"}, "structured_outputs.regex: .*regex"),
+        ({"json": {"not": {"type": "null"}}}, r'structured_outputs.json: .*Unimplemented.*"not"'),
+        ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, "Unimplemented"),
+        ({"json": {"type": "strng"}}, "structured_outputs.json: .*strng"),
+        ({"json": "{"}, "structured_outputs.json: .*not JSON"),
+        ({"json": "[]"}, "structured_outputs.json: .*list"),
+        ({"json": {"$ref": "http://localhost/x"}}, "structured_outputs.json"),
+        ({"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "minLength"),
+        ({"json": {"enum": ["x" * 70_000]}}, "structured_outputs.json: wanted at most 65536"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": [""]}, "structured_outputs.choice: wanted texts of at least one"),
+        ({"choice": ["a"] * 60_000}, "structured_outputs.choice: wanted at most 262144"),
+        ({"grammar": "start: nowhere"}, "structured_outputs.grammar: .*nowhere"),
+        ({"grammar": "root ::= nowhere"}, "structured_outputs.grammar: .*nowhere"),
+        ({"grammar": "root ::= " + "(" * 9999}, "structured_outputs.grammar"),
+        ({"grammar": "start: start"}, "structured_outputs.grammar: .*no text fits"),
+        ({"grammar": 'start: %json {"not": {}, "x-guidance": {"lenient": true}}'}, "Unimplemented"),
+        ({"json_object": False}, "structured_outputs.json_object"),
+        ({}, "structured_outputs: wanted one of"),
+        ({"regex": "a", "json_object": True}, "structured_outputs: wanted one of"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_by_name(
+    llm: LLM, wanted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=message):
+        generate(llm, wanted)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.feature("R09")
+@pytest.mark.parametrize(
+    ("field", "value"), [("ignore_eos", True), ("min_tokens", 2), ("allowed_token_ids", [5])]
+)
+def test_what_would_leave_no_token_is_refused_by_name(llm: LLM, field: str, value: Any) -> None:
+    with pytest.raises(FieldError, match=f"{field}: wanted none with structured output"):
+        generate(llm, {"regex": "a"}, **{field: value})
+
+
+def test_compiled_grammars_are_kept_up_to_a_bound(llm: LLM) -> None:
+    assert llm.runner.grammars is not None
+    cache = llm.runner.grammars._cache
+    many = grammar_masks.MAX_CACHED + 40
+    params = [
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"[a-c]{i}"), max_tokens=1)
+        for i in range(many)
+    ]
+    llm.generate([PROMPTS[3]] * many, params)
+    assert len(cache) == grammar_masks.MAX_CACHED
+    last = [text for text in cache if f"[a-c]{many - 1}" in text]
+    first = [text for text in cache if "[a-c]0/" in text]
+    assert last and not first
