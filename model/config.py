@@ -74,7 +74,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _File(_Kept, frozen=True, kw_only=True):
-    """A `config.json`. What a family does not have is as if there were no such field."""
+    """A `config.json`. Fields that a family does not have are ignored."""
 
     num_key_value_heads: Size | None
     head_dim: Size | None
@@ -277,7 +277,7 @@ def _head_dim(file: _File, defaults: Mapping[str, Any]) -> int:
             raise FieldError("hidden_size", multiple, file.hidden_size)
         head_dim = file.hidden_size // file.num_heads
     if head_dim % 2:
-        # Rotary embedding turns pairs.
+        # Rotary embedding rotates pairs.
         raise FieldError("head_dim", "an even number", head_dim)
     if head_dim > (most := min(MAX_HEAD_DIM, LARGEST // file.num_heads)):
         raise FieldError("head_dim", f"an integer of at most {most}", head_dim)

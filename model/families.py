@@ -34,7 +34,7 @@ class Family:
     has_qkv_bias: bool = False
     """Queries, keys and values have biases whatever `attention_bias` says."""
     has_head_norms: bool = False
-    """Each head of queries and keys is normalised before it is turned."""
+    """Each head of queries and keys is normalised before it is rotated."""
     expert_names: ExpertNames | None = None
     """None for a dense family."""
 

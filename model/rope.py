@@ -28,8 +28,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What files of any kind carry; each kind reads its own and ignores the rest, as transformers
-    does."""
+    """Fields of all kinds; each kind reads its own and ignores the others, as transformers does."""
 
     rope_type: RopeType | None = None
     older_type: RopeType | None = msgspec.field(name="type", default=None)

@@ -3,8 +3,7 @@
 A row's token depends on its own logits, parameters and uniform number alone. Filters that other
 rows ask for leave a row untouched bit by bit, so a seeded request gives the same tokens alone and
 in any batch. A request may have its logits adjusted before that: bias, masks, penalties. A row that
-asks for nothing is computed along and comes out bit by bit as it went in: its bias is 0, its
-penalties are 0 and 1.
+asks for none passes through unchanged bit by bit: its bias is 0, its penalties are 0 and 1.
 
 Shapes: B rows, R rows of the tables (at least B), V vocabulary, K likeliest tokens reported.
 """
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.kernels import dispatch
+from model.kernels.dispatch import kernels_for
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,8 @@ def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Ten
     if tensors.any_min_p:
         scaled = filter_min_p(scaled, tensors.min_p)
     if tensors.any_top_k or tensors.any_top_p:
-        scaled = dispatch.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
+        kernels = kernels_for(scaled)
+        scaled = kernels.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
     return scaled.softmax(dim=-1)
 
 

@@ -122,32 +122,17 @@ def _plan(
         with _opened(path) as file:
             present = set(file.keys())
             for name in sorted(present | listed):
-                if not model.is_ignored(name):
-                    _check_name(
-                        name, name in wanted, name in listed, model.config.architecture, path
-                    )
+                field = f"tensor {name}"
+                if model.is_ignored(name):
+                    continue
+                if name not in wanted:
+                    family = model.config.architecture
+                    raise refused(field, f"only tensors of {family}", Words("it"), path)
+                if name not in listed:
+                    raise refused(field, "only where the index says", Words("another"), path)
             for piece in pieces:
-                _check(piece, file, present, path)
-                _check_halves(piece.name, file.get_slice(piece.name).get_dtype(), halves, path)
+                _check(piece, file, present, path, halves)
     return by_file
-
-
-def _check_name(name: str, is_wanted: bool, is_listed: bool, family: str, path: Path) -> None:
-    """Refuse a tensor of a file that no module wants, or that another file has as well."""
-    field = f"tensor {name}"
-    if not is_wanted:
-        raise refused(field, f"only tensors of {family}", Words("it"), path)
-    if not is_listed:
-        raise refused(field, "only where the index says", Words("another"), path)
-
-
-def _check_halves(name: str, dtype: str, seen: dict[str, str], path: Path) -> None:
-    """Refuse tensors of both 16-bit types: read as the other one, numbers are wrong but finite."""
-    if dtype in _HALVES:
-        seen.setdefault(dtype, name)
-    if len(seen) > 1:
-        other = next(kind for kind in seen if kind != dtype)
-        raise refused(f"tensor {name}", f"{other} as tensor {seen[other]}", dtype, path)
 
 
 def _largest_first(by_file: dict[Path, list[WeightSlice]]) -> list[tuple[WeightSlice, Path]]:
@@ -199,7 +184,15 @@ def _broken(path: Path, error: Exception) -> FieldError:
     return refused(path.name, "a whole safetensors file", Words(str(error)), path)
 
 
-def _check(piece: WeightSlice, file: Any, present: set[str], path: Path) -> None:
+def _check(
+    piece: WeightSlice, file: Any, present: set[str], path: Path, halves: dict[str, str]
+) -> None:
+    """Refuse a tensor that is not as the model wants it.
+
+    Args:
+        halves: a tensor of each 16-bit type so far. Only one may occur: read as the other one,
+            numbers are wrong but finite.
+    """
     field = f"tensor {piece.name}"
     if piece.name not in present:
         raise refused(field, "where the index says", Words("none"), path)
@@ -209,6 +202,11 @@ def _check(piece: WeightSlice, file: Any, present: set[str], path: Path) -> None
         raise refused(field, f"shape {piece.shape}", shape, path)
     if dtype not in READABLE_DTYPES:
         raise refused(field, f"one of {', '.join(READABLE_DTYPES)}", dtype, path)
+    if dtype in _HALVES:
+        halves.setdefault(dtype, piece.name)
+    if len(halves) > 1:
+        other = next(kind for kind in halves if kind != dtype)
+        raise refused(field, f"{other} as tensor {halves[other]}", dtype, path)
 
 
 def _read(piece: WeightSlice, file: Any, path: Path) -> list[Extremes]:
@@ -329,6 +327,6 @@ def _described_model(checkpoint_dir: Path | str, place: Placement) -> tuple[Caus
             checkpoint_dir,
         )
         config = replace(config, tie_word_embeddings=False)
-    # A configuration that is not its checkpoint's may describe a model larger than memory: it takes
-    # none before its weights were compared.
+    # A configuration that is not its checkpoint's may describe a model larger than memory, so the
+    # model takes none until its tensors have been compared.
     return CausalLM(config, place), config

@@ -132,13 +132,10 @@ def step_of(model: CausalLM, name: str) -> Callable[[], torch.Tensor]:
 @contextmanager
 def torch_functions() -> Iterator[None]:
     """Run torch functions in the kernels' place, but for decodes and products."""
-
-    def prefill(*args: object) -> None:
-        paged_attention.paged_prefill(*args)  # type: ignore[arg-type]
-
     with (
-        patch.object(dispatch, "uses_ops", dispatch.uses_triton),
-        patch.object(cpu, "paged_prefill", prefill),
+        patch.object(dispatch, "uses_ops", lambda _: False),
+        patch.object(cpu, "paged_prefill", paged_attention.paged_prefill),
+        patch.object(cpu, "rope_and_write_kv", paged_attention.rope_and_write_kv),
     ):
         yield
 

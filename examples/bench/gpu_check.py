@@ -5,7 +5,7 @@
 
 Each run is a list of parts, those worth most first, and ends within its deadline of nine minutes:
 
-    kernels  every kernel against its torch twin in float32, and timed
+    kernels  every kernel against its torch reference in float32, and timed
     models   whole models, the engine's loops, collectives of one rank
     graphs   levels and graph modes against eager, at every captured size
     tests    the tests that are marked `gpu`

@@ -1,4 +1,4 @@
-"""The kernel parts of gpu_check.py: every kernel against its torch twin in float32, and timed."""
+"""The kernel parts of gpu_check.py: kernels against their torch references in float32, timed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from gpu_check_rows import Row, Setting, attempts, captured, error_of
 
 from cluster.kv.transport.store import BlockStore
-from model.kernels import dispatch, paged_attention, sparse_mlp
-from model.kernels.elementwise import rotate
+from model.kernels import paged_attention, sparse_mlp
+from model.kernels.dispatch import kernels_for
+from model.kernels.filters import filter_top_k_top_p
 from model.kv_cache import KVCacheSpec
 from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
@@ -125,7 +126,7 @@ def decodes(at: Setting, cases: list[DecodeCase]) -> Iterator[Row]:
         caches = (cache.k_cache, cache.v_cache)
 
         def call() -> None:
-            dispatch.paged_decode(q, *caches, *where, found, window)
+            kernels_for(q).paged_decode(q, *caches, *where, found, window)
 
         call()
         tokens = sum(min(n, window or n) for n in lengths)
@@ -202,18 +203,15 @@ def prefills(
         cache = Cached(at, lengths, num_layers=num_layers)
         num_tokens = sum(queries)
         bounds = torch.tensor([0, *queries], device=at.device).cumsum(0).int()
-        kv = [own_tokens(cache, i, m) for i, m in enumerate(queries)]
-        k, v = (torch.cat(parts).contiguous() for parts in zip(*kv, strict=True))
         q = at.randn(num_tokens, cache.num_heads, cache.head_dim)
         found, wanted = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
         where = (cache.table, bounds, cache.seq_lens, cache.scale)
-        wide = (q.float(), k.float(), v.float(), *cache.wide())
-        paged_attention.paged_prefill(*wide, *where, wanted, window)
+        paged_attention.paged_prefill(q.float(), *cache.wide(), *where, wanted, window)
         args = (cache.k_cache, cache.v_cache, *where, found, window)
 
         def call() -> None:
             if other_tiles is None:
-                dispatch.paged_prefill(q, k, v, *args)
+                kernels_for(q).paged_prefill(q, *args)
                 return
             from model.kernels.triton import prefill as triton_prefill
             from model.kernels.triton.tiles import arch_of
@@ -221,7 +219,7 @@ def prefills(
             group = cache.num_heads // cache.num_kv_heads
             arch = arch_of(q.device)
             own = triton_prefill.prefill_tiles(group, cache.head_dim, q.dtype, arch)
-            triton_prefill.paged_prefill(q, k, v, *args, replace(own, **other_tiles))
+            triton_prefill.paged_prefill(q, *args, replace(own, **other_tiles))
 
         call()
         pairs = sum(
@@ -241,46 +239,33 @@ def prefills(
     return attempts(prefill, cases)
 
 
-def own_tokens(cache: Cached, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of a sequence's last tokens."""
-    length = cache.lengths[row]
-    positions = torch.arange(length - count, length, device=cache.at.device)
-    blocks = cache.table[row, positions // BLOCK_SIZE].long()
-    offsets = positions % BLOCK_SIZE
-    return cache.k_cache[blocks, offsets], cache.v_cache[blocks, offsets]
-
-
 def part_rope(at: Setting) -> Iterator[Row]:
-    """Rotary positions with the KV write, and the KV write alone, for decodes and for prompts."""
+    """Rotary positions with the KV write, for decodes and for prompts."""
     heads, head_dim = (32, 8, 8), 128
     for name, num_tokens in (("decodes", at.pick(64, 4)), ("prompt", at.pick(4096, 64))):
         q, k, v = at.randn(num_tokens, sum(heads), head_dim).split(heads, dim=1)
         angles = at.randn(num_tokens, 1, head_dim // 2, dtype=torch.float32)
         cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         shape = (num_tokens // BLOCK_SIZE + 2, 2, BLOCK_SIZE, heads[1], head_dim)
-        found, wanted = (torch.zeros(shape, device=at.device).bfloat16() for _ in range(2))
+        found = torch.zeros(shape, device=at.device).bfloat16()
+        wanted = found.float()
         slots = torch.arange(num_tokens, device=at.device) + BLOCK_SIZE
-        turned = rotate(q.float(), cos.float(), sin.float())
-        turned_k = rotate(k.float(), cos.float(), sin.float()).bfloat16()
-        paged_attention.write_kv(turned_k, v, wanted[:, 0], wanted[:, 1], slots)
+        new = (q, k, v, cos, sin)
+        wide = (t.float() for t in new)
         caches = (found[:, 0], found[:, 1], slots)
-        num_bytes = 4 * (k.numel() + v.numel())
-        if dispatch.uses_triton(q):
 
-            def call(args: Any = (q, k, v, cos, sin, *caches)) -> torch.Tensor:
-                return dispatch.rope_and_write_kv(*args)[0]
+        def call(args: Any = (*new, *caches)) -> torch.Tensor:
+            rotated: torch.Tensor = kernels_for(args[0]).rope_and_write_kv(*args)
+            return rotated
 
-            error = max(error_of(call(), turned), error_of(found, wanted))
-            row = Row(f"rope and KV write, {name}: {num_tokens}", error=error, limit=2e-2)
-            row.seconds, row.num_bytes = at.time(call), num_bytes + 4 * q.numel()
-            yield row
-
-        def write(args: Any = (turned_k, v, *caches)) -> None:
-            dispatch.write_kv(*args)
-
-        write()
-        row = Row(f"KV write, {name}: {num_tokens}", error=error_of(found, wanted), limit=0.0)
-        row.seconds, row.num_bytes = at.time(write), num_bytes
+        pools = (wanted[:, 0], wanted[:, 1], slots)
+        error = error_of(call(), paged_attention.rope_and_write_kv(*wide, *pools))
+        row = Row(
+            f"rope and KV write, {name}: {num_tokens}",
+            error=max(error, error_of(found, wanted)),
+            limit=2e-2,
+        )
+        row.seconds, row.num_bytes = at.time(call), 4 * (k.numel() + v.numel() + q.numel())
         yield row
 
 
@@ -339,14 +324,15 @@ def part_experts(at: Setting) -> Iterator[Row]:
     def experts(name: str, num_tokens: int, own: slice) -> Row:
         x = at.randn(num_tokens, hidden)
         logits = at.randn(num_tokens, num_experts, dtype=torch.float32)
-        chosen, weights = dispatch.route(logits, top_k, True)
+        chosen, weights = kernels_for(logits).route(logits, top_k, True)
         routed = (x.float().cpu(), chosen.cpu(), weights.cpu())
         matrices = (gate_up[own].float().cpu(), down[own].float().cpu())
         wanted = sparse_mlp.expert_mlp(*routed, *matrices, own.start).to(at.device)
-        args = (x, chosen, weights, gate_up[own], down[own], size, own.start)
+        args = (x, chosen, weights, gate_up[own], down[own], own.start)
 
         def call() -> torch.Tensor:
-            return dispatch.expert_mlp(*args)
+            out: torch.Tensor = kernels_for(x).expert_mlp(*args)
+            return out
 
         error = error_of(call(), wanted)
         is_own = (chosen >= own.start) & (chosen < own.stop)
@@ -384,9 +370,9 @@ def part_filters(at: Setting) -> Iterator[Row]:
         args = (logits, counts, masses)
 
         def call() -> torch.Tensor:
-            return dispatch.filter_top_k_top_p(*args)
+            return kernels_for(logits).filter_top_k_top_p(*args)
 
-        wanted = dispatch.filter_top_k_top_p(*(arg.cpu() for arg in args))
+        wanted = filter_top_k_top_p(*(arg.cpu() for arg in args))
         return Row(
             name,
             error=float((call().cpu() != wanted).sum()),

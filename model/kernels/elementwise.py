@@ -1,4 +1,5 @@
-"""Norms, activations and rotary positions in torch functions: what a CPU's graph is traced from.
+"""Norms and activations in torch functions: what a CPU's graph is traced from. `rotate` is a part
+of the attention op.
 
 A kernel on a GPU or in C++ rounds where these round, to the model's dtype.
 

@@ -1,4 +1,5 @@
-"""Paged attention (Kwon et al., 2023) as torch functions: reference of kernels, and the CPU's way.
+"""Paged attention (Kwon et al., 2023) as torch functions: the reference of all kernels, and what a
+CPU without C++ kernels computes.
 
 Keys and values of a sequence lie in blocks anywhere in the pool; its row of the block table names
 them in order. What a masked position holds is multiplied by zero, which does not silence a NaN.
@@ -12,10 +13,10 @@ the pool, B tokens per block, M columns of the block table, L gathered tokens (a
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import torch.nn.functional as F
+
+from model.kernels.elementwise import rotate
 
 
 def write_kv(
@@ -44,6 +45,26 @@ def write_kv(
         cache[0].zero_()
 
 
+def rope_and_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate queries and keys to their positions, write keys and values; return the queries.
+
+    Args:
+        q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]
+        k_cache, v_cache, slot_mapping: as `write_kv` takes them
+    """
+    write_kv(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    return rotate(q, cos, sin)
+
+
 def paged_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -67,14 +88,21 @@ def paged_decode(
         sliding_window: token j attends to token i where j - i < sliding_window; None: to all
     """
     num_seqs, num_kv_heads, block_size = q.shape[0], k_cache.shape[2], k_cache.shape[1]
-    if sliding_window is None:
-        blocks, mask = _whole_rows(block_table, seq_lens, block_size)
-    else:
-        blocks, mask = _windows(block_table, seq_lens, block_size, sliding_window)
-    length = mask.shape[1]
+    # A padding sequence sees one slot, of the scratch block: a row without any would be NaN.
+    stops = seq_lens.clamp(min=1).unsqueeze(1)
+    starts = torch.zeros_like(stops) if sliding_window is None else stops - sliding_window
+    first = starts.clamp(min=0) // block_size
+    num_columns = int((-(-stops // block_size) - first).max())
+    columns = first + torch.arange(num_columns, device=seq_lens.device)
+    is_behind = columns * block_size >= seq_lens.unsqueeze(1)
+    columns = columns.clamp(max=block_table.shape[1] - 1)
+    blocks = block_table.gather(1, columns).masked_fill(is_behind, 0).flatten()
+    length = num_columns * block_size
+    positions = first * block_size + torch.arange(length, device=seq_lens.device)
+    mask = (positions >= starts) & (positions < stops)
     shape = (num_seqs, length, num_kv_heads, -1)
-    k = _gather("k", k_cache, blocks).view(shape).transpose(1, 2)
-    v = _gather("v", v_cache, blocks).view(shape).transpose(1, 2)
+    k = _gather(k_cache, blocks).view(shape).transpose(1, 2)
+    v = _gather(v_cache, blocks).view(shape).transpose(1, 2)
     # The G query heads of a KV head stand where SDPA expects query tokens: nothing is repeated.
     grouped = q.unflatten(1, (num_kv_heads, -1))
     attended = F.scaled_dot_product_attention(
@@ -83,41 +111,8 @@ def paged_decode(
     out.copy_(attended.flatten(1, 2))
 
 
-def _whole_rows(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks [S * n] of whole sequences, and which of their tokens count [S, n * B]."""
-    num_columns = max(-(-int(seq_lens.max()) // block_size), 1)
-    length = num_columns * block_size
-    starts = torch.arange(0, length, block_size, device=seq_lens.device)
-    is_behind = starts >= seq_lens.unsqueeze(1)
-    blocks = block_table[:, :num_columns].masked_fill(is_behind, 0).flatten()
-    # A padding sequence sees one slot, of the scratch block: a row without any would be NaN.
-    seen = seq_lens.clamp(min=1).unsqueeze(1)
-    return blocks, torch.arange(length, device=seq_lens.device) < seen
-
-
-def _windows(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int, sliding_window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks [S * n] of the sequences' last tokens, and which count [S, n * B]."""
-    stops = seq_lens.clamp(min=1).unsqueeze(1)
-    starts = (stops - sliding_window).clamp(min=0)
-    first = starts // block_size
-    num_columns = int((-(-stops // block_size) - first).max())
-    columns = first + torch.arange(num_columns, device=seq_lens.device)
-    is_behind = columns * block_size >= seq_lens.unsqueeze(1)
-    columns = columns.clamp(max=block_table.shape[1] - 1)
-    blocks = block_table.gather(1, columns).masked_fill(is_behind, 0).flatten()
-    length = num_columns * block_size
-    positions = first * block_size + torch.arange(length, device=seq_lens.device)
-    return blocks, (positions >= starts) & (positions < stops)
-
-
 def paged_prefill(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -129,13 +124,13 @@ def paged_prefill(
 ) -> None:
     """Attend from chunks of prompts, each to its sequence's tokens up to itself.
 
-    The queries of a sequence are its last tokens, which the cache already holds. A loop over the
-    sequences; a later chunk materialises its mask of query by KV tokens. Blocks outside of the
-    first query's window are not read, whatever the table says.
+    The queries of a sequence are its last tokens, which the cache already holds. Those of a
+    sequence of length 0 are padding; their output is zero. A loop over the sequences; a later chunk
+    materialises its mask of query by KV tokens. Blocks outside of the first query's window are not
+    read, whatever the table says.
 
     Args:
         q, out: [T, H, D]
-        k, v: [T, Hkv, D], what this step wrote
         k_cache, v_cache: [N, B, Hkv, D], any strides
         block_table: int32 [S, M]
         cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
@@ -146,16 +141,15 @@ def paged_prefill(
     for i, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(bounds[i], bounds[i + 1])
         num_queries = rows.stop - rows.start
-        if num_queries == 0:
+        if seq_len == 0:
+            out[rows].zero_()
+        if num_queries == 0 or seq_len == 0:
             continue
-        if num_queries >= seq_len:
-            keys, values = k[rows], v[rows]
-        else:
-            first = _first_block(seq_len - num_queries, sliding_window, block_size)
-            blocks = block_table[i, first : -(-seq_len // block_size)]
-            num_tokens = seq_len - first * block_size
-            keys = _gather("k", k_cache, blocks)[:num_tokens]
-            values = _gather("v", v_cache, blocks)[:num_tokens]
+        first = _first_block(seq_len - num_queries, sliding_window, block_size)
+        blocks = block_table[i, first : -(-seq_len // block_size)]
+        num_tokens = seq_len - first * block_size
+        keys = _gather(k_cache, blocks)[:num_tokens]
+        values = _gather(v_cache, blocks)[:num_tokens]
         out[rows] = _attend_chunk(q[rows], keys, values, scale, sliding_window)
 
 
@@ -192,34 +186,6 @@ def _attend_chunk(
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class _Workspace(threading.local):
-    """Memory that gathered blocks are copied into, kept because fresh pages cost more than copies.
-
-    Invariant: what a name's buffer holds is dead once the op that gathered it returns. A buffer
-    grows to the largest batch seen.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def take(self, name: str, like: torch.Tensor, numel: int) -> torch.Tensor:
-        key = (name, like.dtype, like.device)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < numel:
-            # An inference tensor could not be written to outside of inference mode later.
-            with torch.inference_mode(False):
-                buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
-            self._buffers[key] = buffer
-        return buffer[:numel]
-
-
-_workspace = _Workspace()
-
-
-def _gather(name: str, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Copy `blocks` [n] of a cache, one after the other: [n * B, Hkv, D]."""
-    block_shape = cache.shape[1:]
-    buffer = _workspace.take(name, cache, blocks.numel() * block_shape.numel())
-    gathered = buffer.view(-1, *block_shape)
-    torch.index_select(cache, 0, blocks, out=gathered)
-    return gathered.flatten(0, 1)
+    return cache.index_select(0, blocks).flatten(0, 1)

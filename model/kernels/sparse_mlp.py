@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from model.kernels.elementwise import silu_and_mul
 
 Products = Callable[[torch.Tensor, int], torch.Tensor]
-"""Multiplies tokens [T, I] with the matrix of the expert of a number. Returns [T, O]."""
+"""Multiplies tokens [T, I] with the matrix of a rank's expert, by its number. Returns [T, O]."""
 
 
 def route(
@@ -58,14 +58,13 @@ def expert_mlp(
         gate_up: [Xr, 2 * I, E], gate first
         down: [Xr, E, I]
     """
+    up, back = plain_products(gate_up), plain_products(down)
+    return by_expert(x, experts, weights, up, back, first_expert, len(down))
 
-    def up(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return F.linear(rows, gate_up[expert])
 
-    def back(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return F.linear(rows, down[expert])
-
-    return by_expert(x, experts, weights, up, back, range(first_expert, first_expert + len(down)))
+def plain_products(matrices: torch.Tensor) -> Products:
+    """Return products with matrices [Xr, O, I]."""
+    return lambda rows, expert: F.linear(rows, matrices[expert])
 
 
 def by_expert(
@@ -74,11 +73,13 @@ def by_expert(
     weights: torch.Tensor,
     up: Products,
     down: Products,
-    own: range,
+    first_expert: int,
+    num_experts: int,
 ) -> torch.Tensor:
-    """Run the MLP of each of the `own` experts on its tokens. Sums are float32."""
+    """Run the MLP of each of this rank's experts on its tokens. Sums are float32."""
     numbers, order = experts.flatten().sort(stable=True)
-    bounds = torch.searchsorted(numbers, torch.arange(own.start, own.stop + 1)).tolist()
+    own = torch.arange(first_expert, first_expert + num_experts + 1)
+    bounds = torch.searchsorted(numbers, own).tolist()
     tokens, scales = order // experts.shape[1], weights.flatten()[order].unsqueeze(1)
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):

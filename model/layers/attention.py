@@ -16,8 +16,7 @@ from torch import nn
 
 from compile.context import get_forward_context
 from compile.custom_op import direct_register_custom_op
-from model.kernels import dispatch
-from model.kernels.elementwise import rotate
+from model.kernels.dispatch import kernels_for
 
 
 @dataclass(frozen=True)
@@ -70,73 +69,68 @@ class Attention(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cos: torch.Tensor | None = None,
-        sin: torch.Tensor | None = None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend; with cosines and sines, turn q and k to their positions first.
+        """Rotate q and k to their positions, write keys and values, and attend.
 
         q: [T, H, D]; k, v: [T, Hkv, D]; cos, sin: [T, 1, D / 2]. Returns [T, H, D].
         """
-        if cos is not None and sin is not None and not dispatch.uses_ops(q):
-            # Traced here, turning fuses with its neighbours; an op does it while it writes KV.
-            q, k, cos, sin = rotate(q, cos, sin), rotate(k, cos, sin), None, None
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
-        unified_attention_with_output(q, k, v, output, self.layer_name, cos, sin)
+        unified_attention_with_output(q, k, v, cos, sin, output, self.layer_name)
         return output
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
-        """Write the attended values into `output`; the cache already holds k and v."""
-        n = metadata.num_decodes
-        table, lengths = metadata.block_table, metadata.seq_lens
-        if n == lengths.shape[0] == q.shape[0]:
-            # A step of decodes alone, as the next lines would compute it, without eight slices.
-            arguments = (table, lengths, self.scale, output, self.sliding_window)
-            dispatch.paged_decode(q, k_cache, v_cache, *arguments)
-            return
-        if n:
-            decodes = (table[:n], lengths[:n], self.scale, output[:n])
-            dispatch.paged_decode(q[:n], k_cache, v_cache, *decodes, self.sliding_window)
-        if n < lengths.shape[0]:
-            chunks = (table[n:], metadata.cu_seqlens_q[n:], lengths[n:], self.scale, output)
-            dispatch.paged_prefill(q, k, v, k_cache, v_cache, *chunks, self.sliding_window)
-        elif n < q.shape[0]:
-            # Tokens behind the last sequence are padding: nothing wrote their rows.
-            output[n:].zero_()
 
 
 def _unified_attention_with_output(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     output: torch.Tensor,
     layer_name: str,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
 ) -> None:
     """Attend in the layer called `layer_name`, with this step's metadata and cache."""
     context = get_forward_context()
     layer: Attention = context.no_compile_layers[layer_name]
     cache = context.kv_cache_data[layer_name]
-    metadata: AttentionMetadata = context.attn_metadata
     caches = (cache.k_cache, cache.v_cache)
-    if cos is not None and sin is not None:
-        q, k = dispatch.rope_and_write_kv(q, k, v, cos, sin, *caches, metadata.slot_mapping)
-    else:
-        dispatch.write_kv(k, v, *caches, metadata.slot_mapping)
-    layer.attend(q, k, v, output, *caches, metadata)
+    metadata: AttentionMetadata = context.attn_metadata
+    kernels = kernels_for(q)
+    q = kernels.rope_and_write_kv(q, k, v, cos, sin, *caches, metadata.slot_mapping)
+    n, table, lengths = metadata.num_decodes, metadata.block_table, metadata.seq_lens
+    if n == lengths.shape[0] == q.shape[0]:
+        # A step of decodes alone, as the next lines would compute it, without eight slices.
+        decodes = (table, lengths, layer.scale, output)
+        kernels.paged_decode(q, *caches, *decodes, layer.sliding_window)
+        return
+    if n:
+        decodes = (table[:n], lengths[:n], layer.scale, output[:n])
+        kernels.paged_decode(q[:n], *caches, *decodes, layer.sliding_window)
+    if n < lengths.shape[0]:
+        chunks = (table[n:], metadata.cu_seqlens_q[n:], lengths[n:], layer.scale, output)
+        kernels.paged_prefill(q, *caches, *chunks, layer.sliding_window)
+    elif n < q.shape[0]:
+        # Tokens behind the last sequence are padding: nothing wrote their rows.
+        output[n:].zero_()
+
+
+def _unified_attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    # Token ids and positions are two inputs: this tells a trace that their lengths are one.
+    torch._check(cos.shape[0] == q.shape[0])
 
 
 unified_attention_with_output = direct_register_custom_op(
     "unified_attention_with_output",
     _unified_attention_with_output,
     mutates_args=["output"],
+    fake_impl=_unified_attention_fake,
 )

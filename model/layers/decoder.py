@@ -45,13 +45,6 @@ class DecoderLayer(nn.Module):
         out: torch.Tensor = x + self.mlp(normed)
         return out
 
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
-        yield from self.input_layernorm.weight_slices(f"{name}.input_layernorm")
-        yield from self.self_attn.weight_slices(f"{name}.self_attn")
-        yield from self.post_attention_layernorm.weight_slices(f"{name}.post_attention_layernorm")
-        yield from self.mlp.weight_slices(f"{name}.mlp")
-
 
 def _mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | SparseMLP:
     hidden, experts = config.hidden_size, config.experts
@@ -85,14 +78,6 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin)
         out: torch.Tensor = self.norm(x)
         return out
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
-        yield from self.embed_tokens.weight_slices(f"{name}.embed_tokens")
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            yield from layer.weight_slices(f"{name}.layers.{i}")
-        yield from self.norm.weight_slices(f"{name}.norm")
 
 
 class CausalLM(nn.Module):
@@ -134,18 +119,11 @@ class CausalLM(nn.Module):
         found = (module for module in self.modules() if isinstance(module, Attention))
         return static_forward_context((layer.layer_name, layer) for layer in found)
 
-    def weight_slices(self, names: Collection[str] = ()) -> Iterator[WeightSlice]:
-        """Describe every tensor that the checkpoint must hold.
-
-        Args:
-            names: of the tensors that it does hold; they choose where there are two spellings.
-        """
-        for module in self.modules():
+    def weight_slices(self, held: Collection[str] = ()) -> Iterator[WeightSlice]:
+        """Describe every tensor that the checkpoint must hold; see `WeightedLayer`."""
+        for name, module in self.named_modules():
             if isinstance(module, WeightedLayer):
-                module.read_names(names)
-        yield from self.model.weight_slices("model")
-        if not self.config.tie_word_embeddings:
-            yield from self.lm_head.weight_slices("lm_head")
+                yield from module.weight_slices(name, held)
 
     def is_ignored(self, tensor_name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although no parameter wants it."""

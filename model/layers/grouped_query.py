@@ -1,13 +1,12 @@
 """Grouped-query attention (Ainslie et al., 2023) with its projections and rotary positions.
 
-Families differ in their biases, in windows, and in whether heads are normalised before they turn.
+Families differ in their biases, in windows, and in whether heads are normalised before they
+are rotated.
 
 Shapes: T tokens, E hidden size, D head dim.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from model.families import FAMILIES
 from model.layers.attention import Attention
 from model.layers.linear import QKVParallelLinear, RowParallelLinear
 from model.layers.norm import RMSNorm
-from model.layers.slices import WeightSlice
 from model.parallel import Placement
 
 
@@ -60,11 +58,3 @@ class GroupedQueryAttention(nn.Module):
         attended = self.attn(q, k, v, cos, sin)
         out: torch.Tensor = self.o_proj(attended.flatten(1))
         return out
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
-        yield from self.qkv_proj.weight_slices(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        if self.q_norm is not None and self.k_norm is not None:
-            yield from self.q_norm.weight_slices(f"{name}.q_norm")
-            yield from self.k_norm.weight_slices(f"{name}.k_norm")
-        yield from self.o_proj.weight_slices(f"{name}.o_proj")

@@ -15,7 +15,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +58,6 @@ class Linear(WeightedLayer):
     def forget_values(self) -> None:
         self._packed = None
 
-    def plain_weight(self) -> torch.Tensor:
-        """Return the weight [O, I], a copy if it is packed."""
-        return self.weight if self._packed is None else self._packed.unpack()
-
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, I]. Returns [T, O]."""
         if self.handle is None:
@@ -70,25 +66,12 @@ class Linear(WeightedLayer):
         return out
 
 
-class ReplicatedLinear(Linear):
-    """All of one tensor on every rank, without a bias."""
-
-    def __init__(self, in_features: int, out_features: int, place: Placement) -> None:
-        super().__init__(in_features, out_features, place, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, I]. Returns [T, O]."""
-        return self.product(x, None)
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensor."""
-        yield whole(f"{name}.weight", self, "weight")
-
-
 @dataclass(frozen=True)
 class _Columns:
     """The outputs [start, start + size) of `total` that this rank takes from one tensor."""
 
+    name: str
+    """Of the tensor, beside the layer."""
     total: int
     start: int
     size: int
@@ -107,17 +90,14 @@ class _ColumnSplit(Linear):
         """x: [T, I], equal on all ranks. Returns this rank's outputs."""
         return self.product(x, self.bias)
 
-    def weight_slices(self, *names: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors, one name for each part of the outputs."""
-        row = 0
-        for name, part in zip(names, self._columns, strict=True):
-            rows, stop = slice(row, row + part.size), part.start + part.size
-            shape = (part.total, self.weight.shape[1])
-            yield WeightSlice(f"{name}.weight", shape, self, "weight", rows, 0, part.start, stop)
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        parent, row = name.rpartition(".")[0], 0
+        for part in self._columns:
+            tensor, shape = f"{parent}.{part.name}", (part.total, self.weight.shape[1])
+            where = (slice(row, row + part.size), 0, part.start, part.start + part.size)
+            yield WeightSlice(f"{tensor}.weight", shape, self, "weight", *where)
             if self.bias is not None:
-                yield WeightSlice(
-                    f"{name}.bias", (part.total,), self, "bias", rows, 0, part.start, stop
-                )
+                yield WeightSlice(f"{tensor}.bias", shape[:1], self, "bias", *where)
             row += part.size
 
 
@@ -125,11 +105,18 @@ class MergedColumnParallelLinear(_ColumnSplit):
     """Several tensors of equal size in one product, each split evenly."""
 
     def __init__(
-        self, in_features: int, out_features: int, num_parts: int, place: Placement, *, bias: bool
+        self,
+        in_features: int,
+        out_features: int,
+        names: Sequence[str],
+        place: Placement,
+        *,
+        bias: bool,
     ) -> None:
         size = place.shard.divide("intermediate_size", out_features)
-        columns = _Columns(out_features, place.shard.rank * size, size)
-        super().__init__(in_features, [columns] * num_parts, place, bias=bias)
+        start = place.shard.rank * size
+        columns = [_Columns(name, out_features, start, size) for name in names]
+        super().__init__(in_features, columns, place, bias=bias)
 
 
 class QKVParallelLinear(_ColumnSplit):
@@ -154,9 +141,13 @@ class QKVParallelLinear(_ColumnSplit):
         self.num_kv_heads, first = kv_heads_of(num_kv_heads, shard)
         self.head_dim = head_dim
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        queries = _Columns(num_heads * head_dim, shard.rank * q_size, q_size)
-        keys = _Columns(num_kv_heads * head_dim, first * head_dim, kv_size)
-        super().__init__(hidden_size, [queries, keys, keys], place, bias=bias)
+        of_kv = (num_kv_heads * head_dim, first * head_dim, kv_size)
+        columns = (
+            _Columns("q_proj", num_heads * head_dim, shard.rank * q_size, q_size),
+            _Columns("k_proj", *of_kv),
+            _Columns("v_proj", *of_kv),
+        )
+        super().__init__(hidden_size, columns, place, bias=bias)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views q [T, H, D] and k, v [T, Hkv, D] of the layer's output."""
@@ -199,8 +190,7 @@ class RowParallelLinear(Linear):
         out = self._shard.all_reduce(self.product(x, None))
         return out if self.bias is None else out + self.bias
 
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         part = self._shard.slice(self._in_features)
         shape = (self.weight.shape[0], self._in_features)
         yield WeightSlice(
@@ -265,8 +255,7 @@ class VocabParallelEmbedding(Linear):
         logits = self._shard.gather(self.product(hidden, None), dim=-1)
         return None if logits is None else logits[:, : self._vocab_size].float()
 
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensor."""
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         start, stop = self._rows.start, self._rows.stop
         shape, rows = (self._vocab_size, self.weight.shape[1]), slice(0, stop - start)
         yield WeightSlice(f"{name}.weight", shape, self, "weight", rows, 0, start, stop)

@@ -5,14 +5,11 @@ Shapes: T tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from model.kernels import dispatch, elementwise
 from model.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from model.layers.slices import WeightSlice
 from model.parallel import Placement
 
 
@@ -24,7 +21,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, intermediate_size, 2, place, bias=bias
+            hidden_size, intermediate_size, ("gate_proj", "up_proj"), place, bias=bias
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, place, bias=bias)
 
@@ -32,11 +29,6 @@ class GatedMLP(nn.Module):
         """x: [T, E]"""
         out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
         return out
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors."""
-        yield from self.gate_up_proj.weight_slices(f"{name}.gate_proj", f"{name}.up_proj")
-        yield from self.down_proj.weight_slices(f"{name}.down_proj")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ I intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -23,10 +23,10 @@ from compile.context import DPMetadata, get_forward_context
 from compile.custom_op import direct_register_custom_op
 from model.config import Experts
 from model.families import ExpertNames
-from model.kernels import dispatch
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
-from model.layers.linear import ReplicatedLinear
-from model.layers.slices import WeightedLayer, WeightSlice
+from model.kernels.dispatch import kernels_for
+from model.layers.linear import Linear
+from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import ExpertShard, Placement, Shard
 
 CHUNK_TOKENS = 4096
@@ -34,8 +34,28 @@ CHUNK_TOKENS = 4096
 their steps are."""
 
 
-FUSED = "mlp.experts"
-"""Where transformers 5 writes all experts of a layer as one tensor, if it is told to."""
+class Router(Linear):
+    """Scores the experts. All of it is on every rank."""
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, names: ExpertNames, place: Placement
+    ) -> None:
+        super().__init__(hidden_size, num_experts, place, bias=False)
+        self._block = names.block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, E]. Returns [T, X]."""
+        return self.product(x, None)
+
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        layer, mlp, gate = name.rsplit(".", 2)
+        block = mlp if _is_fused(layer, held) else self._block
+        yield whole(f"{layer}.{block}.{gate}.weight", self, "weight")
+
+
+def _is_fused(layer: str, held: Collection[str]) -> bool:
+    """Return whether all experts of a layer are one tensor, as transformers 5 may write them."""
+    return f"{layer}.mlp.experts.gate_up_proj" in held
 
 
 class ExpertWeights(WeightedLayer):
@@ -49,29 +69,31 @@ class ExpertWeights(WeightedLayer):
     def __init__(
         self,
         num_experts: int,
-        parts: int,
         out_features: int,
         in_features: int,
+        block: str,
+        parts: Sequence[str],
         place: Placement,
     ) -> None:
-        """Describe matrices that join `parts` tensors of `out_features` outputs each."""
+        """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each.
+
+        Args:
+            block: what the family calls a layer's sparse MLP.
+        """
         super().__init__(place)
         shard = ExpertShard.of(place.shard)
         num_local = shard.divide(num_experts)
-        self.weight = self.declare(num_local, parts * out_features, in_features)
+        self.weight = self.declare(num_local, len(parts) * out_features, in_features)
         self.register_buffer("handles", None, persistent=False)
-        self.is_fused = False
         self._packed: list[PackedWeight] = []
         self._own = range(shard.rank * num_local, (shard.rank + 1) * num_local)
         self._num_experts, self._out_features = num_experts, out_features
+        self._block, self._parts = block, parts
 
     @property
     def operand(self) -> torch.Tensor:
         """What an op computes with: the matrices [Xr, O, I], or their handles [Xr]."""
         return self.weight if self.handles is None else self.handles
-
-    def read_names(self, names: Collection[str]) -> None:
-        self.is_fused = any(name.endswith(f".{FUSED}.gate_up_proj") for name in names)
 
     def loaded(self, name: str) -> None:
         if can_pack(self.dtype, self.device):
@@ -82,25 +104,22 @@ class ExpertWeights(WeightedLayer):
     def forget_values(self) -> None:
         self._packed = []
 
-    def plain_weight(self) -> torch.Tensor:
-        """Return the matrices [Xr, O, I], a copy if they are packed."""
-        if self.handles is None:
-            return self.weight
-        return torch.stack([packed.unpack() for packed in self._packed])
-
-    def fused_slice(self, name: str) -> WeightSlice:
-        """Describe one tensor of all experts."""
-        shape = (self._num_experts, *self.weight.shape[1:])
-        own = (self._own.start, self._own.stop)
-        return WeightSlice(name, shape, self, "weight", slice(None), 0, *own)
-
-    def expert_slice(self, name: str, expert: int, part: int) -> WeightSlice:
-        """Describe a tensor of one expert; nothing of it is read on a rank without that expert."""
-        size, is_own = self._out_features, expert in self._own
-        shape = (size, self.weight.shape[2])
-        row = (expert - self._own.start, slice(part * size, (part + 1) * size))
-        rows, stop = (row, size) if is_own else ((0, slice(0)), 0)
-        return WeightSlice(name, shape, self, "weight", rows, 0, 0, stop)
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        (layer, mlp, tensor), own = name.rsplit(".", 2), self._own
+        if _is_fused(layer, held):
+            shape = (self._num_experts, *self.weight.shape[1:])
+            where = (slice(None), 0, own.start, own.stop)
+            yield WeightSlice(f"{layer}.{mlp}.experts.{tensor}", shape, self, "weight", *where)
+            return
+        size = self._out_features
+        for expert in range(self._num_experts):
+            for i, part in enumerate(self._parts):
+                published = f"{layer}.{self._block}.experts.{expert}.{part}.weight"
+                row = (expert - own.start, slice(i * size, (i + 1) * size))
+                # Nothing is read on a rank without this expert.
+                rows, stop = (row, size) if expert in own else ((0, slice(0)), 0)
+                shape = (size, self.weight.shape[2])
+                yield WeightSlice(published, shape, self, "weight", rows, 0, 0, stop)
 
 
 class SparseMLP(nn.Module):
@@ -110,13 +129,14 @@ class SparseMLP(nn.Module):
         self, hidden_size: int, experts: Experts, names: ExpertNames, place: Placement
     ) -> None:
         super().__init__()
-        self._experts, self._names = experts, names
+        self._experts = experts
         grid = ExpertShard.of(place.shard)
         self._groups = (grid.tensor.group_name, grid.data.group_name)
         count, size = experts.num_experts, experts.intermediate_size
-        self.gate = ReplicatedLinear(hidden_size, count, place)
-        self.gate_up_proj = ExpertWeights(count, 2, size, hidden_size, place)
-        self.down_proj = ExpertWeights(count, 1, hidden_size, size, place)
+        up, back = (names.gate, names.up), (names.down,)
+        self.gate = Router(hidden_size, count, names, place)
+        self.gate_up_proj = ExpertWeights(count, size, hidden_size, names.block, up, place)
+        self.down_proj = ExpertWeights(count, hidden_size, size, names.block, back, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, E], equal on the ranks of a tensor-parallel group. Returns [T, E], equal too."""
@@ -127,26 +147,9 @@ class SparseMLP(nn.Module):
             self.down_proj.operand,
             self._experts.num_experts_per_tok,
             self._experts.norm_topk_prob,
-            self._experts.intermediate_size,
             *self._groups,
         )
         return out
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensors; a family may call the block otherwise than `name`."""
-        layer, _, _ = name.rpartition(".")
-        if self.gate_up_proj.is_fused:
-            yield from self.gate.weight_slices(f"{layer}.mlp.gate")
-            yield self.gate_up_proj.fused_slice(f"{layer}.{FUSED}.gate_up_proj")
-            yield self.down_proj.fused_slice(f"{layer}.{FUSED}.down_proj")
-            return
-        names, block = self._names, f"{layer}.{self._names.block}"
-        yield from self.gate.weight_slices(f"{block}.gate")
-        for i in range(self._experts.num_experts):
-            expert = f"{block}.experts.{i}"
-            yield self.gate_up_proj.expert_slice(f"{expert}.{names.gate}.weight", i, 0)
-            yield self.gate_up_proj.expert_slice(f"{expert}.{names.up}.weight", i, 1)
-            yield self.down_proj.expert_slice(f"{expert}.{names.down}.weight", i, 0)
 
 
 # --- the op -------------------------------------------------------------------------------------
@@ -159,7 +162,6 @@ def _routed_experts(
     down: torch.Tensor,
     top_k: int,
     norm_topk_prob: bool,
-    intermediate_size: int,
     group: str,
     data_group: str,
 ) -> torch.Tensor:
@@ -173,12 +175,11 @@ def _routed_experts(
     """
     shard = ExpertShard(Shard.named(group), Shard.named(data_group))
     num_tokens, num_columns = x.shape
-    first = shard.rank * gate_up.shape[0]
+    kernels, first = kernels_for(x), shard.rank * gate_up.shape[0]
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        experts, weights = dispatch.route(router_logits, top_k, norm_topk_prob)
-        operands = (gate_up, down, intermediate_size, first)
-        out: torch.Tensor = dispatch.expert_mlp(x, experts, weights, *operands)
+        experts, weights = kernels.route(router_logits, top_k, norm_topk_prob)
+        out: torch.Tensor = kernels.expert_mlp(x, experts, weights, gate_up, down, first)
         return out
 
     if shard.data.size == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -27,15 +27,12 @@ class RMSNorm(WeightedLayer):
         return elementwise.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of the sum, and the sum, which may take the residual's memory.
-
-        x, residual: [T, hidden_size]
-        """
+        """Return the norm of the sum, and the sum. x, residual: [T, hidden_size]"""
         if dispatch.uses_ops(x):
-            return dispatch.add_rms_norm(x, residual, self.weight, self.eps), residual
-        residual = residual + x
-        return self(residual), residual
+            normed, summed = dispatch.fused_add_rms_norm(x, residual, self.weight, self.eps)
+            return normed, summed
+        summed = residual + x
+        return self(summed), summed
 
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Describe the checkpoint's tensor; every rank holds all of it."""
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         yield whole(f"{name}.weight", self, "weight")

@@ -2,15 +2,15 @@
 
 Layers describe their weights this way and read nothing; `model.weights` reads.
 
-A parameter has no memory until its first part is read, and the layer is told when its last part is
-in. So a layer may replace what it has read (pack it, say) before the next layer takes memory, and a
-rank never holds two copies of its shard.
+A parameter has no memory until its first part is read, and its layer is told when its last part has
+been read. So a layer may replace the parameter (pack it, say) before the next one takes memory, and
+a rank never holds two copies of its shard.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,15 +43,19 @@ class WeightedLayer(nn.Module):
             setattr(self, name, parameter)
         return parameter
 
-    def read_names(self, names: Collection[str]) -> None:
-        """Take note of the checkpoint's tensors, where they decide what slices are called."""
+    def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
+        """Describe the checkpoint's tensors of this layer, the module `name` of the model.
+
+        Args:
+            held: names of the tensors that it does hold; they choose where there are two spellings.
+        """
+        raise NotImplementedError
 
     def loaded(self, name: str) -> None:
-        """Take note that all parts of a parameter have been read."""
+        """Handle a parameter of which all parts have been read, by packing it, say."""
 
     def forget_values(self) -> None:
-        """Free what was made of the weights, and keep shapes and handles: the layer can be traced,
-        and not run."""
+        """Free packed weights but no shapes and handles: the layer can be traced, and not run."""
 
 
 def _memory_for(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:

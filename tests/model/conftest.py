@@ -18,9 +18,11 @@ from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 from model.kernels import dispatch
 from model.kernels.cpu import native
+from model.kernels.cpu.packed_linear import packed_products
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
+from model.layers.moe import ExpertWeights
 from model.parallel import Shard
 from model.weights import load_model
 
@@ -180,7 +182,7 @@ def paged() -> type[Paged]:
 @pytest.fixture
 def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that nothing traces call the functions that tracing sees: results equal to the bit."""
-    monkeypatch.setattr(dispatch, "uses_ops", dispatch.uses_triton)
+    monkeypatch.setattr(dispatch, "uses_ops", lambda _: False)
 
 
 @pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
@@ -192,7 +194,7 @@ def fewer_lanes(
         pytest.skip("the flags are x86's")
     monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
-    cached = (native.native_library, native.native_function)
+    cached = (native.native_library, native.native_function, native._prepared)
     for each in cached:
         each.cache_clear()
     assert native.native_library() is not None
@@ -246,6 +248,25 @@ def run_grid() -> Callable[[int, int, Callable[[Shard], Any]], list[list[Any]]]:
     Each shard knows its place among the data-parallel ranks. Returns results [DP][TP].
     """
     return _run_grid
+
+
+def _plain(layer: Any) -> torch.Tensor:
+    if isinstance(layer, ExpertWeights):
+        if layer.handles is None:
+            return layer.weight
+        multiply, ones = packed_products(layer.handles), torch.eye(layer.weight.shape[2])
+        matrices = [multiply(ones.to(layer.dtype), i).T for i in range(len(layer.handles))]
+        return torch.stack(matrices)
+    if layer.handle is None:
+        return torch.as_tensor(layer.weight)
+    ones = torch.eye(layer.weight.shape[1], dtype=layer.dtype)
+    return torch.as_tensor(layer.product(ones, None).T)
+
+
+@pytest.fixture(scope="session")
+def plain_weight() -> Callable[[Any], torch.Tensor]:
+    """Return a layer's weight to the bit, by products with ones where it is packed."""
+    return _plain
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
+from model.kernels.elementwise import rotate
 from model.kernels.paged_attention import paged_decode, paged_prefill, write_kv
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import Attention, AttentionMetadata, unified_attention_with_output
@@ -62,66 +63,66 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+WINDOWS = [None, 1, 2, 3, 4, 5, 8, 9, 100]
+
+
+def drop_outside(cache: Cache, table: torch.Tensor, position: int, window: int | None) -> None:
+    """Fill with NaN and name no more the blocks before the window of the token at `position`."""
+    first = 0 if window is None else max(position - window + 1, 0) // BLOCK
+    for tensor in (cache.k, cache.v):
+        tensor[table[:first].long()] = torch.nan
+    # A freed entry may name scratch, or, on a rank, a block that is another's by now.
+    table[:first:2] = 0
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("lengths", [[1], [4], [17, 1, 4, 30], [5, 0, 9], [0, 0]])
-def test_decode_equals_plain_attention(lengths: list[int]) -> None:
+def test_decode_equals_plain_attention_and_reads_its_window_alone(
+    lengths: list[int], window: int | None
+) -> None:
     cache = Cache()
     table, keys, values = cache.fill(lengths)
+    for row, length in zip(table, lengths, strict=True):
+        drop_outside(cache, row, length - 1, window)
     q = torch.randn(len(lengths), H, D)
     out = torch.full_like(q, torch.nan)
-    paged_decode(q, cache.k, cache.v, table, torch.tensor(lengths).int(), SCALE, out)
+    paged_decode(q, cache.k, cache.v, table, torch.tensor(lengths).int(), SCALE, out, window)
     for i, length in enumerate(lengths):
-        wanted = plain_attention(q[i : i + 1], keys[i], values[i]) if length else 0 * q[i : i + 1]
+        row = q[i : i + 1]
+        wanted = plain_attention(row, keys[i], values[i], window) if length else 0 * row
         torch.testing.assert_close(out[i : i + 1].double(), wanted.double(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
-    ("lengths", "queries"), [([9], [9]), ([9], [2]), ([12, 7, 0, 20], [5, 7, 0, 1])]
+    ("lengths", "queries"),
+    [([9], [9]), ([9], [2]), ([17, 5, 30], [17, 5, 9]), ([12, 7, 0, 30], [5, 7, 3, 3])],
 )
-def test_prefill_equals_plain_attention(lengths: list[int], queries: list[int]) -> None:
+def test_prefill_equals_plain_attention_and_reads_its_windows_alone(
+    lengths: list[int], queries: list[int], window: int | None
+) -> None:
     cache = Cache()
     table, keys, values = cache.fill(lengths)
-    k = torch.cat([k[len(k) - n :] for k, n in zip(keys, queries, strict=True)])
-    v = torch.cat([v[len(v) - n :] for v, n in zip(values, queries, strict=True)])
-    q = torch.randn(sum(queries), H, D)
-    out = torch.full_like(q, torch.nan)
-    bounds = torch.tensor([0, *queries]).cumsum(0).int()
-    lens = torch.tensor(lengths).int()
-    paged_prefill(q, k, v, cache.k, cache.v, table, bounds, lens, SCALE, out)
-    for i in range(len(lengths)):
-        rows = slice(int(bounds[i]), int(bounds[i + 1]))
-        wanted = plain_attention(q[rows], keys[i], values[i])
-        torch.testing.assert_close(out[rows].double(), wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("window", [1, 2, BLOCK, 7, 30])
-@pytest.mark.parametrize("queries", [[1, 1, 1], [17, 5, 9], [3, 5, 1]])
-def test_a_window_hides_what_lies_before_it(window: int, queries: list[int]) -> None:
-    cache, lengths = Cache(), [17, 5, 30]
-    table, keys, values = cache.fill(lengths)
     for row, length, n in zip(table, lengths, queries, strict=True):
-        # Blocks that no query sees any more belong to others.
-        row[: max(length - n - window + 1, 0) // BLOCK] = cache.free[0]
+        drop_outside(cache, row, length - n, window)
     q = torch.randn(sum(queries), H, D)
     out = torch.full_like(q, torch.nan)
-    lens = torch.tensor(lengths).int()
-    if max(queries) == 1:
-        paged_decode(q, cache.k, cache.v, table, lens, SCALE, out, window)
-    else:
-        k = torch.cat([k[len(k) - n :] for k, n in zip(keys, queries, strict=True)])
-        v = torch.cat([v[len(v) - n :] for v, n in zip(values, queries, strict=True)])
-        bounds = torch.tensor([0, *queries]).cumsum(0).int()
-        paged_prefill(q, k, v, cache.k, cache.v, table, bounds, lens, SCALE, out, window)
+    bounds, lens = torch.tensor([0, *queries]).cumsum(0).int(), torch.tensor(lengths).int()
+    paged_prefill(q, cache.k, cache.v, table, bounds, lens, SCALE, out, window)
     for i, (found, chunk) in enumerate(zip(out.split(queries), q.split(queries), strict=True)):
-        wanted = plain_attention(chunk, keys[i], values[i], window)
-        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+        # A sequence of length 0 is padding.
+        has_tokens = lengths[i] > 0
+        wanted = plain_attention(chunk, keys[i], values[i], window) if has_tokens else 0 * chunk
+        torch.testing.assert_close(found.double(), wanted.double(), atol=1e-5, rtol=1e-5)
 
 
 def test_a_layers_window_reaches_decodes_and_chunks() -> None:
-    context, (q, k, v, _, name) = op_inputs()
+    context, (*new, _, name) = op_inputs()
     layer = Attention(H, HKV, D, layer_name=name, sliding_window=3)
     context = dataclasses.replace(context, no_compile_layers={name: layer})
     with forward_context(context), torch.no_grad():
-        out = layer(q, k, v)
+        out = layer(*new)
+    q = rotate(new[0], *new[3:])
     cache, table = context.kv_cache_data[name], context.attn_metadata.block_table
     for row, rows, length in ((0, slice(0, 1), 7), (1, slice(1, 5), 8)):
         at = torch.arange(length)
@@ -172,7 +173,8 @@ def op_inputs() -> tuple[ForwardContext, tuple[Any, ...]]:
     context = ForwardContext({"layer": layer}, metadata, {"layer": KVCacheTensor(cache.k, cache.v)})
     q = torch.randn(5, H, D)
     k, v = torch.randn(2, 5, HKV, D)
-    return context, (q, k, v, torch.empty_like(q), "layer")
+    cos, sin = torch.randn(2, 5, 1, D // 2)
+    return context, (q, k, v, cos, sin, torch.empty_like(q), "layer")
 
 
 def test_op_passes_torchs_checks() -> None:
@@ -184,7 +186,7 @@ def test_op_passes_torchs_checks() -> None:
 
 
 def test_op_is_opaque_to_a_traced_graph() -> None:
-    context, (q, k, v, _, name) = op_inputs()
+    context, (*new, _, name) = op_inputs()
     layer = context.no_compile_layers[name]
     graphs: list[torch.fx.GraphModule] = []
 
@@ -193,8 +195,8 @@ def test_op_is_opaque_to_a_traced_graph() -> None:
         return graph.forward
 
     with forward_context(context), torch.no_grad():
-        eager = layer(q, k, v)
-        compiled = torch.compile(layer, backend=keep, fullgraph=True)(q, k, v)
+        eager = layer(*new)
+        compiled = torch.compile(layer, backend=keep, fullgraph=True)(*new)
     torch._dynamo.reset()
     assert torch.equal(eager, compiled)
     targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
@@ -202,7 +204,7 @@ def test_op_is_opaque_to_a_traced_graph() -> None:
 
 
 def test_output_is_finite_behind_the_last_sequence() -> None:
-    context, (q, k, v, _, name) = op_inputs()
+    context, (*new, _, name) = op_inputs()
     pad = torch.zeros(3, dtype=torch.int64)
     metadata = context.attn_metadata
     slots = torch.cat((metadata.slot_mapping, pad))
@@ -211,62 +213,9 @@ def test_output_is_finite_behind_the_last_sequence() -> None:
     )
     layer = context.no_compile_layers[name]
     with forward_context(context), torch.no_grad():
-        alone = layer(q, k, v)
-    q, k, v = (torch.cat((t, torch.full_like(t[:3], torch.nan))) for t in (q, k, v))
+        alone = layer(*new)
+    new = [torch.cat((t, torch.full_like(t[:3], torch.nan))) for t in new]
     with forward_context(padded), torch.no_grad():
-        out = layer(q, k, v)
+        out = layer(*new)
     assert torch.equal(out[:5], alone)
     assert not out[5:].any()
-
-
-WINDOWS = [1, 2, 3, 4, 5, 8, 9, 100]
-
-
-def drop_outside(cache: Cache, table: torch.Tensor, position: int, window: int) -> None:
-    """Fill with NaN and name no more the blocks before the window of the token at `position`."""
-    first = max(position - window + 1, 0) // BLOCK
-    for tensor in (cache.k, cache.v):
-        tensor[table[:first].long()] = torch.nan
-    # A freed entry may name scratch, or, on a rank, a block that is another's by now.
-    table[:first:2] = 0
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("lengths", [[1], [17, 1, 4, 30], [5, 0, 9], [0, 0]])
-def test_windowed_decode_reads_its_window_only(lengths: list[int], window: int) -> None:
-    cache = Cache()
-    table, keys, values = cache.fill(lengths)
-    for row, length in zip(table, lengths, strict=True):
-        drop_outside(cache, row, length - 1, window)
-    q = torch.randn(len(lengths), H, D)
-    out = torch.full_like(q, torch.nan)
-    lens = torch.tensor(lengths).int()
-    paged_decode(q, cache.k, cache.v, table, lens, SCALE, out, sliding_window=window)
-    for i, length in enumerate(lengths):
-        row = q[i : i + 1]
-        wanted = plain_attention(row, keys[i], values[i], window) if length else 0 * row
-        torch.testing.assert_close(out[i : i + 1].double(), wanted.double(), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(
-    ("lengths", "queries"), [([9], [9]), ([9], [2]), ([12, 7, 0, 30], [5, 7, 0, 3])]
-)
-def test_windowed_prefill_reads_its_windows_only(
-    lengths: list[int], queries: list[int], window: int
-) -> None:
-    cache = Cache()
-    table, keys, values = cache.fill(lengths)
-    k = torch.cat([k[len(k) - n :] for k, n in zip(keys, queries, strict=True)])
-    v = torch.cat([v[len(v) - n :] for v, n in zip(values, queries, strict=True)])
-    for row, length, n in zip(table, lengths, queries, strict=True):
-        drop_outside(cache, row, length - n, window)
-    q = torch.randn(sum(queries), H, D)
-    out = torch.full_like(q, torch.nan)
-    bounds = torch.tensor([0, *queries]).cumsum(0).int()
-    lens = torch.tensor(lengths).int()
-    paged_prefill(q, k, v, cache.k, cache.v, table, bounds, lens, SCALE, out, sliding_window=window)
-    for i in range(len(lengths)):
-        rows = slice(int(bounds[i]), int(bounds[i + 1]))
-        wanted = plain_attention(q[rows], keys[i], values[i], window)
-        torch.testing.assert_close(out[rows].double(), wanted, atol=1e-5, rtol=1e-5)

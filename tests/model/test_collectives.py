@@ -89,10 +89,12 @@ def test_a_sum_runs_in_a_graph_and_writes_into_its_argument(run_ranks: Any) -> N
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 2, 2], [2, 9, 9, 2]])
-def test_sizes_that_are_not_this_ranks_are_refused(sizes: list[int], run_ranks: Any) -> None:
+def test_sizes_that_are_not_the_tensors_are_refused(sizes: list[int], run_ranks: Any) -> None:
     def work(shard: Shard) -> None:
         with pytest.raises(ValueError, match=r"sizes: wanted 3 with 4 at rank \d, found \["):
             shard.all_gather(torch.zeros(4, 2), 0, sizes)
+        with pytest.raises(ValueError, match=r"sizes: wanted 3 with the sum 4, found \["):
+            shard.reduce_scatter(torch.zeros(4, 2), sizes)
 
     run_ranks(RANKS, work)
 
@@ -116,15 +118,6 @@ def test_sums_are_scattered_in_sizes_that_change(run_ranks: Any) -> None:
         joined = torch.cat([rank[step] for rank in found])
         assert [len(rank[step]) for rank in found] == sizes
         torch.testing.assert_close(joined, total)
-
-
-@pytest.mark.parametrize("sizes", [[1, 2], [2, 2, 2], [2, 9, 9, 2]])
-def test_sums_whose_sizes_are_not_theirs_are_refused(sizes: list[int], run_ranks: Any) -> None:
-    def work(shard: Shard) -> None:
-        with pytest.raises(ValueError, match=r"sizes: wanted 3 with the sum 4, found \["):
-            shard.reduce_scatter(torch.zeros(4, 2), sizes)
-
-    run_ranks(RANKS, work)
 
 
 class Group:

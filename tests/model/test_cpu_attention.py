@@ -1,4 +1,4 @@
-"""The C++ kernels of attention against the torch functions whose twins they are."""
+"""The C++ kernels of attention against the torch functions whose references they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.kernels import paged_attention as twin
+from model.kernels import paged_attention as reference
 from model.kernels.cpu import attention as cpu_attention
 from model.kernels.cpu import native, packed_linear
 
@@ -58,14 +58,14 @@ class Case:
         self.scale = dim**-0.5
 
     def check(self, window: int | None = None) -> None:
-        """Compare decodes with the twin's, to which unused slots are zero."""
+        """Compare decodes with the reference's, to which unused slots are zero."""
         found = torch.full_like(self.q.contiguous(), torch.nan)
         wanted = torch.full_like(found, torch.nan)
         args = self.table, self.lengths, self.scale
         cpu_attention.paged_decode(self.q, self.k, self.v, *args, found, window)
         k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
         k[0], v[0] = 0.0, 0.0
-        twin.paged_decode(self.q, k, v, *args, wanted, window)
+        reference.paged_decode(self.q, k, v, *args, wanted, window)
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -78,27 +78,22 @@ class Chunks(Case):
         heads, dim = self.q.shape[1:]
         self.queries = torch.randn(sum(queries) + 3, heads + 2, dim).to(self.q.dtype)[:, :heads]
         self.bounds = torch.tensor([0, *queries]).cumsum(0).int()
-        block_size = self.k.shape[1]
-        at = [torch.arange(n - m, n) for n, m in zip(lengths, queries, strict=True)]
-        blocks = [row[i // block_size].long() for row, i in zip(self.table, at, strict=True)]
-        slots = torch.cat(blocks), torch.cat(at) % block_size
-        self.new_k, self.new_v = self.k[slots], self.v[slots]
 
     def attend(self, window: int | None = None) -> torch.Tensor:
         """Return what the kernel makes of it."""
         out = torch.full_like(self.queries.contiguous(), torch.nan)
         where = (self.k, self.v, self.table, self.bounds, self.lengths, self.scale)
-        cpu_attention.paged_prefill(self.queries, self.new_k, self.new_v, *where, out, window)
+        cpu_attention.paged_prefill(self.queries, *where, out, window)
         return out
 
     def check(self, window: int | None = None) -> None:
-        """Compare with the twin."""
+        """Compare with the reference."""
         found, num_tokens = self.attend(window), int(self.bounds[-1])
         wanted = torch.zeros_like(found)
         k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
         where = (k, v, self.table, self.bounds, self.lengths, self.scale)
-        new = (self.queries[:num_tokens], self.new_k, self.new_v)
-        twin.paged_prefill(*new, *where, wanted[:num_tokens], window)
+        k[0], v[0] = 0.0, 0.0
+        reference.paged_prefill(self.queries[:num_tokens], *where, wanted[:num_tokens], window)
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -109,42 +104,39 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a silent fall back to the torch function fail."""
-    decode, prefill = twin.paged_decode, twin.paged_prefill
 
-    def refuse_decode(q: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
-        assert not k.isnan().any(), "the torch function ran in the kernel's place"
-        decode(q, k, *args)
+    def refusing(own: Any) -> Any:
+        def refuse(q: torch.Tensor, k: torch.Tensor, *args: Any) -> None:
+            assert not k.isnan().any(), "the torch function ran in the kernel's place"
+            own(q, k, *args)
 
-    def refuse_prefill(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, *args: Any
-    ) -> None:
-        assert not k_cache.isnan().any(), "the torch function ran in the kernel's place"
-        prefill(q, k, v, k_cache, *args)
+        return refuse
 
-    monkeypatch.setattr(twin, "paged_decode", refuse_decode)
-    monkeypatch.setattr(twin, "paged_prefill", refuse_prefill)
+    for name in ("paged_decode", "paged_prefill"):
+        monkeypatch.setattr(reference, name, refusing(getattr(reference, name)))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_decode_equals_its_twin_for_every_group(group: int, dtype: torch.dtype) -> None:
+def test_decode_equals_its_reference_for_every_group(group: int, dtype: torch.dtype) -> None:
     Case([1, 15, 16, 17, 40], group=group, dtype=dtype).check()
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [160, 256])
 def test_wide_heads_sum_in_several_rounds(dim: int, dtype: torch.dtype) -> None:
     Case([7, 33], dim=dim, dtype=dtype).check()
 
 
-@pytest.mark.usefixtures("fewer_lanes", "no_twin")
+@pytest.mark.usefixtures("fewer_lanes", "no_reference")
 def test_kernels_are_right_for_narrower_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for dim in (12, 16, 32, 64, 80, 128, 256):
+            check_rope([8, 9, 10, 13, 0], (3, 1, 1), dim // 2, 4, dtype)
             for window in (None, 6):
                 Case([0, 1, 3, 5, 16, 40], group=3, dim=dim, dtype=dtype).check(window)
                 shape: dict[str, Any] = {"group": 3, "dim": dim, "dtype": dtype}
@@ -154,22 +146,22 @@ def test_kernels_are_right_for_narrower_registers(monkeypatch: pytest.MonkeyPatc
             weight, x = torch.randn(shape).to(dtype), torch.randn(45, shape[1]).to(dtype)
             packed = packed_linear.PackedWeight(weight)
             for rows in range(1, 46):
-                found = packed_linear.packed_product(x[:rows], int(packed.handle), None, shape[0])
+                found = packed_linear.packed_linear(x[:rows], packed.handle, None, shape[0])
                 wanted = (x[:rows].double() @ weight.double().T).to(dtype)
                 tolerance = 1e-4 if dtype == torch.float32 else 2**-7
                 torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128, 8, 12, 33])
-def test_decode_equals_its_twin_for_every_head_dim(dim: int, dtype: torch.dtype) -> None:
+def test_decode_equals_its_reference_for_every_head_dim(dim: int, dtype: torch.dtype) -> None:
     Case([7, 33], dim=dim, dtype=dtype).check()
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("seed", range(20))
-def test_decode_equals_its_twin_on_random_shapes(seed: int) -> None:
+def test_decode_equals_its_reference_on_random_shapes(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.choice([0, 1, rng.randint(2, 500)]) for _ in range(rng.randint(1, 6))]
     Case(
@@ -227,32 +219,68 @@ def test_a_decode_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
         assert torch.equal(attend(slice(row, row + 1)), together[row : row + 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_written_tokens_equal_the_twins(dtype: torch.dtype) -> None:
-    # Opens block 5 and goes on in block 2; the last two tokens are padding.
-    slots = torch.tensor([5 * 4, 5 * 4 + 1, 2 * 4 + 3, 0, 3])
-    qkv = torch.randn(5, 8, 12).to(dtype)
-    k, v = qkv[:, 4:6], qkv[:, 6:]
-    pools = [torch.full((7, 3, 2, 4, 2, 12), 7.0, dtype=dtype) for _ in range(2)]
-    for pool, write in zip(pools, (cpu_attention.write_kv, twin.write_kv), strict=True):
-        pool[0] = 0.0
-        write(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
-    assert torch.equal(*pools)
-    assert not torch.equal(pools[0], torch.full_like(pools[0], 7.0))
+ROPE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 0.0}
+"""Where both products of a pair nearly cancel, what is left of their rounding is large."""
 
 
-def test_what_a_kernel_does_not_serve_goes_to_its_twin() -> None:
+def check_rope(
+    slots: list[int], heads: tuple[int, int, int], half: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Compare rotated queries, and pools of 200 blocks, with the reference's."""
+    qkv = torch.randn(len(slots), sum(heads) + 1, 2 * half).to(dtype)[:, 1:]
+    q, k, v = qkv.split_with_sizes(heads, 1)
+    angles = torch.rand(len(slots), 1, half) * 7
+    new = (q, k, v, angles.cos().to(dtype), angles.sin().to(dtype))
+    pools = torch.full((2, 201, 3, 2, block_size, heads[1], 2 * half), 7.0, dtype=dtype)
+    pools[:, 0] = 0.0
+    found, wanted = (
+        room.rope_and_write_kv(*new, pool[:, 1, 0], pool[:, 1, 1], torch.tensor(slots).long())
+        for pool, room in zip(pools, (cpu_attention, reference), strict=True)
+    )
+    tolerance = ROPE_TOLERANCE[dtype]
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, wanted, atol=8 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(pools[0], pools[1], atol=8 * tolerance, rtol=tolerance)
+    # Values are copied, and nothing is touched beside the layer.
+    assert torch.equal(pools[0, :, 1, 1], pools[1, :, 1, 1])
+    assert torch.equal(pools[0, :, ::2], pools[1, :, ::2])
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), half=st.integers(1, 70), group=st.integers(1, 6), kv_heads=st.integers(1, 3))
+def test_rotated_and_written_tokens_equal_the_references(
+    data: st.DataObject, half: int, group: int, kv_heads: int
+) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    block_size = data.draw(st.integers(1, 9))
+    # Chunks of sequences, of which some go on in an open block, and padding between them.
+    chunks = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=4)
+    slots, blocks = [], iter(torch.randperm(200).add(1).tolist())
+    for start, length in data.draw(chunks):
+        own = [next(blocks) for _ in range(-(-(start + length) // block_size))]
+        at = range(start, start + length)
+        slots += [own[i // block_size] * block_size + i % block_size for i in at]
+        slots += [data.draw(st.integers(0, block_size - 1))] * data.draw(st.integers(0, 2))
+    heads = (group * kv_heads, kv_heads, kv_heads)
+    torch.set_num_threads(data.draw(st.sampled_from([1, 2])))
+    try:
+        check_rope(slots, heads, half, block_size, data.draw(st.sampled_from(list(ROPE_TOLERANCE))))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_what_a_kernel_does_not_serve_goes_to_its_reference() -> None:
     case = Case([9, 2], dtype=torch.float16)
     case.k.nan_to_num_(0.0)
     case.v.nan_to_num_(0.0)
     found, wanted = (torch.empty_like(case.q.contiguous()) for _ in range(2))
     args = case.q, case.k, case.v, case.table, case.lengths, case.scale
     cpu_attention.paged_decode(*args, found)
-    twin.paged_decode(*args, wanted)
+    reference.paged_decode(*args, wanted)
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 31, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_before_a_sliding_window_is_read(window: int, dtype: torch.dtype) -> None:
@@ -273,14 +301,14 @@ def test_nothing_before_a_sliding_window_is_read(window: int, dtype: torch.dtype
 # --- chunks of prompts ----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(
     max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_chunks_equal_their_twin_on_random_shapes(data: st.DataObject) -> None:
+def test_chunks_equal_their_reference_on_random_shapes(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
     lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
     queries = [data.draw(st.integers(0, length)) for length in lengths]
@@ -295,14 +323,14 @@ def test_chunks_equal_their_twin_on_random_shapes(data: st.DataObject) -> None:
     ).check(window=data.draw(st.none() | st.integers(1, 40) | st.integers(41, 400)))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_chunk_is_worked_on_in_stretches(dtype: torch.dtype) -> None:
     Chunks([700, 130], [700, 129], group=7, dtype=dtype).check()
     Chunks([600], [450], group=1, kv_heads=1, dtype=dtype).check(100)
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("window", [1, 5, 17, 64, 100])
 def test_chunks_read_nothing_before_their_first_window(window: int) -> None:
     lengths, queries = [9, 31, 190, 300], [4, 31, 60, 7]
@@ -345,7 +373,7 @@ def test_chunks_with_large_scores_neither_overflow_nor_vanish() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "wide heads"])
-def test_chunks_that_the_kernel_does_not_serve_go_to_the_twin(kind: str) -> None:
+def test_chunks_that_the_kernel_does_not_serve_go_to_the_reference(kind: str) -> None:
     is_half = kind == "float16"
     case = Chunks(
         [9, 20],
@@ -357,5 +385,5 @@ def test_chunks_that_the_kernel_does_not_serve_go_to_the_twin(kind: str) -> None
         tensor.nan_to_num_(0.0)
     found, wanted = case.attend(), torch.zeros_like(case.queries.contiguous())
     where = (case.k, case.v, case.table, case.bounds, case.lengths, case.scale)
-    twin.paged_prefill(case.queries[:13], case.new_k, case.new_v, *where, wanted[:13])
+    reference.paged_prefill(case.queries[:13], *where, wanted[:13])
     assert torch.equal(found, wanted)

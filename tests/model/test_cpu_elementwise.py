@@ -1,4 +1,4 @@
-"""Norms, the MLP's gate and rotary positions in C++ equal the torch functions they stand in for."""
+"""Norms and the MLP's gate in C++ equal the torch functions that they stand in for."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ WIDTHS = st.integers(1, 70) | st.sampled_from([128, 600, 896, 4864])
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    if native_function("rope", torch.float32) is None:
+    if native_function("rms_norm", torch.float32) is None:
         pytest.skip("needs the C++ kernels, found none")
     yield
     torch.set_num_threads(1)
 
 
 @pytest.fixture
-def no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a silent fall back to the torch functions fail."""
-    for name in ("rms_norm", "silu_and_mul", "rotate"):
+    for name in ("rms_norm", "silu_and_mul"):
 
         def refuse(*_: Any, name: str = name) -> Any:
             raise AssertionError(f"the torch function of {name} ran in the kernel's place")
 
-        monkeypatch.setattr(cpu_elementwise.twin, name, refuse)
-    monkeypatch.setattr(cpu_elementwise, "added_twin", refuse)
+        monkeypatch.setattr(cpu_elementwise.reference, name, refuse)
+    monkeypatch.setattr(cpu_elementwise, "added_reference", refuse)
 
 
-TWINS = {name: getattr(elementwise, name) for name in ("rms_norm", "silu_and_mul", "rotate")}
+ADDED_REFERENCE = cpu_elementwise.added_reference
+REFERENCES = {name: getattr(elementwise, name) for name in ("rms_norm", "silu_and_mul")}
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -63,130 +64,98 @@ def drawn(data: st.DataObject, *shape: int) -> torch.Tensor:
     return wide.to(data.draw(DTYPES))[..., : shape[-1]]
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data(), rows=st.integers(1, 40), width=WIDTHS)
-def test_norms_equal_their_twins(data: st.DataObject, rows: int, width: int) -> None:
+def test_norms_equal_their_references(data: st.DataObject, rows: int, width: int) -> None:
     x = drawn(data, rows, width)
     weight = torch.randn(width).to(x.dtype)
-    close(cpu_elementwise.rms_norm(x, weight, 1e-5), TWINS["rms_norm"](x, weight, 1e-5))
+    close(cpu_elementwise.rms_norm(x, weight, 1e-5), REFERENCES["rms_norm"](x, weight, 1e-5))
     residual = torch.randn(rows, width + 3).to(x.dtype)[:, :width]
-    wanted_sum = x + residual
-    normed = cpu_elementwise.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, wanted_sum)
-    close(normed, TWINS["rms_norm"](wanted_sum, weight, 1e-5))
+    normed, summed = cpu_elementwise.fused_add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, x + residual) and summed.is_contiguous()
+    close(normed, REFERENCES["rms_norm"](summed, weight, 1e-5))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data(), rows=st.integers(1, 40), heads=st.integers(1, 6), dim=WIDTHS)
-def test_norms_of_heads_equal_their_twin(
+def test_norms_of_heads_equal_their_reference(
     data: st.DataObject, rows: int, heads: int, dim: int
 ) -> None:
     x = drawn(data, rows, heads + 2, dim)[:, :heads]
     weight = torch.randn(dim).to(x.dtype)
-    close(cpu_elementwise.rms_norm(x, weight, 1e-6), TWINS["rms_norm"](x, weight, 1e-6))
+    close(cpu_elementwise.rms_norm(x, weight, 1e-6), REFERENCES["rms_norm"](x, weight, 1e-6))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data(), rows=st.integers(1, 40), width=WIDTHS)
-def test_gates_equal_their_twin(data: st.DataObject, rows: int, width: int) -> None:
+def test_gates_equal_their_reference(data: st.DataObject, rows: int, width: int) -> None:
     x = drawn(data, rows, 2 * width)
-    close(cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x))
+    close(cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x))
 
 
-@pytest.mark.usefixtures("no_twin")
+@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_are_right_at_both_ends(dtype: torch.dtype) -> None:
     """An exponential that overflows, or underflows, is no NaN; a NaN is no number."""
     gates = torch.tensor([0.0, -0.0, 1e-30, 90.0, -50.0, -86.0, -90.0, -1e4, 1e30, -1e30])
     gates = torch.cat((gates, torch.linspace(-30, 30, 301))).to(dtype)
     x = torch.stack((gates, torch.ones_like(gates))).flatten()[None]
-    found, wanted = cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x)
+    found, wanted = cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x)
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=1e-30)
     x[0, 3] = torch.nan
     assert cpu_elementwise.silu_and_mul(x).isnan().nonzero().tolist() == [[0, 3]]
 
 
-@pytest.mark.usefixtures("no_twin")
-@settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
-@given(
-    data=st.data(),
-    rows=st.integers(1, 40),
-    heads=st.integers(1, 6),
-    kv_heads=st.integers(1, 3),
-    half=st.integers(1, 70),
-)
-def test_turned_heads_equal_their_twin(
-    data: st.DataObject, rows: int, heads: int, kv_heads: int, half: int
-) -> None:
-    qkv = drawn(data, rows, heads + 2 * kv_heads, 2 * half)
-    q, k, _ = qkv.split_with_sizes([heads, kv_heads, kv_heads], 1)
-    angles = torch.rand(rows, 1, half) * 7
-    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-    found = cpu_elementwise.rotate(q, k, cos, sin)
-    for turned, x in zip(found, (q, k), strict=True):
-        wanted = TWINS["rotate"](x, cos, sin)
-        # Where both products nearly cancel, what is left of their rounding is large beside them.
-        rounding = 2**-8 if q.dtype == torch.bfloat16 else 2**-23
-        bound = 2 * rounding * x.abs().amax() if x.numel() else 0.0
-        assert turned.is_contiguous() and turned.dtype == wanted.dtype
-        torch.testing.assert_close(turned, wanted, rtol=TOLERANCE[q.dtype], atol=float(bound))
-
-
-@pytest.mark.parametrize("kind", ["columns", "four dimensions", "float16"])
-def test_what_the_kernels_do_not_serve_goes_to_the_twins(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["columns", "four dimensions", "float16", "wider weight"])
+def test_what_the_kernels_do_not_serve_goes_to_the_references(kind: str) -> None:
     x, weight = torch.randn(6, 8), torch.randn(8)
-    cos, sin = torch.randn(2, 6, 1, 4)
     if kind == "columns":
         x = x.t().contiguous().t()
     elif kind == "four dimensions":
         x = x.view(1, 2, 3, 8)
+    elif kind == "float16":
+        x, weight = x.half(), weight.half()
     else:
-        x, weight, cos, sin = (t.half() for t in (x, weight, cos, sin))
+        weight = weight.double()
     found = cpu_elementwise.rms_norm(x, weight, 1e-5)
-    assert torch.equal(found, TWINS["rms_norm"](x, weight, 1e-5)) and found.is_contiguous()
-    assert torch.equal(cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x))
-    if x.ndim == 2:
-        q = x[:, None]
-        for turned in cpu_elementwise.rotate(q, q, cos, sin):
-            assert torch.equal(turned, TWINS["rotate"](q, cos, sin))
+    assert torch.equal(found, REFERENCES["rms_norm"](x, weight, 1e-5)) and found.is_contiguous()
+    fused = cpu_elementwise.fused_add_rms_norm(x, 2 * x, weight, 1e-5)
+    for part, wanted in zip(fused, ADDED_REFERENCE(x, 2 * x, weight, 1e-5), strict=True):
+        assert torch.equal(part, wanted) and part.is_contiguous()
+    if kind != "wider weight":
+        assert torch.equal(cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(33, 2, 128).to(dtype), torch.randn(128).to(dtype)
-    cos, sin = torch.randn(2, 33, 1, 64).to(dtype)
-    normed = cpu_elementwise.rms_norm(x[:, 0], weight, 1e-5)
-    gated = cpu_elementwise.silu_and_mul(x[:, 0])
-    turned, _ = cpu_elementwise.rotate(x, x, cos, sin)
+    x, weight = torch.randn(33, 128).to(dtype), torch.randn(128).to(dtype)
     row = slice(20, 21)
-    assert torch.equal(normed[row], cpu_elementwise.rms_norm(x[row, 0], weight, 1e-5))
-    assert torch.equal(gated[row], cpu_elementwise.silu_and_mul(x[row, 0]))
-    assert torch.equal(turned[row], cpu_elementwise.rotate(x[row], x[row], cos[row], sin[row])[0])
+    normed = cpu_elementwise.rms_norm(x, weight, 1e-5)
+    assert torch.equal(normed[row], cpu_elementwise.rms_norm(x[row], weight, 1e-5))
+    gated = cpu_elementwise.silu_and_mul(x)
+    assert torch.equal(gated[row], cpu_elementwise.silu_and_mul(x[row]))
 
 
-def test_no_rows_are_no_rows() -> None:
-    x, weight = torch.empty(0, 8), torch.ones(8)
-    assert cpu_elementwise.rms_norm(x, weight, 1e-5).shape == (0, 8)
-    assert cpu_elementwise.add_rms_norm(x, x.clone(), weight, 1e-5).shape == (0, 8)
-    assert cpu_elementwise.silu_and_mul(x).shape == (0, 4)
-    cos = torch.empty(0, 1, 4)
-    q, k = cpu_elementwise.rotate(x.view(0, 1, 8), x.view(0, 1, 8), cos, cos)
-    assert q.shape == k.shape == (0, 1, 8)
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_neither_no_rows_nor_zeros_are_errors(num_rows: int) -> None:
+    x, weight = torch.zeros(num_rows, 8), torch.ones(8)
+    assert torch.equal(cpu_elementwise.rms_norm(x, weight, 1e-5), x)
+    for found in cpu_elementwise.fused_add_rms_norm(x, x, weight, 1e-5):
+        assert torch.equal(found, x)
+    assert torch.equal(cpu_elementwise.silu_and_mul(x), x[:, :4])
 
 
-@pytest.mark.usefixtures("fewer_lanes", "no_twin")
+@pytest.mark.usefixtures("fewer_lanes", "no_reference")
 def test_kernels_are_right_for_narrower_registers() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for width in (1, 3, 8, 16, 37, 152):
             x, weight = torch.randn(9, 2 * width).to(dtype), torch.randn(2 * width).to(dtype)
-            close(cpu_elementwise.rms_norm(x, weight, 1e-5), TWINS["rms_norm"](x, weight, 1e-5))
-            wanted = TWINS["rms_norm"](x + x, weight, 1e-5)
-            close(cpu_elementwise.add_rms_norm(x, x.clone(), weight, 1e-5), wanted)
-            close(cpu_elementwise.silu_and_mul(x), TWINS["silu_and_mul"](x))
-            heads, (cos, sin) = x[:, None], torch.rand(2, 9, 1, width).to(dtype)
-            for turned in cpu_elementwise.rotate(heads, heads, cos, sin):
-                wanted, bound = TWINS["rotate"](heads, cos, sin), 2 * TOLERANCE[dtype]
-                torch.testing.assert_close(turned, wanted, rtol=bound, atol=bound)
+            close(
+                cpu_elementwise.rms_norm(x, weight, 1e-5), REFERENCES["rms_norm"](x, weight, 1e-5)
+            )
+            normed, _ = cpu_elementwise.fused_add_rms_norm(x, x, weight, 1e-5)
+            close(normed, REFERENCES["rms_norm"](x + x, weight, 1e-5))
+            close(cpu_elementwise.silu_and_mul(x), REFERENCES["silu_and_mul"](x))

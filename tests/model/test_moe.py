@@ -67,7 +67,8 @@ class Layer:
         mlp.gate.allocate("weight").copy_(self.router)
         mlp.gate.loaded("weight")
         for layer, tensor in ((mlp.gate_up_proj, self.gate_up), (mlp.down_proj, self.down)):
-            own = layer.fused_slice("")
+            name = "layer.mlp.experts.gate_up_proj"
+            [own] = layer.weight_slices("layer.mlp.weight", [name])
             own.target().copy_(tensor[own.start : own.stop])
             layer.loaded("weight")
         return mlp
@@ -116,7 +117,7 @@ def test_grouped_experts_equal_tokens_one_by_one(
     assert_close(plain[0] + plain[1], wanted)
     packed = [[PackedWeight(m) for m in matrices] for matrices in (layer.gate_up, layer.down)]
     handles = [torch.stack([p.handle for p in matrices]) for matrices in packed]
-    found = cpu_experts.expert_mlp(x, experts, weights, *handles, size, 0)
+    found = cpu_experts.expert_mlp(x, experts, weights, *handles, 0)
     assert found.dtype == x.dtype
     assert_close(found, wanted)
 
@@ -131,13 +132,18 @@ def test_experts_that_no_token_asks_for_are_not_read(
     mlp, x = layer.module(Shard()), torch.randn(num_tokens, 12)
     asked = F.linear(x, layer.router).topk(2).indices.flatten().unique().tolist()
     read: list[int] = []
-    product = cpu_experts.packed_product
+    products = cpu_experts.packed_products
 
-    def counting(rows: torch.Tensor, index: int, *args: Any) -> torch.Tensor:
-        read.append(index)
-        return product(rows, index, *args)
+    def counting(handles: torch.Tensor) -> Any:
+        multiply, indices = products(handles), handles.tolist()
 
-    monkeypatch.setattr(cpu_experts, "packed_product", counting)
+        def counted(rows: torch.Tensor, expert: int) -> torch.Tensor:
+            read.append(indices[expert])
+            return multiply(rows, expert)
+
+        return counted
+
+    monkeypatch.setattr(cpu_experts, "packed_products", counting)
     assert_close(run(mlp, x), layer.one_by_one(x))
     handles = (mlp.gate_up_proj.handles, mlp.down_proj.handles)
     wanted = [int(matrices[i]) for i in asked for matrices in handles if matrices is not None]

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """An empty cache, and a library that is looked for again."""
     monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
-    for cached in (native.native_library, native.native_function):
+    for cached in (native.native_library, native.native_function, native._prepared):
         cached.cache_clear()
     yield
-    for cached in (native.native_library, native.native_function):
+    for cached in (native.native_library, native.native_function, native._prepared):
         cached.cache_clear()
 
 

@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels import dispatch
-from model.kernels.dispatch import filter_top_k_top_p
+from model.kernels import triton
+from model.kernels.filters import filter_top_k_top_p
 from model.kernels.triton import filters as triton_filters
 from model.sampler import (
     Adjustments,
@@ -154,26 +154,22 @@ def test_draws_follow_the_exact_distribution(
     assert statistic <= freedom + 5 * math.sqrt(2 * max(freedom, 0)) + 1e-6
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 7, VOCAB, 500])
-def test_top_k_masks_what_transformers_masks(top_k: int) -> None:
-    logits = random_logits(20)
-    found = filter_top_k_top_p(logits, torch.full((20,), top_k), torch.ones(20))
-    assert torch.equal(found, transformers.TopKLogitsWarper(top_k)(None, logits))
-
-
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.9, 0.999])
-def test_top_p_masks_what_transformers_masks(top_p: float) -> None:
-    logits = random_logits(200)
-    off = torch.zeros(200, dtype=torch.int64)
-    found = filter_top_k_top_p(logits, off, torch.full((200,), top_p))
-    assert torch.equal(found, transformers.TopPLogitsWarper(top_p)(None, logits))
-
-
-def test_filters_combine_like_transformers() -> None:
-    logits = random_logits(200)
-    found = filter_top_k_top_p(logits, torch.full((200,), 6), torch.full((200,), 0.8))
-    top_k = transformers.TopKLogitsWarper(6)(None, logits)
-    assert torch.equal(found, transformers.TopPLogitsWarper(0.8)(None, top_k))
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [
+        *((top_k, 1.0) for top_k in (1, 2, 7, VOCAB, 500)),
+        *((0, top_p) for top_p in (0.01, 0.3, 0.5, 0.9, 0.999)),
+        (6, 0.8),
+    ],
+)
+def test_filters_mask_what_transformers_masks(top_k: int, top_p: float) -> None:
+    wanted = logits = random_logits(200)
+    if top_k:
+        wanted = transformers.TopKLogitsWarper(top_k)(None, wanted)
+    if top_p < 1:
+        wanted = transformers.TopPLogitsWarper(top_p)(None, wanted)
+    found = filter_top_k_top_p(logits, torch.full((200,), top_k), torch.full((200,), top_p))
+    assert torch.equal(found, wanted)
 
 
 def sorted_filter(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -422,7 +418,7 @@ def test_uniforms_of_neighbouring_seeds_and_positions_are_independent() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters are launched and not run: a CPU's read their arguments row by row."""
-    monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
+    monkeypatch.setattr("model.sampler.kernels_for", lambda _: triton)
     for kernel in (triton_filters._search_kernel, triton_filters._filter_kernel):
         monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
 

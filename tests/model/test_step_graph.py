@@ -1,8 +1,8 @@
-"""A captured decode step of a real model equals the eager one, whatever its inputs hold."""
+"""A captured step of a real model equals the eager one, whatever its inputs hold, with one token of
+each sequence or with several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,73 +16,60 @@ from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.graphs.wrapper import CUDAGraphWrapper
 from model.layers.attention import AttentionMetadata
 
+CPU = torch.device("cpu")
+FULL = CUDAGraphMode.FULL
 MAX_BLOCKS_PER_SEQ = 16
 
 
-class StaticDecode:
-    """Static inputs of decode steps with `num_seqs` padded sequences, and the graph on them."""
-
-    def __init__(self, model: Any, layers: Any, caches: Any, num_seqs: int) -> None:
-        pools = GraphPools(lambda: new_graph_pool(torch.device("cpu")))
-        self.wrapper = CUDAGraphWrapper(model, CUDAGraphMode.FULL, pools)
-        self.input_ids = torch.zeros(num_seqs, dtype=torch.int64)
-        self.positions = torch.zeros(num_seqs, dtype=torch.int64)
-        self.metadata = AttentionMetadata(
-            num_decodes=num_seqs,
-            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(num_seqs, dtype=torch.int32),
-            block_table=torch.zeros(num_seqs, MAX_BLOCKS_PER_SEQ, dtype=torch.int32),
-            slot_mapping=torch.zeros(num_seqs, dtype=torch.int64),
-        )
-        self.context = ForwardContext(
-            layers,
-            self.metadata,
-            caches,
-            batch_descriptor=BatchDescriptor(num_seqs, num_seqs, True),
-            cudagraph_runtime_mode=CUDAGraphMode.FULL,
-        )
-        # Every sequence is a padding one: what is captured is the work, not the values.
-        with capture_window():
-            self.forward()
-
-    @torch.inference_mode()
-    def forward(self) -> torch.Tensor:
-        with forward_context(self.context):
-            hidden: torch.Tensor = self.wrapper(self.input_ids, self.positions)
-        return hidden
-
-    def replay(
-        self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        self.input_ids.copy_(tokens)
-        self.positions.copy_(positions)
-        static = self.metadata
-        for name in ("seq_lens", "slot_mapping"):
-            getattr(static, name).copy_(getattr(metadata, name))
-        static.block_table.zero_()
-        static.block_table[:, : metadata.block_table.shape[1]].copy_(metadata.block_table)
-        return self.forward()
-
-
-@pytest.fixture
-def replaying(paged: Any) -> Callable[..., Any]:
-    """Return a maker of runners whose decode steps replay a graph."""
+def replaying(paged: Any, query_len: int) -> Any:
+    """Return a class of runners whose steps of `query_len` tokens each replay a full graph."""
 
     class Replaying(paged):  # type: ignore[misc]
-        decode: StaticDecode | None = None
+        wrapper: CUDAGraphWrapper | None = None
 
+        @torch.inference_mode()
         def _forward(
             self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
         ) -> torch.Tensor:
             num_seqs = len(metadata.seq_lens)
-            if metadata.num_decodes < num_seqs:
+            if len(tokens) != num_seqs * query_len:
                 prefilled: torch.Tensor = super()._forward(tokens, positions, metadata)
                 return prefilled
-            if self.decode is None:
-                self.decode = StaticDecode(self.model, self.layers, self.caches, num_seqs)
-            hidden = self.decode.replay(tokens, positions, metadata)
+            if self.wrapper is None:
+                self._capture(num_seqs)
+            self.inputs[0].copy_(tokens)
+            self.inputs[1].copy_(positions)
+            static = self.context.attn_metadata
+            for name in ("seq_lens", "slot_mapping"):
+                getattr(static, name).copy_(getattr(metadata, name))
+            static.block_table.zero_()
+            static.block_table[:, : metadata.block_table.shape[1]].copy_(metadata.block_table)
+            with forward_context(self.context):
+                hidden = self.wrapper(*self.inputs)
             logits: torch.Tensor = self.model.compute_logits(hidden)
             return logits
+
+        def _capture(self, num_seqs: int) -> None:
+            num_tokens = num_seqs * query_len
+            self.inputs = [torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2)]
+            metadata = AttentionMetadata(
+                num_decodes=num_seqs if query_len == 1 else 0,
+                cu_seqlens_q=torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32),
+                seq_lens=torch.full((num_seqs,), query_len, dtype=torch.int32),
+                block_table=torch.zeros(num_seqs, MAX_BLOCKS_PER_SEQ, dtype=torch.int32),
+                slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+            )
+            self.context = ForwardContext(
+                self.layers,
+                metadata,
+                self.caches,
+                batch_descriptor=BatchDescriptor(num_tokens, num_seqs, True),
+                cudagraph_runtime_mode=FULL,
+            )
+            pools = GraphPools(lambda: new_graph_pool(CPU))
+            self.wrapper = CUDAGraphWrapper(self.model, FULL, pools)
+            with capture_window(), forward_context(self.context):
+                self.wrapper(*self.inputs)
 
     return Replaying
 
@@ -94,12 +81,11 @@ def test_replayed_decode_steps_equal_eager_ones(
     make_checkpoint: Any,
     load: Any,
     paged: Any,
-    replaying: Any,
     num_padding_decodes: int,
     family: str,
 ) -> None:
     model, config = load(make_checkpoint(family=family)[0])
-    eager, graphs = paged(model), replaying(model)
+    eager, graphs = paged(model), replaying(paged, 1)(model)
     numbers = torch.Generator().manual_seed(0)
     prompts = {
         name: torch.randint(config.vocab_size, (n,), generator=numbers)
@@ -117,3 +103,31 @@ def test_replayed_decode_steps_equal_eager_ones(
             assert all(torch.equal(found[name], wanted[name]) for name in prompts)
     # The replays wrote the same keys and values.
     assert torch.equal(graphs.pool.nan_to_num(), eager.pool.nan_to_num())
+
+
+@pytest.mark.parametrize("query_len", [2, 3, 4])
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_a_replayed_step_of_several_tokens_finds_those_of_single_steps(
+    make_checkpoint: Any, load: Any, paged: Any, query_len: int, num_seqs: int
+) -> None:
+    model, config = load(make_checkpoint()[0])
+    numbers = torch.Generator().manual_seed(0)
+    prompts = {
+        str(i): torch.randint(config.vocab_size, (5 + i,), generator=numbers)
+        for i in range(num_seqs)
+    }
+    single, several = paged(model), replaying(paged, query_len)(model)
+    tokens = {name: logits[-1].argmax() for name, logits in single.step(prompts).items()}
+    several.step(prompts)
+    for _ in range(3):
+        runs = {name: [token] for name, token in tokens.items()}
+        for _ in range(query_len):
+            logits = single.step({name: run[-1].reshape(1) for name, run in runs.items()})
+            for name, run in runs.items():
+                run.append(logits[name][-1].argmax())
+        found = several.step({name: torch.stack(run[:-1]) for name, run in runs.items()})
+        for name, run in runs.items():
+            assert torch.equal(found[name].argmax(dim=1), torch.stack(run[1:]))
+        tokens = {name: run[-1] for name, run in runs.items()}
+    key = BatchDescriptor(num_seqs * query_len, num_seqs, True)
+    assert several.wrapper.num_replays == {key: 3}

@@ -165,13 +165,12 @@ def test_weights_that_are_not_packed_are_traced_as_products(
 def assert_attention_is_opaque(nodes: list[torch.fx.Node], layers: list[str]) -> None:
     """One op for each layer; it gets tensors, one of them to write into, and the layer's name."""
     calls = [node for node in nodes if node.target is ATTENTION]
-    assert [call.args[4] for call in calls] == layers
+    assert [call.args[6] for call in calls] == layers
     for call in calls:
-        others = [arg for i, arg in enumerate(call.args) if i != 4 and arg is not None]
-        assert all(is_tensor(arg) for arg in others)
+        assert all(is_tensor(arg) for arg in call.args[:6])
         assert call.kwargs == {} and not call.users
         # Allocated by the traced graph, so that whoever captures it owns the memory.
-        output = call.args[3]
+        output = call.args[5]
         assert isinstance(output, torch.fx.Node) and output.target is torch.empty_like
 
 
@@ -224,7 +223,7 @@ def test_experts_are_one_node_however_many_there_are(make_checkpoint: Any, paged
         assert len(calls) == 2
         for call in calls:
             assert all(is_tensor(arg) for arg in call.args[:4])
-            assert call.args[4:] == (top_k, False, 12, "", "")
+            assert call.args[4:] == (top_k, False, "", "")
     assert targets[0] == targets[1]
     assert not [name for name in targets[0] if "topk" in name or "softmax" in name]
 
@@ -232,7 +231,7 @@ def test_experts_are_one_node_however_many_there_are(make_checkpoint: Any, paged
 @pytest.mark.feature("K07")
 def test_attentions_schema_has_tensors_and_a_name_alone() -> None:
     kinds = [str(argument.type) for argument in ATTENTION.default._schema.arguments]
-    assert kinds == ["Tensor"] * 4 + ["str"] + ["Optional[Tensor]"] * 2
+    assert kinds == ["Tensor"] * 6 + ["str"]
     assert list(ATTENTION.default._schema.returns) == []
 
 
@@ -242,7 +241,7 @@ def test_no_layer_is_written_so_that_sizes_make_graphs(name: str, make_checkpoin
     model, _ = load_model(path, dtype=torch.float32, device="cpu")
     kinds = {type(module) for module in model.model.modules()} - {nn.ModuleList}
     traced = [kind.forward for kind in kinds] + [elementwise.rms_norm, elementwise.silu_and_mul]
-    traced += [elementwise.rotate, rotary.RotaryEmbedding._grown, linear.Linear.product]
+    traced += [rotary.RotaryEmbedding._grown, linear.Linear.product]
     assert [hazard for function in traced for hazard in recompile_hazards(function)] == []
 
 

@@ -48,10 +48,10 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         save_file(tensors, path)
 
 
-def plain_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def plain_weights(model: torch.nn.Module, plain: Any) -> dict[str, torch.Tensor]:
     """Return all weights by name, those that are packed as plain copies."""
     return {
-        name: layer.plain_weight() if isinstance(layer, Linear) else layer.weight.detach()
+        name: plain(layer) if isinstance(layer, Linear) else layer.weight.detach()
         for name, layer in model.named_modules()
         if isinstance(layer, WeightedLayer) and isinstance(layer.weight, torch.Tensor)
     }
@@ -67,23 +67,25 @@ def refusal(load: Any, path: Path) -> str:
 
 @pytest.mark.feature("S07")
 def test_sharded_files_load_like_a_single_one(
-    make_checkpoint: Any, load: Any, sharded: Path
+    make_checkpoint: Any, load: Any, sharded: Path, plain_weight: Any
 ) -> None:
     single, _ = load(make_checkpoint()[0])
     several, _ = load(sharded)
-    wanted = plain_weights(single)
+    wanted = plain_weights(single, plain_weight)
     assert len(wanted) == 15
-    for name, tensor in plain_weights(several).items():
+    for name, tensor in plain_weights(several, plain_weight).items():
         assert torch.equal(tensor, wanted[name]), name
 
 
 @pytest.mark.feature("S07")
-def test_tensors_are_converted_to_the_dtype_asked_for(make_checkpoint: Any) -> None:
+def test_tensors_are_converted_to_the_dtype_asked_for(
+    make_checkpoint: Any, plain_weight: Any
+) -> None:
     path, reference = make_checkpoint()
     model, _ = load_model(path, dtype=torch.bfloat16, device="cpu")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     wanted = reference.model.layers[1].mlp.down_proj.weight.bfloat16()
-    assert torch.equal(model.model.layers[1].mlp.down_proj.plain_weight(), wanted)
+    assert torch.equal(plain_weight(model.model.layers[1].mlp.down_proj), wanted)
 
 
 def test_model_is_ready_for_inference(make_checkpoint: Any, load: Any) -> None:
@@ -104,15 +106,15 @@ def test_progress_ends_with_all_tensors(make_checkpoint: Any) -> None:
     assert calls == [(done, total) for done in range(total + 1)]
 
 
-def test_ranks_slices_join_to_the_whole(make_checkpoint: Any, load: Any) -> None:
+def test_ranks_slices_join_to_the_whole(make_checkpoint: Any, load: Any, plain_weight: Any) -> None:
     path, reference = make_checkpoint(attention_bias=True, mlp_bias=True)
     ranks = [load(path, Shard(rank, 2))[0].model for rank in range(2)]
     theirs = reference.model
     mlps = [rank.layers[0].mlp for rank in ranks]
-    gate, up = zip(*(mlp.gate_up_proj.plain_weight().chunk(2) for mlp in mlps), strict=True)
+    gate, up = zip(*(plain_weight(mlp.gate_up_proj).chunk(2) for mlp in mlps), strict=True)
     assert torch.equal(torch.cat(gate), theirs.layers[0].mlp.gate_proj.weight)
     assert torch.equal(torch.cat(up), theirs.layers[0].mlp.up_proj.weight)
-    down = torch.cat([mlp.down_proj.plain_weight() for mlp in mlps], dim=1)
+    down = torch.cat([plain_weight(mlp.down_proj) for mlp in mlps], dim=1)
     assert torch.equal(down, theirs.layers[0].mlp.down_proj.weight)
     queries = torch.cat([rank.layers[0].self_attn.qkv_proj.bias[:24] for rank in ranks])
     assert torch.equal(queries, theirs.layers[0].self_attn.q_proj.bias)
@@ -174,13 +176,15 @@ def test_ranks_that_do_not_divide_the_model_are_refused(
         load(make_checkpoint()[0], Shard(0, size))
 
 
-def test_more_ranks_than_kv_heads_share_them(make_checkpoint: Any, load: Any) -> None:
+def test_more_ranks_than_kv_heads_share_them(
+    make_checkpoint: Any, load: Any, plain_weight: Any
+) -> None:
     path, reference = make_checkpoint(num_key_value_heads=2)
     for rank in range(4):
         qkv = load(path, Shard(rank, 4))[0].model.layers[0].self_attn.qkv_proj
         first = (rank // 2) * 12
         wanted = reference.model.layers[0].self_attn.k_proj.weight[first : first + 12]
-        assert torch.equal(qkv.plain_weight()[12:24], wanted)
+        assert torch.equal(plain_weight(qkv)[12:24], wanted)
 
 
 def test_missing_weights_are_named(checkpoint: Path, load: Any) -> None:
@@ -198,31 +202,39 @@ def test_truncated_file_is_named(kept: int, checkpoint: Path, load: Any) -> None
     assert message.endswith(f" in {path}")
 
 
-def test_missing_tensor_is_named(checkpoint: Path, load: Any) -> None:
-    rewrite(checkpoint / "model.safetensors", lambda t: t.pop("model.norm.weight"))
-    assert refusal(load, checkpoint).startswith("tensor model.norm.weight: wanted in")
+def two_halves(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
 
 
-def test_unknown_tensor_is_named(checkpoint: Path, load: Any) -> None:
-    rewrite(checkpoint / "model.safetensors", lambda t: t.update(odd=torch.zeros(1)))
-    message = refusal(load, checkpoint)
-    assert message.startswith("tensor odd: wanted only tensors of LlamaForCausalLM")
-    assert message.endswith("model.safetensors")
+NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize("shape", [(47,), (48, 1), ()])
-def test_misshaped_tensor_is_named(shape: tuple[int, ...], checkpoint: Path, load: Any) -> None:
-    bad = {"model.norm.weight": torch.zeros(shape)}
-    rewrite(checkpoint / "model.safetensors", lambda t: t.update(bad))
-    message = refusal(load, checkpoint)
-    assert message.startswith(f"tensor model.norm.weight: wanted shape (48,), found {shape}")
-
-
-def test_tensor_of_another_kind_is_refused(checkpoint: Path, load: Any) -> None:
-    bad = {"model.norm.weight": torch.zeros(48, dtype=torch.int8)}
-    rewrite(checkpoint / "model.safetensors", lambda t: t.update(bad))
-    message = refusal(load, checkpoint)
-    assert message.startswith("tensor model.norm.weight: wanted one of F64, F32, F16, BF16")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), f"tensor {NORM}: wanted in the checkpoint"),
+        (lambda t: t.update(odd=torch.zeros(1)), "tensor odd: wanted only tensors of LlamaForCa"),
+        *(
+            (
+                lambda t, shape=shape: t.update({NORM: torch.zeros(shape)}),
+                f"tensor {NORM}: wanted shape (48,), found {shape}",
+            )
+            for shape in ((47,), (48, 1), ())
+        ),
+        (
+            lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}),
+            f"tensor {NORM}: wanted one of F64, F32, F16, BF16",
+        ),
+        (two_halves, "tensor lm_head.weight: wanted F16 as tensor model.norm.weight"),
+    ],
+)
+def test_a_tensor_that_cannot_be_used_is_named(
+    change: Callable[[dict[str, torch.Tensor]], object], message: str, checkpoint: Path, load: Any
+) -> None:
+    path = checkpoint / "model.safetensors"
+    rewrite(path, change)
+    assert refusal(load, checkpoint).startswith(message)
 
 
 def test_rotary_frequencies_are_tolerated(checkpoint: Path, load: Any) -> None:
@@ -355,15 +367,6 @@ def test_a_number_that_the_dtype_cannot_hold_is_named(checkpoint: Path) -> None:
     wanted = "tensor model.norm.weight: wanted numbers that float16 holds, found -70000.0 in"
     with pytest.raises(FieldError, match=wanted):
         load_model(checkpoint, dtype=torch.float16, device="cpu")
-
-
-def test_two_kinds_of_halves_are_refused(checkpoint: Path, load: Any) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
-
-    rewrite(checkpoint / "model.safetensors", change)
-    assert "F16" in refusal(load, checkpoint)
 
 
 def test_a_tensor_in_two_files_is_refused(sharded: Path, load: Any) -> None:

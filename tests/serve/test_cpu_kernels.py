@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 import torch
 import transformers
 
-from model.kernels.cpu import attention as cpu_attention
-from model.kernels.cpu import elementwise as cpu_elementwise
 from model.kernels.cpu import native
 from serve.llm import LLM, SamplingParams
 
@@ -34,8 +31,8 @@ SHAPE: dict[str, Any] = {
 }
 LENGTHS = (3, 150, 70, 1)
 NUM_TOKENS = 12
-ELEMENTWISE = {"rms_norm", "add_rms_norm", "silu_and_mul", "rope"}
-ATTENTION = {"paged_prefill", "paged_decode"}
+ELEMENTWISE = {"rms_norm", "fused_add_rms_norm", "silu_and_mul"}
+ATTENTION = {"rope_and_write_kv", "paged_prefill", "paged_decode"}
 
 
 @pytest.fixture
@@ -45,18 +42,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         pytest.skip("needs the C++ kernels, found none")
     counts: Counter[str] = Counter()
 
-    def counted(name: str, dtype: torch.dtype) -> Callable[..., None]:
-        kernel = native.native_function(name, dtype)
-        assert kernel is not None
+    run = native.run
 
-        def call(*args: Any) -> None:
-            counts[name] += 1
-            kernel(*args)
+    def counted(name: str, *tensors: torch.Tensor, **numbers: Any) -> bool:
+        is_served = run(name, *tensors, **numbers)
+        counts[name] += is_served
+        return is_served
 
-        return call
-
-    for module in (cpu_attention, cpu_elementwise):
-        monkeypatch.setattr(module, "native_function", counted)
+    monkeypatch.setattr(native, "run", counted)
     return counts
 
 
@@ -113,9 +106,10 @@ def test_an_eager_engine_answers_as_transformers_with_kernels_in_use(
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == greedy(reference, prompt)
     assert set(calls) == ELEMENTWISE | ATTENTION
-    # Every layer of every step: one gate, one turn, and one norm with an addition.
+    # Every layer of every step: one gate, one write of KV, and one norm with an addition.
     layers = SHAPE["num_hidden_layers"]
-    assert calls["silu_and_mul"] == calls["rope"] == calls["add_rms_norm"] > NUM_TOKENS * layers
+    assert calls["silu_and_mul"] == calls["fused_add_rms_norm"] > NUM_TOKENS * layers
+    assert calls["silu_and_mul"] == calls["rope_and_write_kv"]
     assert calls["silu_and_mul"] % layers == 0
     per_step = layers + 1 + (2 * layers if family == "Qwen3" else 0)
     assert calls["rms_norm"] == calls["silu_and_mul"] // layers * per_step

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from compile import context as forward
 from compile.graphs import cuda as cuda_graphs
-from model.kernels import dispatch
+from model.kernels import cpu
 
 CUDA = torch.device("cuda", 0)
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2"}
@@ -330,7 +330,7 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
     """Stand in for torch's CUDA device: this thread's tensors, and streams, events and graphs."""
     device = CudaDevice(order, seed)
     ops = Ops(device)
-    filter_logits = dispatch.filter_top_k_top_p
+    filter_logits = cpu.filter_top_k_top_p
 
     def one_kernel(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
         if not device.holds(logits):
@@ -364,7 +364,7 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         for name, value in stand_ins.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_construct_storage_from_data_pointer", storage_of)
-        patch.setattr(dispatch, "filter_top_k_top_p", one_kernel)
+        patch.setattr(cpu, "filter_top_k_top_p", one_kernel)
         cuda_graphs._side_stream.cache_clear()
         try:
             with Functions(device, ops), ops:

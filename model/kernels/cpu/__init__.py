@@ -3,14 +3,13 @@
 `model.kernels.triton` has the same names, which take the same arguments.
 """
 
-from model.kernels.cpu.attention import paged_decode, paged_prefill, rope_and_write_kv, write_kv
-from model.kernels.cpu.elementwise import add_rms_norm, fused_add_rms_norm, rms_norm, silu_and_mul
+from model.kernels.cpu.attention import paged_decode, paged_prefill, rope_and_write_kv
+from model.kernels.cpu.elementwise import fused_add_rms_norm, rms_norm, silu_and_mul
 from model.kernels.cpu.experts import expert_mlp
 from model.kernels.filters import filter_top_k_top_p
 from model.kernels.sparse_mlp import route
 
 __all__ = [
-    "add_rms_norm",
     "expert_mlp",
     "filter_top_k_top_p",
     "fused_add_rms_norm",
@@ -20,5 +19,4 @@ __all__ = [
     "rope_and_write_kv",
     "route",
     "silu_and_mul",
-    "write_kv",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from model.kernels import sparse_mlp as twin
-from model.kernels.cpu.packed_linear import packed_product
+from model.kernels import sparse_mlp
+from model.kernels.cpu.packed_linear import packed_products
 
 
 def expert_mlp(
@@ -14,19 +14,10 @@ def expert_mlp(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    intermediate_size: int,
     first_expert: int,
 ) -> torch.Tensor:
     """Do what `sparse_mlp.expert_mlp` does; `gate_up`, `down` may be handles, int64 [Xr]."""
-    if gate_up.ndim > 1:
-        return twin.expert_mlp(x, experts, weights, gate_up, down, first_expert)
-    up_indices, down_indices = gate_up.tolist(), down.tolist()
-
-    def up(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return packed_product(rows, up_indices[expert], None, 2 * intermediate_size)
-
-    def back(rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return packed_product(rows, down_indices[expert], None, x.shape[1])
-
-    own = range(first_expert, first_expert + len(down))
-    return twin.by_expert(x, experts, weights, up, back, own)
+    kind = sparse_mlp.plain_products if gate_up.ndim > 1 else packed_products
+    return sparse_mlp.by_expert(
+        x, experts, weights, kind(gate_up), kind(down), first_expert, len(down)
+    )

@@ -3,8 +3,8 @@
 1. The key names everything that decides the machine code: sources, compiler, flags, processor.
 2. The library of that key lies in the cache directory, or is built beside it and renamed: two
    processes that build at once both succeed, and none loads half a file.
-3. Where there is no compiler, or the directory belongs to another user, the torch functions do
-   the work; one line in the log says so.
+3. Without a compiler, or if the directory belongs to another user, torch functions compute; one
+   line in the log says so.
 
 The kernels use the OpenMP runtime that torch brought. They are compiled with OpenMP and linked
 without it, because a second runtime would start a second pool of threads on the same cores.
@@ -19,10 +19,12 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,11 +38,20 @@ BUILD_TIMEOUT_S = 120.0
 """A build takes seconds alone; on a machine that starts many ranks at once much longer."""
 DIGEST_BYTES = 32
 
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "packed_linear": ([_POINTER] * 5 + [_SIZE] * 3, None),
+    "pack_linear": ([_POINTER] * 3 + [_SIZE] * 2, None),
+}
+"""Arguments and result of the kernels that `run` does not call: a step calls the first one for each
+weight, and knows most of its sizes beforehand."""
+_KERNEL = ([_POINTER, _POINTER, ctypes.c_float], ctypes.c_bool)
+
 logger = logging.getLogger(__name__)
 
 
 class NativeError(RuntimeError):
-    """The kernels cannot be had. The message is one line: `FIELD: wanted ..., found ...`."""
+    """The kernels are not available. The message is one line: `FIELD: wanted ..., found ...`."""
 
 
 _FAILURES = (NativeError, PrivateDirectoryError, OSError, subprocess.SubprocessError)
@@ -56,7 +67,7 @@ def native_library() -> ctypes.CDLL | None:
         message = str(error).splitlines()[0]
         logger.warning("C++ kernels are off, torch functions stand in: %s", message)
         return None
-    _declare(library)
+    library.packed_linear_takes.restype = ctypes.c_bool
     return library
 
 
@@ -75,7 +86,9 @@ def build_library(directory: Path) -> Path:
     if not _is_whole(path):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             library = _compile(compiler, Path(scratch))
-            with library.open("ab") as file:  # a loader reads what the head names, and no further
+            with library.open(
+                "ab"
+            ) as file:  # behind what the ELF header names, where no loader reads
                 file.write(_digest(library.read_bytes()))
             os.replace(library, path)
         logger.info("built C++ kernels: %s", path)
@@ -83,7 +96,7 @@ def build_library(directory: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library is there as it was built: one that is cut off kills who loads it."""
+    """Return whether a library is there as it was built: loading a cut one would kill a process."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -132,41 +145,54 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes the arguments: pointers, and floats that C would otherwise widen."""
-    pointer = ctypes.c_void_p
-    for dtype in ("float32", "bfloat16"):
-        decode = getattr(library, f"paged_decode_{dtype}")
-        decode.argtypes, decode.restype = [*[pointer] * 7, ctypes.c_float], None
-        linear = getattr(library, f"packed_linear_{dtype}")
-        linear.argtypes, linear.restype = [*[pointer] * 5, *[ctypes.c_int64] * 3], None
-        pack = getattr(library, f"pack_linear_{dtype}")
-        pack.argtypes, pack.restype = [*[pointer] * 3, *[ctypes.c_int64] * 2], None
-        prefill = getattr(library, f"paged_prefill_{dtype}")
-        prefill.argtypes, prefill.restype = [*[pointer] * 8, ctypes.c_float], None
-        norm = getattr(library, f"rms_norm_{dtype}")
-        norm.argtypes, norm.restype = [*[pointer] * 4, ctypes.c_float], None
-        added = getattr(library, f"add_rms_norm_{dtype}")
-        added.argtypes, added.restype = [*[pointer] * 6, ctypes.c_float], None
-        silu = getattr(library, f"silu_and_mul_{dtype}")
-        silu.argtypes, silu.restype = [pointer] * 3, None
-        rope = getattr(library, f"rope_{dtype}")
-        rope.argtypes, rope.restype = [pointer] * 7, None
-    library.packed_linear_tile.argtypes = []
-    library.packed_linear_tile.restype = ctypes.c_int64
-    library.packed_linear_takes.argtypes = [ctypes.c_int64]
-    library.packed_linear_takes.restype = ctypes.c_bool
-    library.write_kv.argtypes, library.write_kv.restype = [pointer] * 6, None
-
-
 @functools.cache
-def native_function(name: str, dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return a kernel for tensors of `dtype`; None where there is none."""
+def native_function(name: str, dtype: torch.dtype) -> Any:
+    """Return a function of the library for tensors of `dtype`; None where there is none."""
     library = native_library()
     if library is None or dtype not in (torch.float32, torch.bfloat16):
         return None
-    found: Callable[..., None] = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+    found = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+    found.argtypes, found.restype = _SIGNATURES.get(name, _KERNEL)
     return found
+
+
+def run(name: str, *tensors: torch.Tensor, scalar: float = 0.0, window: int = 0) -> bool:
+    """Call a kernel on tensors of a CPU; return False, with nothing done, where none serves them.
+
+    Args:
+        tensors: in the kernel's order. The first says the dtype of all floating-point ones.
+    """
+    kinds = [(t.dtype, t.shape, t.stride()) for t in tensors]
+    prepared = _prepared(name, torch.get_num_threads(), window, *kinds)
+    if prepared is None:
+        return False
+    kernel, pack, sizes = prepared
+    is_served: bool = kernel(pack(*[t.data_ptr() for t in tensors]), sizes, scalar)
+    return is_served
+
+
+# What a step asks for is what the last one did: looking it up takes a tenth of working it out.
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    name: str,
+    num_threads: int,
+    window: int,
+    *kinds: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]],
+) -> tuple[Callable[..., bool], Callable[..., bytes], ctypes.Array[ctypes.c_int64]] | None:
+    """Return a kernel, and what packs addresses and sizes as `Arguments` in C++ reads them.
+
+    None where the kernel is not built, where dtypes differ and where a last stride is not 1.
+    """
+    first = kinds[0][0]
+    kernel = native_function(name, first)
+    sizes = [num_threads, window]
+    for dtype, shape, strides in kinds:
+        if strides[-1] != 1 or dtype not in (first, torch.int32, torch.int64):
+            return None
+        sizes += [len(shape), *shape, *strides]
+    if kernel is None:
+        return None
+    return kernel, struct.Struct(f"{len(kinds)}P").pack, int64_array(*sizes)
 
 
 def int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:

@@ -31,16 +31,16 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from compile.custom_op import direct_register_custom_op
 from model.kernels.cpu.native import int64_array, native_function, native_library
+from model.kernels.sparse_mlp import Products
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-"""What the packers know. Plain products read the weight at a fraction of the memory's rate, and
+"""Dtypes that can be packed. Plain products read a weight at a fraction of the memory's rate, and
 without AVX512 torch multiplies bfloat16 one by one (`examples/bench/packed_linear.py`)."""
 
 KERNEL_ROWS = 64
@@ -49,8 +49,8 @@ processor's rate, and oneDNN's blocks suit larger products (`examples/bench/pack
 
 logger = logging.getLogger(__name__)
 
-TILE_OUTPUTS = (64, 48, 32, 16)
-"""Tiles that oneDNN chooses between, by dtype, instruction set and shape."""
+TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
+"""Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
 
 
@@ -58,7 +58,7 @@ ROWS_COMPARED = 64
 class _Entry:
     """A packed weight. Invariant: `tiles`, if any, is a view of the memory of `packed`, if any."""
 
-    shape: tuple[int, int]
+    out_features: int
     packed: torch.Tensor | None
     """oneDNN's; None where this module packed."""
     tiles: torch.Tensor | None
@@ -69,8 +69,8 @@ class _Entry:
 
 
 _table: dict[int, _Entry] = {}
-_index_at: dict[int, int] = {}
-"""Indices by their handles' addresses: reading one out of its tensor is a dispatched op."""
+_entry_at: dict[int, _Entry] = {}
+"""Entries by their handles' addresses: reading an index out of its tensor is a dispatched op."""
 _indices = itertools.count()
 
 
@@ -79,17 +79,18 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         """Pack a weight [O, I]; the plain one is not kept."""
-        packed: torch.Tensor | None = None
+        index = next(_indices)
+        self.handle = torch.tensor(index)
+        packed, tiles, rows = None, None, sys.maxsize
         if _is_ours(weight.dtype):
-            tiles: torch.Tensor | None = _pack(weight)
+            tiles = _pack(weight)
         else:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             tiles = _tiles_of(packed, weight)
-        index, sizes = next(_indices), None if tiles is None else _sizes(tiles, weight)
-        rows = sys.maxsize if packed is None else _kernel_rows(tiles)
-        _table[index] = _Entry((weight.shape[0], weight.shape[1]), packed, tiles, sizes, rows)
-        self.handle = torch.tensor(index)
-        _index_at[self.handle.data_ptr()] = index
+            rows = _kernel_rows(tiles)
+        sizes = None if tiles is None else _sizes(tiles, weight)
+        entry = _Entry(weight.shape[0], packed, tiles, sizes, rows)
+        _table[index] = _entry_at[self.handle.data_ptr()] = entry
         # It keeps the handle: as long as the address is in the table, it is the handle's.
         weakref.finalize(self, _forget, index, self.handle)
 
@@ -98,18 +99,9 @@ class PackedWeight:
         """Return whether single rows can be read, as an embedding does."""
         return _entry(self.handle).tiles is not None
 
-    def unpack(self) -> torch.Tensor:
-        """Return a plain copy [O, I]."""
-        entry = _entry(self.handle)
-        if entry.packed is not None:
-            plain: torch.Tensor = entry.packed.to_dense()
-            return plain
-        assert entry.tiles is not None
-        return _unpack(entry.tiles, entry.shape)
-
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether weights of this kind can be packed and gain by it."""
+    """Return whether weights of this kind can be packed, and are faster then."""
     return device.type == "cpu" and dtype in PACKED_DTYPES and _packs(dtype)
 
 
@@ -154,17 +146,13 @@ def _kernel_rows(tiles: torch.Tensor | None) -> int:
 
 
 def _forget(index: int, handle: torch.Tensor) -> None:
-    del _table[index], _index_at[handle.data_ptr()]
-
-
-def _index(handle: torch.Tensor) -> int:
-    """Return what a handle, or a copy of one, holds."""
-    index = _index_at.get(handle.data_ptr())
-    return int(handle) if index is None else index
+    del _table[index], _entry_at[handle.data_ptr()]
 
 
 def _entry(handle: torch.Tensor) -> _Entry:
-    return _table[_index(handle)]
+    """Return the entry of a handle, or of a copy of one."""
+    entry = _entry_at.get(handle.data_ptr())
+    return _table[int(handle)] if entry is None else entry
 
 
 def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -209,7 +197,7 @@ def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
 def _pack(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [O, I] as tiles."""
     library, kernel = native_library(), native_function("pack_linear", weight.dtype)
-    assert library is not None and kernel is not None
+    assert library is not None
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     outputs, per_word = library.packed_linear_tile(), 4 // weight.itemsize
     blocks, words = -(-weight.shape[0] // outputs), -(-weight.shape[1] // per_word)
@@ -217,13 +205,6 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     pointers = (weight.data_ptr(), tiles.data_ptr())
     kernel(*pointers, _sizes(tiles, weight), weight.stride(0), torch.get_num_threads())
     return tiles
-
-
-def _unpack(tiles: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    plain = tiles.new_empty(shape)
-    for tile, rows in zip(tiles, plain.split(tiles.shape[2]), strict=True):
-        rows.copy_(tile.transpose(0, 1).flatten(1)[: rows.shape[0], : shape[1]])
-    return plain
 
 
 def _sizes(tiles: torch.Tensor, weight: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
@@ -239,33 +220,27 @@ def _packed_linear(
     x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     """Multiply x [T, I] with the weight of `handle`. Returns [T, O]."""
-    return packed_product(x, _index(handle), bias, out_features)
+    return _product(x, _entry(handle), bias)
 
 
-def packed_product(
-    x: torch.Tensor, index: int, bias: torch.Tensor | None, out_features: int
-) -> torch.Tensor:
-    """Multiply x [T, I] with the weight whose handle holds `index`. Returns [T, O].
+def packed_products(handles: torch.Tensor) -> Products:
+    """Return products with weights whose handles are int64 [Xr], for the inside of opaque ops."""
+    entries = [_table[index] for index in handles.tolist()]
+    return lambda rows, expert: _product(rows, entries[expert], None)
 
-    For the inside of opaque ops: the index is a value.
-    """
-    entry = _table[index]
+
+def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch.Tensor:
+    kernel = None
     if x.shape[0] <= entry.kernel_rows:
         kernel = native_function("packed_linear", x.dtype)
-        if kernel is not None:
-            return _tiled_product(kernel, x, entry, bias)
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-        x, entry.packed, bias, "none", [], ""
-    )
-    return product
-
-
-def _tiled_product(
-    kernel: Callable[..., None], x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None
-) -> torch.Tensor:
+    if kernel is None:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, entry.packed, bias, "none", [], ""
+        )
+        return product
     assert entry.tiles is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out = x.new_empty(x.shape[0], entry.shape[0])
+    out = x.new_empty(x.shape[0], entry.out_features)
     bias_pointer = None if bias is None else bias.data_ptr()
     pointers = (x.data_ptr(), entry.tiles.data_ptr(), bias_pointer, out.data_ptr())
     kernel(*pointers, entry.sizes, x.shape[0], x.stride(0), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Paged decode attention on a GPU; the twin of `paged_attention.paged_decode`.
+"""Paged decode attention on a GPU; the reference is `paged_attention.paged_decode`.
 
 Flash-decoding (Dao et al., 2023): with one query token per sequence there are too few rows to fill
 a device, so a sequence's tokens are split over programs, whose partial results a second kernel
@@ -6,7 +6,7 @@ joins. The grid follows from tensor shapes and the device alone, so a captured g
 batch of its size. Into how many of the grid's splits a sequence is cut is decided on the device,
 from all sequences' lengths: each split takes about an equal share of the whole batch. A long
 sequence beside short ones is cut finely, a full batch of equal ones not at all, not even one that
-leaves up to a third of the device free, and programs without a split leave at once.
+leaves up to a third of the device free, and programs without a split exit at once.
 
 Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool,
 B tokens per block, M columns of the block table, P splits in the grid.
@@ -29,7 +29,7 @@ MIN_SPLITS = 8
 MIN_SEQUENCE_PROGRAMS = 64
 """What a grid has for every sequence that is long enough: splits of each KV head, and programs of
 all. One long sequence in a batch of short ones would otherwise be as few programs as it has KV
-heads, for which the whole step waits. What is not used costs programs that leave at once."""
+heads, for which the whole step waits. Programs that are not used exit at once."""
 
 MAX_SPLITS = 64
 """The joining kernel holds one partial result per split in registers."""
@@ -247,16 +247,9 @@ def paged_decode(
     out: torch.Tensor,
     sliding_window: int | None = None,
 ) -> None:
-    """Attend from one token per sequence to all of its tokens, itself included.
+    """Do what `paged_attention.paged_decode` does; waits for nothing on the device.
 
-    A sequence of length 0 is padding; its output is zero. Waits for nothing on the device.
-
-    Args:
-        q, out: [S, H, D], the last dimension contiguous
-        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
-        block_table: int32 [S, M]
-        seq_lens: int32 [S]
-        sliding_window: how many tokens a query sees, itself included; None: all before it
+    The last dimension of q, out, k_cache and v_cache is contiguous.
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]

@@ -1,4 +1,4 @@
-"""RMS normalisation and the gate of SwiGLU on a GPU; twins of those in `elementwise`.
+"""RMS normalisation and the gate of SwiGLU on a GPU; the references are in `elementwise`.
 
 What torch rounds to the model's dtype on the way is rounded here too. One program of a norm holds
 one row.
@@ -55,18 +55,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = x if x.ndim == 3 else x.reshape(-1, 1, x.shape[-1])
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(rows, None, None, weight, out, eps)
-    return out
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add `x` to `residual` in place and return the norm of the sum.
-
-    x, residual: [T, n], the last dimension contiguous; weight: [n]
-    """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x.unsqueeze(1), residual, residual, weight, out, eps)
     return out
 
 

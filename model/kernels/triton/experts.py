@@ -1,4 +1,4 @@
-"""Routed experts on a GPU; the twin of `sparse_mlp.expert_mlp`.
+"""Routed experts on a GPU; the reference is `sparse_mlp.expert_mlp`.
 
 1. Pairs (token, one of its experts) of this rank's experts are sorted by expert.
 2. A grouped product gathers each pair's token, multiplies it with its expert's two matrices up,
@@ -244,21 +244,14 @@ def expert_mlp(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    intermediate_size: int,
     first_expert: int,
 ) -> torch.Tensor:
-    """Return what this rank's experts add to each token; zero for a token of other experts.
+    """Do what `sparse_mlp.expert_mlp` does; waits for nothing on the device.
 
-    Waits for nothing on the device.
-
-    Args:
-        x: [T, E], the last dimension contiguous
-        experts, weights: int64 and float32 [T, K], contiguous
-        gate_up: [X, 2 * I, E], gate first
-        down: [X, E, I]
+    The last dimension of x, gate_up and down is contiguous, and so are experts and weights.
     """
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
-    num_pairs, num_experts, size = num_tokens * top_k, down.shape[0], intermediate_size
+    num_pairs, (num_experts, _, size) = num_tokens * top_k, down.shape
     if not num_pairs:
         return x.new_empty(x.shape)
     tiles = product_tiles(num_pairs, num_experts, x.dtype)

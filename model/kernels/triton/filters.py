@@ -1,4 +1,4 @@
-"""Top-k and top-p on a GPU; the twin of `filters.filter_top_k_top_p`.
+"""Top-k and top-p on a GPU; the reference is `filters.filter_top_k_top_p`.
 
 Nothing is sorted. The lowest logit that stays is the highest value that has enough tokens, or
 enough mass, at or above it. It is found by a radix search: floats are ordered as keys of 32 bits,
@@ -226,10 +226,7 @@ def filter_top_k_top_p(
 ) -> torch.Tensor:
     """Do what `filters.filter_top_k_top_p` does; waits for nothing on the device.
 
-    Args:
-        logits: float32 [B, V], the last dimension contiguous; V below 2^19
-        top_k: int64 [B], 0 keeps all
-        top_p: float32 [B], 1 keeps all
+    The last dimension of logits is contiguous; V is below 2^19.
     """
     num_rows, size = logits.shape
     num_chunks = triton.cdiv(size, CHUNK)

@@ -1,10 +1,10 @@
-"""Paged prefill attention on a GPU; the twin of `paged_attention.paged_prefill`.
+"""Paged prefill attention on a GPU; the reference is `paged_attention.paged_prefill`.
 
-FlashAttention's online softmax (Dao, 2023) over paged keys. The grid follows
-from tensor shapes alone. Tiles of query tokens are numbered over all sequences, each sequence
-rounded up to whole tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the
-device, as vLLM's unified attention does. Query tokens behind the last sequence count as one more
-sequence of length 0, so that padding is written too, with zeros.
+FlashAttention's online softmax (Dao, 2023) over paged keys. The grid follows from tensor shapes
+alone: tiles of query tokens are numbered over all sequences, each sequence rounded up to whole
+tiles, and a program finds its sequence by bisecting `cu_seqlens_q` on the device, as vLLM's unified
+attention does. Query tokens behind the last sequence count as one more sequence of length 0, so
+that padding is written too, with zeros.
 
 The rows of a tile are (query token, query head of one KV head) pairs: heads of a group share what
 they load.
@@ -231,8 +231,6 @@ def _prefill_kernel(
 
 def paged_prefill(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -243,20 +241,12 @@ def paged_prefill(
     sliding_window: int | None = None,
     tiles: AttentionTiles | None = None,
 ) -> None:
-    """Attend from chunks of prompts, each to its sequence's tokens up to itself.
+    """Do what `paged_attention.paged_prefill` does; waits for nothing on the device.
 
-    Writes all rows of `out` from the first sequence's first query on. Padding, which is what lies
-    behind the last sequence or belongs to a sequence of length 0, becomes zero. The cache must
-    already hold this step's tokens. Waits for nothing on the device.
+    Writes all rows of `out` from the first sequence's first query on: padding behind the last
+    sequence becomes zero too. The last dimension of q, out, k_cache and v_cache is contiguous.
 
     Args:
-        q, out: [T, H, D], the last dimension contiguous
-        k, v: not read: the cache holds them
-        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
-        block_table: int32 [S, M]
-        cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
-        seq_lens: int32 [S]
-        sliding_window: how many tokens a query sees, itself included; None: all before it
         tiles: others than `prefill_tiles`, to be compared with them
     """
     num_tokens, num_heads, head_dim = q.shape

@@ -1,14 +1,13 @@
-"""Rotary positions and the KV write in one launch; the twin of `elementwise.rotate`
-followed by `paged_attention.write_kv`.
+"""Rotary positions and the KV write in one launch: `paged_attention.rope_and_write_kv` on a GPU.
 
-A program takes one token and one KV head: it turns the head's query heads, turns the key and
+A program takes one token and one KV head: it rotates the head's query heads, rotates the key and
 writes key and value into their slot. Slots of the scratch block are skipped, so that it stays zero
 without a second pass. Whoever writes a block's first slot clears the slots that no later token of
 this step writes: the torch function clears the whole block first, which programs that run at the
 same time could not.
 
-Shapes: T tokens, H query heads, Hkv KV heads, G = H / Hkv, D head dim, P positions, N blocks in
-the pool, B tokens per block.
+Shapes: T tokens, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in the pool, B
+tokens per block.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def _clear(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x: tl.tensor, out: tl.tensor, c: tl.tensor, s: tl.tensor, mask: tl.tensor, HALF: tl.constexpr
 ) -> None:
-    """Turn the pairs (x[i], x[i + D / 2]) behind the pointers `x` by cosines and sines."""
+    """Rotate the pairs (x[i], x[i + D / 2]) behind the pointers `x` by cosines and sines."""
     x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
@@ -52,7 +51,6 @@ def _rope_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
-    positions: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     k_cache: tl.tensor,
@@ -88,22 +86,15 @@ def _rope_kernel(
     k += token * stride_k_token + kv_head * stride_k_head
     v += token * stride_v_token + kv_head * stride_v_head
 
-    if cos is not None:
-        row = token
-        if positions is not None:
-            row = tl.load(positions + token)
-        # A table in float32 is rounded as `RotaryEmbedding` rounds what it returns.
-        dtype = q.dtype.element_ty
-        c = tl.load(cos + row * stride_cos + halves, mask=is_half, other=0.0)
-        s = tl.load(sin + row * stride_cos + halves, mask=is_half, other=0.0)
-        c, s = c.to(dtype).to(tl.float32), s.to(dtype).to(tl.float32)
-        group = tl.arange(0, BLOCK_G)
-        heads = (kv_head * GROUP + group)[:, None]
-        is_q = (group < GROUP)[:, None] & is_half[None, :]
-        q_at = q + token * stride_q_token + heads * stride_q_head + halves[None, :]
-        num_heads = tl.num_programs(1) * GROUP
-        out_at = q_out + (token * num_heads + heads) * HEAD_DIM + halves[None, :]
-        _turn(q_at, out_at, c[None, :], s[None, :], is_q, HALF)
+    c = tl.load(cos + token * stride_cos + halves, mask=is_half, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * stride_cos + halves, mask=is_half, other=0.0).to(tl.float32)
+    group = tl.arange(0, BLOCK_G)
+    heads = (kv_head * GROUP + group)[:, None]
+    is_q = (group < GROUP)[:, None] & is_half[None, :]
+    q_at = q + token * stride_q_token + heads * stride_q_head + halves[None, :]
+    num_heads = tl.num_programs(1) * GROUP
+    out_at = q_out + (token * num_heads + heads) * HEAD_DIM + halves[None, :]
+    _rotate(q_at, out_at, c[None, :], s[None, :], is_q, HALF)
 
     slot = tl.load(slot_mapping + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -119,11 +110,8 @@ def _rope_kernel(
             _clear(v_block, is_kept, stride_vc_token, HEAD_DIM, BLOCK_SIZE, BLOCK_B, BLOCK_D)
         values = tl.load(v + dims, mask=is_dim, other=0.0)
         tl.store(v_block + offset * stride_vc_token + dims, values, mask=is_dim)
-        k_slot = k_block + offset * stride_kc_token
-        if cos is not None:
-            _turn(k + halves, k_slot + halves, c, s, is_half, HALF)
-        else:
-            tl.store(k_slot + dims, tl.load(k + dims, mask=is_dim, other=0.0), mask=is_dim)
+        k_at = k_block + offset * stride_kc_token + halves
+        _rotate(k + halves, k_at, c, s, is_half, HALF)
 
 
 def rope_and_write_kv(
@@ -135,57 +123,20 @@ def rope_and_write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    positions: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write turned keys and values into their slots; return turned queries [T, H, D], and keys.
+) -> torch.Tensor:
+    """Do what `paged_attention.rope_and_write_kv` does; waits for nothing on the device.
 
-    The keys are returned as they came: attention reads turned ones in the cache alone.
-
-    Args:
-        q: [T, H, D], k, v: [T, Hkv, D], the last dimension contiguous
-        cos, sin: [P, D / 2] or [P, 1, D / 2] of equal strides
-        k_cache, v_cache: [N, B, Hkv, D], the last dimension contiguous
-        slot_mapping: int64 [T], block * B + offset; block 0 takes padding and stays zero
-        positions: int64 [T], each token's row of cos and sin; None: its own number
+    cos and sin have q's dtype and equal strides; the last dimension of all tensors is contiguous.
     """
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    group = q.shape[1] // k.shape[1]
-    _launch(q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, q_out, group)
-    return q_out, k
-
-
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Write tokens into their slots as they are; see `rope_and_write_kv`."""
-    _launch(k, k, v, None, None, None, k_cache, v_cache, slot_mapping, k, 1)
-
-
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    q_out: torch.Tensor,
-    group: int,
-) -> None:
     num_tokens, num_kv_heads, head_dim = k.shape
+    group = q.shape[1] // num_kv_heads
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not num_tokens:
-        return
+        return q_out
     _rope_kernel[(num_tokens, num_kv_heads)](
         q,
         k,
         v,
-        positions,
         cos,
         sin,
         k_cache,
@@ -196,7 +147,7 @@ def _launch(
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        0 if cos is None else cos.stride(0),
+        cos.stride(0),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         GROUP=group,
@@ -208,3 +159,4 @@ def _launch(
         BLOCK_B=triton.next_power_of_2(k_cache.shape[1]),
         num_warps=1 if group * head_dim <= 512 else 4,
     )
+    return q_out

@@ -1,9 +1,9 @@
 """Which experts a token goes through, and the tokens of each expert, on a GPU.
 
-One kernel is the twin of `sparse_mlp.route`. Another one sorts pairs (token, one of its experts) by
-expert, with one program for each expert: a program counts the pairs of all experts, so that it
-knows where its own begin without waiting for another program, and then puts them there in their
-order. That is deterministic, and a table [pairs, experts] is never made.
+One kernel routes; its reference is `sparse_mlp.route`. Another one sorts pairs (token, one of its
+experts) by expert, with one program for each expert: a program counts the pairs of all experts, so
+that it knows where its own begin without waiting for another program, and then puts them there in
+their order. That is deterministic, and a table [pairs, experts] is never made.
 
 Shapes: T tokens, K experts of a token, P = T * K pairs, X experts of this rank.
 """

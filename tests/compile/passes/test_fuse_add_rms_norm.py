@@ -257,7 +257,7 @@ def test_on_a_gpu_no_sum_of_the_residual_is_a_launch_of_its_own(
     num_ranks: int, is_aten: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The norm behind attention takes its sum already; the one behind the MLP does by the pass."""
-    monkeypatch.setattr(dispatch, "uses_triton", lambda _: True)
+    monkeypatch.setattr(dispatch, "uses_ops", lambda _: True)
     shard = Shard() if num_ranks == 1 else Shard(0, num_ranks, Group())
     model = tiny_llama(torch.float32, shard)
     # The passes that a configuration for a GPU has by itself.
@@ -273,9 +273,7 @@ def test_on_a_gpu_no_sum_of_the_residual_is_a_launch_of_its_own(
     forward(model, torch.compile(model.model, fullgraph=True, backend=backend), 7)
     assert manager.match_counts == {"fuse_add_rms_norm": L}
     assert kinds["lockstep::rms_norm"] == 1
-    assert kinds["lockstep::fused_add_rms_norm"] == L
-    # In ATen's graph it is an argument of what makes a function of it.
-    assert is_aten or kinds["lockstep::add_rms_norm"] == L
+    assert kinds["lockstep::fused_add_rms_norm"] == 2 * L
 
 
 @pytest.fixture(scope="module")

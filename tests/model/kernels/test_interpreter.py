@@ -1,4 +1,4 @@
-"""Every Triton kernel equals its torch twin on random shapes, in Triton's interpreter.
+"""Every Triton kernel equals its torch reference on random shapes, in Triton's interpreter.
 
 The interpreter is chosen by an environment variable before Triton is imported, so each group of
 checks runs in its own process.
@@ -49,7 +49,7 @@ def run(group: str, num_shapes: int, **env: str) -> None:
         ("sort", 40),
     ],
 )
-def test_kernel_equals_its_torch_twin(group: str, num_shapes: int) -> None:
+def test_kernel_equals_its_torch_reference(group: str, num_shapes: int) -> None:
     run(group, num_shapes)
 
 

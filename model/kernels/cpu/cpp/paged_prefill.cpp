@@ -6,8 +6,8 @@
 // panel of ROWS rows scores it, makes weights of the scores and adds the values by them. Slots at
 // or behind a sequence's length, or before the first row's sliding window, are never read.
 //
-// Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, B tokens per
-// block. Strides count elements; the last dimension of every tensor is contiguous.
+// Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks, B
+// tokens per block, M columns of a table.
 
 #include <algorithm>
 #include <cfloat>
@@ -15,13 +15,14 @@
 #include <type_traits>
 #include <vector>
 
-#include "simd.h"
+#include "arguments.h"
 
 namespace {
 
 // With VECTORS each, the sums of a panel's rows leave registers for a word's vectors and an input.
 constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;
 constexpr int ROWS = 6;
+constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int KEYS = 64, KEY_VECTORS = KEYS / LANES, SHRINKS = (ROWS + LANES - 1) / LANES;
 constexpr int64_t ITEM_ROWS = 192;  // packing a block is then a twentieth of the work on it
 
@@ -217,7 +218,7 @@ void pack_block(const Prefill<T>& call, const int32_t* table, int64_t first, int
                 int64_t kv_head, Scratch<T>& with) {
   typedef typename Packed<T>::Word Word;
   constexpr int PER_WORD = Packed<T>::PER_WORD;
-  T zeros[256] = {};
+  T zeros[MAX_HEAD_DIM] = {};
   const T *keys[KEYS], *values[KEYS];
   for (int64_t t = 0; t < KEYS; t++) {
     const int64_t token = first + t;
@@ -228,7 +229,7 @@ void pack_block(const Prefill<T>& call, const int32_t* table, int64_t first, int
     keys[t] = t < n ? call.k + at : zeros;
     values[t] = t < n ? call.v + at : zeros;
   }
-  Word row[256];
+  Word row[MAX_HEAD_DIM];
   for (int64_t t = 0; t < KEYS; t++) {
     pack_values(keys[t], row, call.dim);
     for (int64_t i = 0; i < with.words; i++) with.keys[i * KEYS + t] = row[i];
@@ -309,35 +310,27 @@ void prefill(const Prefill<T>& call, int64_t seqs, int64_t tokens, int64_t threa
       memset((void*)(call.out + t * call.out_token + h * call.out_head), 0, call.dim * sizeof(T));
 }
 
+// q, out: [T, H, D]; k, v: the caches [N, B, Hkv, D]; tables: [S, M]; bounds: [S + 1], where each
+// sequence's queries start; lengths: [S]. Rows of out behind the last sequence become zero.
+// window: how many tokens one attends to, 0 for all.
 template <class T>
-void prefill(const void* q, const void* k, const void* v, const int32_t* tables,
-             const int32_t* bounds, const int32_t* lengths, void* out, const int64_t* sizes,
-             float scale) {
-  prefill(Prefill<T>{(const T*)q, (const T*)k, (const T*)v, tables, bounds, lengths, (T*)out,
-                     sizes[3], sizes[2] / sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-                     sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[15],
-                     scale},
-          sizes[1], sizes[0], sizes[14]);
+bool paged_prefill(Arguments given) {
+  const auto q = given.next<const T>(), k = given.next<const T>(), v = given.next<const T>();
+  const auto tables = given.next<const int32_t>(), bounds = given.next<const int32_t>();
+  const auto lengths = given.next<const int32_t>();
+  const auto out = given.next<T>();
+  const int64_t kv_heads = k.shape[2], dim = q.shape[2];
+  if (dim > MAX_HEAD_DIM || !lie_alike(k, v)) return false;
+  prefill(Prefill<T>{q.data,         k.data,        v.data,           tables.data,
+                     bounds.data,    lengths.data,  out.data,         kv_heads,
+                     q.shape[1] / kv_heads,         dim,              k.stride[0],
+                     k.stride[1],    k.stride[2],   k.shape[1],       q.stride[0],
+                     q.stride[1],    out.stride[0], out.stride[1],    tables.stride[0],
+                     given.window,   given.scalar},
+          lengths.shape[0], q.shape[0], given.threads);
+  return true;
 }
 
 }  // namespace
 
-extern "C" {
-
-// bounds: [S + 1], where each sequence's queries start; lengths: [S]. Rows of out behind the last
-// sequence become zero.
-// sizes: T, S, H, Hkv, D (at most 256); strides of the cache by block, slot and head, B; strides of
-// q by token and head, of out by both, of the table by sequence; threads; how many tokens one
-// attends to, 0 for all.
-void paged_prefill_float32(const void* q, const void* k, const void* v, const int32_t* tables,
-                           const int32_t* bounds, const int32_t* lengths, void* out,
-                           const int64_t* sizes, float scale) {
-  prefill<float>(q, k, v, tables, bounds, lengths, out, sizes, scale);
-}
-
-void paged_prefill_bfloat16(const void* q, const void* k, const void* v, const int32_t* tables,
-                            const int32_t* bounds, const int32_t* lengths, void* out,
-                            const int64_t* sizes, float scale) {
-  prefill<bf16>(q, k, v, tables, bounds, lengths, out, sizes, scale);
-}
-}
+KERNEL(paged_prefill)

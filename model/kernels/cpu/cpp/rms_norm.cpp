@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "arguments.h"
 
 namespace {
 
@@ -26,7 +26,6 @@ void norm_row(const T* x, const T* weight, T* normed, int64_t n, float eps) {
   scale_row(x, squares, weight, normed, n, eps);
 }
 
-// summed may be the residual's memory.
 template <class T>
 void add_and_norm_row(const T* x, const T* residual, const T* weight, T* normed, T* summed,
                       int64_t n, float eps) {
@@ -40,52 +39,38 @@ void add_and_norm_row(const T* x, const T* residual, const T* weight, T* normed,
   scale_row(summed, squares, weight, normed, n, eps);
 }
 
+// x: [T, E] or [T, H, E]; weight: [E]; normed: like x, contiguous.
 template <class T>
-void norm(const T* x, const T* weight, T* normed, const int64_t* sizes, float eps) {
-  const int64_t heads = sizes[1], count = sizes[0] * heads, n = sizes[2], threads = sizes[5];
+bool rms_norm(Arguments given) {
+  const auto x = given.next<const T>(), weight = given.next<const T>();
+  const auto normed = given.next<T>();
+  if (x.dims != 2 && x.dims != 3) return false;
+  const int64_t heads = x.dims == 3 ? x.shape[1] : 1, n = weight.shape[0];
+  const int64_t head_stride = x.dims == 3 ? x.stride[1] : 0;
+  const int64_t count = x.shape[0] * heads, threads = given.threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count * n > ALONE) schedule(static)
   for (int64_t i = 0; i < count; i++)
-    norm_row(x + i / heads * sizes[3] + i % heads * sizes[4], weight, normed + i * n, n, eps);
+    norm_row(x.data + i / heads * x.stride[0] + i % heads * head_stride, weight.data,
+             normed.data + i * n, n, given.scalar);
+  return true;
 }
 
+// x, residual: [T, E]; weight: [E]; normed, summed: [T, E], contiguous.
 template <class T>
-void add_and_norm(const T* x, const T* residual, const T* weight, T* normed, T* summed,
-                  const int64_t* sizes, float eps) {
-  const int64_t count = sizes[0], n = sizes[1], threads = sizes[5];
+bool fused_add_rms_norm(Arguments given) {
+  const auto x = given.next<const T>(), residual = given.next<const T>();
+  const auto weight = given.next<const T>();
+  const auto normed = given.next<T>(), summed = given.next<T>();
+  if (x.dims != 2) return false;
+  const int64_t count = x.shape[0], n = x.shape[1], threads = given.threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count * n > ALONE) schedule(static)
   for (int64_t i = 0; i < count; i++)
-    add_and_norm_row(x + i * sizes[2], residual + i * sizes[3], weight, normed + i * n,
-                     summed + i * sizes[4], n, eps);
+    add_and_norm_row(x.data + i * x.stride[0], residual.data + i * residual.stride[0], weight.data,
+                     normed.data + i * n, summed.data + i * n, n, given.scalar);
+  return true;
 }
 
 }  // namespace
 
-extern "C" {
-
-// x: [T, H, E], any strides but the last; weight: [E]; normed: [T, H, E], contiguous.
-// sizes: T, H, E; strides of x by T and H; threads.
-void rms_norm_float32(const void* x, const void* weight, void* normed, const int64_t* sizes,
-                      float eps) {
-  norm((const float*)x, (const float*)weight, (float*)normed, sizes, eps);
-}
-
-void rms_norm_bfloat16(const void* x, const void* weight, void* normed, const int64_t* sizes,
-                       float eps) {
-  norm((const bf16*)x, (const bf16*)weight, (bf16*)normed, sizes, eps);
-}
-
-// x, residual, summed: [T, E], any stride between rows, summed perhaps the residual; weight: [E];
-// normed: [T, E], contiguous.
-// sizes: T, E; rows' strides of x, residual and summed; threads.
-void add_rms_norm_float32(const void* x, const void* residual, const void* weight, void* normed,
-                          void* summed, const int64_t* sizes, float eps) {
-  add_and_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)normed,
-               (float*)summed, sizes, eps);
-}
-
-void add_rms_norm_bfloat16(const void* x, const void* residual, const void* weight, void* normed,
-                           void* summed, const int64_t* sizes, float eps) {
-  add_and_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)normed,
-               (bf16*)summed, sizes, eps);
-}
-}
+KERNEL(rms_norm)
+KERNEL(fused_add_rms_norm)

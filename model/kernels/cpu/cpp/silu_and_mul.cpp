@@ -1,6 +1,6 @@
 // silu(gate) * up in one pass.
 
-#include "simd.h"
+#include "arguments.h"
 
 namespace {
 
@@ -12,31 +12,25 @@ f32v gated(f32v gate, f32v up) {
   return rounded<T>(opened) * up;
 }
 
+// x: [T, 2 * n], gate first; out: [T, n], contiguous.
 template <class T>
-void silu_and_mul(const T* x, T* out, const int64_t* sizes) {
-  const int64_t count = sizes[0], n = sizes[1], stride = sizes[2], threads = sizes[3];
+bool silu_and_mul(Arguments given) {
+  const auto x = given.next<const T>();
+  const auto out = given.next<T>();
+  if (x.dims != 2 || x.shape[1] % 2) return false;
+  const int64_t count = x.shape[0], n = x.shape[1] / 2, threads = given.threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count * n > ALONE) schedule(static)
   for (int64_t r = 0; r < count; r++) {
-    const T *gate = x + r * stride, *up = gate + n;
-    T* row = out + r * n;
+    const T *gate = x.data + r * x.stride[0], *up = gate + n;
+    T* row = out.data + r * n;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) store(row + i, gated<T>(load(gate + i), load(up + i)));
     if (i < n)
       store_part(row + i, gated<T>(load_part(gate + i, n - i), load_part(up + i, n - i)), n - i);
   }
+  return true;
 }
 
 }  // namespace
 
-extern "C" {
-
-// x: [T, 2 * n], gate first, any stride between rows; out: [T, n], contiguous.
-// sizes: T, n, rows' stride of x, threads.
-void silu_and_mul_float32(const void* x, void* out, const int64_t* sizes) {
-  silu_and_mul((const float*)x, (float*)out, sizes);
-}
-
-void silu_and_mul_bfloat16(const void* x, void* out, const int64_t* sizes) {
-  silu_and_mul((const bf16*)x, (bf16*)out, sizes);
-}
-}
+KERNEL(silu_and_mul)

@@ -1,4 +1,4 @@
-// Paged decode attention that reads each byte of keys and values once, and the write of new ones.
+// Paged decode attention that reads each byte of keys and values once.
 //
 // One work item is some KV heads of a sequence: all their query heads are attended together, with an
 // online softmax (Milakov and Gimelshein, 2018), in float32. Slots at or behind a sequence's length,
@@ -9,20 +9,20 @@
 // chunk pays for once. Heads are inside of tiles, because the rows of a block's heads lie side by
 // side: PIECE bytes a token are enough to read a block in one piece.
 //
-// Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, B tokens per
-// block. Strides count elements; the last dimension of every tensor is contiguous.
+// Shapes: S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks, B tokens per
+// block, M columns of a table.
 
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <vector>
 
-#include "simd.h"
+#include "arguments.h"
 
 namespace {
 
 constexpr int TILE = LANES, TILES = 4, CHUNK = TILES * TILE;
-constexpr int64_t PIECE = 512;
+constexpr int64_t PIECE = 512, MAX_HEAD_DIM = 256;
 
 template <class T>
 struct Paged {
@@ -191,13 +191,19 @@ int64_t heads_at_once(int64_t seqs, int64_t kv_heads, int64_t row_bytes, int64_t
   return count;
 }
 
+// q, out: [S, H, D]; k, v: the caches [N, B, Hkv, D]; table: [S, M]; lengths: [S].
+template <class T>
+struct Decode {
+  Tensor<const T> q, k, v;
+  Tensor<const int32_t> table, lengths;
+  Tensor<T> out;
+};
+
 template <class T, int VECTORS>
-void decode(const void* q, const void* k, const void* v, const int32_t* table,
-            const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
-  const int64_t seqs = sizes[0], kv_heads = sizes[2], dim = sizes[3];
-  const int64_t q_seq = sizes[8], q_head = sizes[9], out_seq = sizes[10], out_head = sizes[11];
-  const int64_t table_stride = sizes[12], threads = sizes[13], group = sizes[1] / kv_heads;
-  const int64_t window = sizes[14];
+void decode(const Decode<T>& call, int64_t threads, int64_t window, float scale) {
+  const auto &q = call.q, &k = call.k;
+  const int64_t seqs = q.shape[0], kv_heads = k.shape[2], dim = q.shape[2];
+  const int64_t group = q.shape[1] / kv_heads;
   const int64_t at_once = heads_at_once(seqs, kv_heads, dim * (int64_t)sizeof(T), threads);
   const int64_t items = kv_heads / at_once;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -205,73 +211,43 @@ void decode(const void* q, const void* k, const void* v, const int32_t* table,
     std::vector<Head<VECTORS>> heads(group * at_once);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < seqs * items; item++) {
-      const int64_t seq = item / items, kv_head = item % items * at_once, length = lengths[seq];
+      const int64_t seq = item / items, kv_head = item % items * at_once;
+      const int64_t length = call.lengths.data[seq];
       const int64_t start = window > 0 && length > window ? length - window : 0;
-      const int64_t skipped = kv_head * sizes[6];
-      const Paged<T> cache{(const T*)k + skipped, (const T*)v + skipped, sizes[4],
-                           sizes[5],              sizes[6],              sizes[7]};
-      attend<T, VECTORS>((const T*)q + seq * q_seq + kv_head * group * q_head, cache,
-                         table + seq * table_stride, start, length, at_once, dim, scale,
-                         (T*)out + seq * out_seq + kv_head * group * out_head, q_head, out_head,
-                         heads);
+      const int64_t skipped = kv_head * k.stride[2];
+      const Paged<T> cache{k.data + skipped, call.v.data + skipped, k.stride[0],
+                           k.stride[1],      k.stride[2],           k.shape[1]};
+      attend<T, VECTORS>(q.data + seq * q.stride[0] + kv_head * group * q.stride[1], cache,
+                         call.table.data + seq * call.table.stride[0], start, length, at_once, dim,
+                         scale,
+                         call.out.data + seq * call.out.stride[0] +
+                             kv_head * group * call.out.stride[1],
+                         q.stride[1], call.out.stride[1], heads);
     }
   }
 }
 
 // Head dims are rounded up to a few numbers of vectors: each is a kernel whose sums stay in
-// registers.
+// registers. window: how many of a sequence's last tokens count, 0 for all.
 template <class T>
-void dispatch(const void* q, const void* k, const void* v, const int32_t* table,
-              const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
-  const int64_t dim = sizes[3];
-  auto call = [&](auto* f) { f(q, k, v, table, lengths, out, sizes, scale); };
-  if (dim <= 16) return call(decode<T, 16 / LANES>);
-  if (dim <= 32) return call(decode<T, 32 / LANES>);
-  if (dim <= 64) return call(decode<T, 64 / LANES>);
-  if (dim <= 96) return call(decode<T, 96 / LANES>);
-  if (dim <= 128) return call(decode<T, 128 / LANES>);
-  return call(decode<T, 256 / LANES>);
+bool paged_decode(Arguments given) {
+  const Decode<T> call{given.next<const T>(),       given.next<const T>(),
+                       given.next<const T>(),       given.next<const int32_t>(),
+                       given.next<const int32_t>(), given.next<T>()};
+  const int64_t dim = call.q.shape[2];
+  if (dim > MAX_HEAD_DIM || !lie_alike(call.k, call.v)) return false;
+  auto with = [&](auto* f) {
+    f(call, given.threads, given.window, given.scalar);
+    return true;
+  };
+  if (dim <= 16) return with(decode<T, 16 / LANES>);
+  if (dim <= 32) return with(decode<T, 32 / LANES>);
+  if (dim <= 64) return with(decode<T, 64 / LANES>);
+  if (dim <= 96) return with(decode<T, 96 / LANES>);
+  if (dim <= 128) return with(decode<T, 128 / LANES>);
+  return with(decode<T, 256 / LANES>);
 }
 
 }  // namespace
 
-extern "C" {
-
-// sizes: S, H, Hkv, D (at most 256); strides of the cache by block, slot and head, B; strides of q by sequence
-// and head, of out by both, of the table by sequence; threads; how many of a sequence's last tokens
-// count, 0 for all.
-void paged_decode_float32(const void* q, const void* k, const void* v, const int32_t* table,
-                          const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
-  dispatch<float>(q, k, v, table, lengths, out, sizes, scale);
-}
-
-void paged_decode_bfloat16(const void* q, const void* k, const void* v, const int32_t* table,
-                           const int32_t* lengths, void* out, const int64_t* sizes, float scale) {
-  dispatch<bf16>(q, k, v, table, lengths, out, sizes, scale);
-}
-
-// Copies tokens into their slots; the first slot of a block clears the block's slots of this
-// layer. Slots of block 0 are padding: nothing is written.
-// sizes, in bytes but for T, Hkv and B: T, Hkv, bytes of a row [D]; strides of k by token and
-// head, of v by both, of the caches by block, slot and head; B.
-void write_kv(const char* k, const char* v, char* k_cache, char* v_cache, const int64_t* slots,
-              const int64_t* sizes) {
-  const int64_t tokens = sizes[0], heads = sizes[1], row = sizes[2];
-  const int64_t block_stride = sizes[7], slot_stride = sizes[8], head_stride = sizes[9];
-  const int64_t block_size = sizes[10];
-  for (int64_t t = 0; t < tokens; t++) {
-    const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
-    if (block == 0) continue;
-    for (int64_t h = 0; h < heads; h++) {
-      const int64_t start = block * block_stride + h * head_stride;
-      for (int64_t i = 0; slot == 0 && i < block_size; i++) {
-        memset(k_cache + start + i * slot_stride, 0, row);
-        memset(v_cache + start + i * slot_stride, 0, row);
-      }
-      const int64_t at = start + slot * slot_stride;
-      memcpy(k_cache + at, k + t * sizes[3] + h * sizes[4], row);
-      memcpy(v_cache + at, v + t * sizes[5] + h * sizes[6], row);
-    }
-  }
-}
-}
+KERNEL(paged_decode)
