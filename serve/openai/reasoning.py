@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from serve.openai.json_scanner import SPACE
-from serve.openai.tool_parser import start_of_part
+from serve.openai.markers import start_of_part
 
 OPENER = "<think>"
 CLOSER = "</think>"

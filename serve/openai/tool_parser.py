@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from serve.openai.json_scanner import SPACE, JsonScanner
+from serve.openai.markers import start_of_part
 
 MAX_NAME_CHARS = 64
 """Characters of a function's name, as OpenAI has it."""
@@ -492,15 +493,6 @@ def _joined(deltas: list[CallDelta]) -> list[CallDelta]:
         _, arguments = joined.setdefault(delta.number, (delta.name, []))
         arguments.append(delta.arguments)
     return [CallDelta(i, name, "".join(parts)) for i, (name, parts) in joined.items()]
-
-
-def start_of_part(text: str, position: int, markers: tuple[str, ...]) -> int:
-    """Return where the end of the text begins that may be the start of a marker."""
-    longest = max(map(len, markers)) - 1
-    for start in range(max(position, len(text) - longest), len(text)):
-        if any(marker.startswith(text[start:]) for marker in markers):
-            return start
-    return len(text)
 
 
 def _text(raw: str) -> str:

@@ -25,9 +25,8 @@ class TextDelta(NamedTuple):
     """What some tokens added to the text."""
 
     text: str
-    stopped: bool
-    """A stop string is complete: the text has ended."""
     stop_string: str | None
+    """One that is complete: the text has ended."""
     num_tokens_used: int
     """Tokens up to the one that completed the stop string; all where none did."""
     offsets: list[int]
@@ -96,7 +95,7 @@ class TextStream:
         parts: list[str] = []
         offsets: list[int] = []
         if self._is_finished:
-            return TextDelta("", False, None, 0, offsets)
+            return TextDelta("", None, 0, offsets)
         for used, token_id in enumerate(token_ids, start=1):
             offsets.append(self._num_chars)
             is_end = token_id == stop_token_id and used == len(token_ids)
@@ -110,8 +109,8 @@ class TextStream:
             parts.append(text)
             if stop_string is not None:
                 self._is_finished, self.stop_string = True, stop_string
-                return TextDelta("".join(parts), True, stop_string, used, offsets)
-        return TextDelta("".join(parts), False, None, len(token_ids), offsets)
+                return TextDelta("".join(parts), stop_string, used, offsets)
+        return TextDelta("".join(parts), None, len(token_ids), offsets)
 
     def finish(self) -> str:
         """Return the text held back so far: no token follows. Empty after a stop string.

@@ -18,7 +18,7 @@ from serve.admission import Admission, Overloaded
 from serve.clients import UNKNOWN
 from serve.openai import body as body_module
 from serve.openai import direct
-from serve.openai.completions import parse_completion_shape
+from serve.openai.completions import parse_completion
 from serve.openai.endpoint import Serving
 from serve.openai.errors import MAX_MESSAGE_CHARS
 
@@ -535,8 +535,8 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
 ) -> None:
     async def ask() -> Any:
         if streamed:
-            return [c async for c in direct.stream(serving, parse_completion_shape, body)]
-        return await direct.answer(serving, parse_completion_shape, body)
+            return [c async for c in direct.stream(serving, parse_completion, body)]
+        return await direct.answer(serving, parse_completion, body)
 
     with pytest.raises(direct.RequestRefused, match=message) as caught:
         asyncio.run(ask())
@@ -545,6 +545,6 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
 
 def test_answers_to_handle_calls_have_the_keys_of_http(call: Any, serving: Serving) -> None:
     body = {"prompt": "the cat", "prompt_logprobs": 1, "temperature": 0}
-    found = asyncio.run(direct.answer(serving, parse_completion_shape, body))
+    found = asyncio.run(direct.answer(serving, parse_completion, body))
     answer = call("POST", TEXT, json=body).json()
     assert found["choices"] == answer["choices"]

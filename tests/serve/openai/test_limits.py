@@ -24,7 +24,7 @@ from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.body import SMALL_BYTES, check_values
 from serve.openai.endpoint import BEGUN_AT_ONCE, COPIES_IN_MEMORY, Serving
-from serve.openai.errors import BadRequest
+from serve.openai.errors import ApiError
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -71,7 +71,7 @@ def test_what_stands_within_a_text_is_no_value(text: str) -> None:
 def test_a_body_that_is_cut_within_a_text_is_left_to_the_parser() -> None:
     for end in (b"", b"\\", b'\\"'):
         check_values(b'{"prompt":"' + b"a" * SMALL_BYTES + end, 100)
-    with pytest.raises(BadRequest):
+    with pytest.raises(ApiError):
         check_values(b'"' * MIB, 100)
 
 
@@ -96,7 +96,7 @@ def test_numbers_are_counted_and_measured_before_they_are_read(
 def test_a_long_context_may_be_token_ids() -> None:
     body = f'{{"prompt":[{"7," * 700_000}7],"n":1}}'.encode()
     check_values(body, 400_000)
-    with pytest.raises(BadRequest, match="wanted at most 600000 numbers, found 699999"):
+    with pytest.raises(ApiError, match="wanted at most 600000 numbers, found 699999"):
         check_values(body, 300_000)
 
 
