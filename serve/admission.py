@@ -72,7 +72,6 @@ class Shares:
         """Who was refused, holding no more than an equal part, and when; the last one last."""
 
     def of(self, client: Client) -> int:
-        """Return what a client holds."""
         return self._held.get(client, 0)
 
     def add(self, client: Client, num: int) -> None:
@@ -132,7 +131,6 @@ class AdmissionSlot:
         self._admission._end_sequences(self)
 
     def leave(self) -> None:
-        """Give everything back."""
         self._admission._leave(self)
 
     def on_come(self, num_bytes: int, now: float) -> None:
@@ -188,12 +186,10 @@ class Admission:
 
     @property
     def num_live(self) -> int:
-        """Sequences that have a slot."""
         return self._sequences.total
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held."""
         return self._bytes.total
 
     @property

@@ -50,7 +50,6 @@ class ApiKeys:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether a request needs a key."""
         return bool(self._given or self._file)
 
     def has(self, key: str) -> bool:

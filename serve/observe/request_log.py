@@ -95,7 +95,6 @@ def _write_line(record: RequestRecord, ended_at: float, num_dropped: int) -> Non
 
 
 def line_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
-    """Return what is logged of a request, by name."""
     sequences = record.sequences
     started = [each for each in sequences if each.first_at]
     fields: dict[str, Any] = {

@@ -61,7 +61,6 @@ class AnswerParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun."""
         return self._tools is not None and self._tools.num_calls > 0
 
     def push(self, text: str, *, is_last: bool) -> AnswerDelta:

@@ -52,11 +52,58 @@ MESSAGE_CHARS = 64
 NO_DELTA = ChatDelta()
 
 
-class ChatAdapter:
-    """Reads and writes one chat request."""
+class ConversationAdapter:
+    """What the adapters of chats and of responses have in common.
+
+    A chat template writes the prompt, and an answer has reasoning, content and calls.
+    """
 
     num_prompts = 1
     num_prompt_copies = 1
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        answers: AnswerFormat,
+        meta: ResponseMeta,
+    ) -> None:
+        """Read a request whose answers the model writes in the format `answers`."""
+        self.request = request
+        self.params = with_forced_calls(request, params)
+        self.meta = meta
+        self.size = num_tool_chars(request.tools) + sum(
+            MESSAGE_CHARS * (1 + len(message.tool_calls)) + message.num_chars
+            for message in request.messages
+        )
+        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
+        self._tokenizer = tokenizer
+        self._answers = answers
+
+    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
+        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
+
+    def new_parser(self, choice: Choice) -> AnswerParser:
+        """Return the parser of a choice's text."""
+        return AnswerParser(self._answers, self._prompt_end(choice))
+
+    def _prompt_end(self, choice: Choice) -> str:
+        """Return the end of the prompt, which tells whether the answer begins within reasoning."""
+        if self._answers.reasoning is ReasoningFormat.NONE:
+            return ""
+        if self.request.continue_final_message:
+            text = self.request.messages[-1].text
+            opened, closed = text.rfind(OPENER), text.rfind(CLOSER)
+            if opened != closed:
+                return OPENER if opened > closed else CLOSER
+        tail = choice.request.prompt_token_ids[-TAIL_TOKENS:]
+        return self._tokenizer.decode(tail, skip_special_tokens=False)
+
+
+class ChatAdapter(ConversationAdapter):
+    """Reads and writes one chat request."""
+
     has_typed_events = False
 
     def __init__(
@@ -64,22 +111,12 @@ class ChatAdapter:
         request: ChatRequest,
         params: SamplingParams,
         tokenizer: Tokenizer,
-        model: str,
         answers: AnswerFormat,
+        meta: ResponseMeta,
     ) -> None:
-        """Read a request whose answers the model writes in the format `answers`."""
-        self.request = request
-        self.params = with_forced_calls(request, params)
-        self.meta = ResponseMeta.new("chatcmpl", model)
-        self.size = chat_size(request)
-        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
-        self._tokenizer = tokenizer
-        self._answers = answers
+        super().__init__(request, params, tokenizer, answers, meta)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
-
-    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
@@ -101,7 +138,7 @@ class ChatAdapter:
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         parser = self._parsers.get(choice.index)
         if parser is None:
-            parser = self._begin(choice)
+            parser = self._parsers[choice.index] = self.new_parser(choice)
             role = ChatDelta(role="assistant", content="")
             begun = ChatChunkChoice(
                 index=choice.index, delta=role, logprobs=None, finish_reason=None, stop_reason=None
@@ -127,7 +164,7 @@ class ChatAdapter:
             yield self._chunk([], generation.usage())
 
     def _whole(self, choice: Choice) -> ChatChoice:
-        parser, found = self._begin(choice), choice.take()
+        parser, found = self.new_parser(choice), choice.take()
         return ChatChoice(
             index=choice.index,
             message=self._message(parser.push(found.text, is_last=True)),
@@ -151,11 +188,6 @@ class ChatAdapter:
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
-
-    def _begin(self, choice: Choice) -> AnswerParser:
-        end = prompt_end(self.request, self._answers, self._tokenizer, choice)
-        parser = self._parsers[choice.index] = AnswerParser(self._answers, end)
-        return parser
 
     def _message(self, found: AnswerDelta) -> ChatMessage:
         reasoning = self._reasoning(found)
@@ -213,7 +245,8 @@ def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapt
     request.check_turns()
     params = request.sampling_params()
     answers = check_chat(request, serving.settings, tokenizer)
-    return ChatAdapter(request, params, tokenizer, serving.settings.served_model_name, answers)
+    meta = ResponseMeta.new("chatcmpl", serving.settings.served_model_name)
+    return ChatAdapter(request, params, tokenizer, answers, meta)
 
 
 def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> AnswerFormat:
@@ -259,17 +292,7 @@ def _answer_format(
 
 
 def _shows_tools(request: ChatRequest) -> bool:
-    """Return whether the model is told of tools."""
     return bool(request.tools) and request.tool_choice != "none"
-
-
-def chat_size(request: ChatRequest) -> int:
-    """Return about how many characters a chat template writes for a request."""
-    num_chars = sum(
-        MESSAGE_CHARS * (1 + len(message.tool_calls)) + message.num_chars
-        for message in request.messages
-    )
-    return num_chars + num_tool_chars(request.tools)
 
 
 def encode_chat(
@@ -295,21 +318,6 @@ def encode_chat(
         check=check,
         **request.chat_template_kwargs,
     )
-
-
-def prompt_end(
-    request: ChatRequest, answers: AnswerFormat, tokenizer: Tokenizer, choice: Choice
-) -> str:
-    """Return the end of the prompt, which tells whether the answer begins within reasoning."""
-    if answers.reasoning is ReasoningFormat.NONE:
-        return ""
-    if request.continue_final_message:
-        text = request.messages[-1].text
-        opened, closed = text.rfind(OPENER), text.rfind(CLOSER)
-        if opened != closed:
-            return OPENER if opened > closed else CLOSER
-    tail = choice.request.prompt_token_ids[-TAIL_TOKENS:]
-    return tokenizer.decode(tail, skip_special_tokens=False)
 
 
 def _finish_reason(found: OutputDelta, parser: AnswerParser) -> str | None:

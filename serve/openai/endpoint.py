@@ -124,7 +124,6 @@ class ResponseMeta(msgspec.Struct, frozen=True):
 
     @classmethod
     def new(cls, prefix: str, model: str) -> ResponseMeta:
-        """Return one of now, with an id of its own."""
         return cls(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model)
 
 
@@ -143,12 +142,10 @@ class RequestAdapter(Protocol):
     @property
     def has_typed_events(self) -> bool:
         """Whether the events of a stream carry the name of their type, as those of Responses."""
-        ...
 
     @property
     def shown_token_ids(self) -> frozenset[int]:
         """Special tokens that the text of an answer has in any case."""
-        ...
 
     @property
     def num_prompts(self) -> int: ...
@@ -156,12 +153,10 @@ class RequestAdapter(Protocol):
     @property
     def num_prompt_copies(self) -> int:
         """How often an answer repeats what it says of one prompt."""
-        ...
 
     @property
     def size(self) -> int:
         """Characters and token ids in the prompts, and what is written around them."""
-        ...
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
         """Return the prompts' token ids.
@@ -169,19 +164,15 @@ class RequestAdapter(Protocol):
         Raises:
             TooManyTokens: one has more than `max_tokens`.
         """
-        ...
 
     def response(self, generation: Generation) -> object:
         """Return the whole answer, to be written as JSON; all choices are finished."""
-        ...
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         """Return the events for what the choice has produced since the last call."""
-        ...
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         """Return the events behind those of the choices, which are finished."""
-        ...
 
 
 Parse = Callable[[Serving, Tokenizer, bytes], RequestAdapter]
@@ -190,7 +181,6 @@ Parse = Callable[[Serving, Tokenizer, bytes], RequestAdapter]
 def json_response(
     body: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a JSON answer."""
     return Response(
         msgspec.json.encode(body), status, headers=headers, media_type="application/json"
     )
@@ -381,11 +371,9 @@ class ParsedRequest:
             raise too_long_a_prompt(settings.max_model_len, str(error)) from error
         for prompt in prompts:
             _check_prompt(settings, vocab_size, prompt)
-        answer_size = AnswerSize.of(
-            request, params, prompts, num_prompt_copies=adapter.num_prompt_copies
-        )
+        answer_size = AnswerSize(adapter, prompts)
         max_bytes = settings.args.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
-        max_tokens = answer_size.max_tokens(params, max_bytes)
+        max_tokens = answer_size.max_tokens(max_bytes)
         stop = StopStrings(params.stop_strings)
         salt = self._serving.salts.of(self._slot.client, request.cache_salt)
         choices: list[Choice] = []
@@ -421,7 +409,7 @@ def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> 
         raise FieldError("prompt", wanted, Words(f"{len(prompt)} tokens"))
 
 
-class AnswerSize(msgspec.Struct, frozen=True):
+class AnswerSize:
     """How large one request's answer may become, about, in bytes of JSON.
 
     A few hundred bytes can ask for hundreds of megabytes: log-probabilities of a long prompt,
@@ -429,28 +417,9 @@ class AnswerSize(msgspec.Struct, frozen=True):
     front, so an answer is bounded before it is begun.
     """
 
-    prompt_bytes: int
-    """What is said of the prompts, however much is generated."""
-    token_bytes: int
-    """Of one token of one choice."""
-    num_choices: int
-    cause: str = "return_token_ids"
-    """The field that has the prompts said again, if log-probabilities do not."""
-
-    @classmethod
-    def of(
-        cls,
-        request: ChatRequest | CompletionRequest,
-        params: SamplingParams,
-        prompts: Sequence[Sequence[int]],
-        *,
-        num_prompt_copies: int,
-    ) -> AnswerSize:
-        """Return the size of the answer to these prompts.
-
-        Args:
-            num_prompt_copies: how often an answer repeats what it says of a prompt.
-        """
+    def __init__(self, adapter: RequestAdapter, prompts: Sequence[Sequence[int]]) -> None:
+        """Measure the answer to these prompts."""
+        request, params = adapter.request, adapter.params
         of_prompt_token = _candidates(params.prompt_logprobs)
         of_token = TEXT_BYTES + _candidates(params.logprobs)
         if request.stream:
@@ -461,34 +430,35 @@ class AnswerSize(msgspec.Struct, frozen=True):
         if isinstance(request, CompletionRequest) and request.echo:
             of_prompt_token += TEXT_BYTES
         num_prompt_tokens = sum(map(len, prompts))
-        return cls(
-            prompt_bytes=num_prompt_tokens * num_prompt_copies * of_prompt_token,
-            token_bytes=of_token,
-            num_choices=len(prompts) * params.n,
-            cause="return_token_ids" if request.return_token_ids else "echo",
-        )
+        self._params = params
+        self._prompt_bytes = num_prompt_tokens * adapter.num_prompt_copies * of_prompt_token
+        self._token_bytes = of_token
+        self._num_choices = len(prompts) * params.n
+        self._repeats = "return_token_ids" if request.return_token_ids else "echo"
+        """The field that has the prompts said again, if log-probabilities do not."""
 
     def of_tokens(self, num_tokens: int) -> int:
         """Return the bytes of an answer with so many tokens in all choices."""
-        return self.prompt_bytes + num_tokens * self.token_bytes
+        return self._prompt_bytes + num_tokens * self._token_bytes
 
-    def max_tokens(self, params: SamplingParams, max_bytes: int) -> int:
+    def max_tokens(self, max_bytes: int) -> int:
         """Return how many tokens a choice may have in an answer of `max_bytes`.
 
         Raises:
             FieldError: they are fewer than the request asks for.
         """
+        params = self._params
         limit = f"an answer has at most max_answer_bytes, here {max_bytes} bytes"
-        if self.prompt_bytes > max_bytes:
+        if self._prompt_bytes > max_bytes:
             by_logprobs = params.prompt_logprobs is not None
-            param = "prompt_logprobs" if by_logprobs else self.cause
-            found = Words(f"{self.prompt_bytes} for {params.n} choices")
+            param = "prompt_logprobs" if by_logprobs else self._repeats
+            found = Words(f"{self._prompt_bytes} for {params.n} choices")
             raise FieldError(param, f"less said of the prompt ({limit})", found)
-        left = (max_bytes - self.prompt_bytes) // (self.num_choices * self.token_bytes)
+        left = (max_bytes - self._prompt_bytes) // (self._num_choices * self._token_bytes)
         asked = DEFAULT_MAX_TOKENS if params.max_tokens is UNSET else params.max_tokens
         asked = max(asked or 1, params.min_tokens)
         if asked > left:
-            each = f"{self.token_bytes} for each token of {self.num_choices} choices"
+            each = f"{self._token_bytes} for each token of {self._num_choices} choices"
             raise FieldError("max_tokens", f"at most {left} ({limit}, {each})", asked)
         return left
 

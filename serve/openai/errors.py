@@ -81,7 +81,6 @@ class ApiError(Exception):
             self.headers |= retry_after(retry_after_s)
 
     def body(self) -> bytes:
-        """Return the JSON body."""
         fields = {
             "message": self.message,
             "type": STATUSES[self.status].type,
@@ -91,7 +90,6 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": fields})
 
     def response(self) -> Response:
-        """Return the whole HTTP answer."""
         return Response(
             self.body(), self.status, headers=self.headers, media_type="application/json"
         )

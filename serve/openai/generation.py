@@ -106,7 +106,6 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
         return all(choice.is_finished for choice in self.choices)
 
     async def wait(self) -> list[Choice]:

@@ -48,12 +48,10 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.
 
 
 def new_request_id() -> str:
-    """Return a random id."""
     return secrets.token_hex(16)
 
 
 def record_of(request: Request) -> RequestRecord:
-    """Return what is noted of a request."""
     record: RequestRecord = request.scope[_RECORD]
     return record
 

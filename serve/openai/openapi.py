@@ -59,7 +59,6 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def document(settings: ApiSettings) -> bytes:
-    """Return the JSON text."""
     structs = (*_REQUESTS, *_ANSWERS, ErrorBody)
     _, components = msgspec.json.schema_components(structs, ref_template=_REF)
     for struct in dict.fromkeys(each for request in _REQUESTS for each in _with_parts(request)):

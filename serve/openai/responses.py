@@ -21,10 +21,9 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
-from serve.event_loop import Check
 from serve.openai.answer_parser import AnswerDelta, AnswerFormat, AnswerParser
 from serve.openai.answers import Usage
-from serve.openai.chat import chat_size, check_chat, encode_chat, prompt_end
+from serve.openai.chat import ConversationAdapter, check_chat
 from serve.openai.endpoint import ResponseMeta, Serving
 from serve.openai.fields import convert_object, join_path, parse
 from serve.openai.generation import Generation
@@ -47,7 +46,7 @@ from serve.openai.schema import (
     ToolCall,
 )
 from serve.openai.tool_parser import CallDelta
-from serve.openai.tools import new_call_id, with_forced_calls
+from serve.openai.tools import new_call_id
 from serve.requests.cache_salt import CacheSalt
 from serve.requests.choice import Choice
 from serve.requests.sampling import SamplingFields
@@ -382,7 +381,6 @@ class _OutputItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def json(self) -> Json:
-        """Return the item as it is now."""
         found = {"id": self.id, "type": self.kind, "status": self.status, **self._fields}
         if self.kind == "function_call":
             return {**found, "arguments": self.text}
@@ -400,12 +398,10 @@ class _Output:
         """By kind: the item that is not done."""
 
     def event(self, kind: str, **fields: Any) -> Event:
-        """Return the next event."""
         self._num_events += 1
         return Event(type=f"response.{kind}", sequence_number=self._num_events - 1, **fields)
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
-        """Add what is new of an answer."""
         if delta.reasoning:
             yield from self._add("reasoning", delta.reasoning, "reasoning_text", summary=[])
         before = [call for call in delta.calls if call.number < delta.content_at]
@@ -471,11 +467,9 @@ class _Output:
         yield self.event("output_item.done", output_index=item.index, item=item.json())
 
 
-class ResponsesAdapter:
+class ResponsesAdapter(ConversationAdapter):
     """Reads and writes one request for a response."""
 
-    num_prompts = 1
-    num_prompt_copies = 1
     has_typed_events = True
 
     def __init__(
@@ -483,26 +477,17 @@ class ResponsesAdapter:
         request: ResponsesRequest,
         chat: ResponsesChat,
         tokenizer: Tokenizer,
-        model: str,
         answers: AnswerFormat,
+        meta: ResponseMeta,
     ) -> None:
         """Read a request that stands for a chat, which the model answers in `answers`."""
-        self.request = chat
-        self.params = with_forced_calls(chat, chat.sampling_params())
-        self.meta = ResponseMeta.new("resp", model)
-        self.size = chat_size(chat)
-        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
+        super().__init__(chat, chat.sampling_params(), tokenizer, answers, meta)
         self._given = request
-        self._tokenizer = tokenizer
-        self._answers = answers
         self._output = _Output(answers)
         self._parser: AnswerParser | None = None
         self._finish_reason: str | None = None
         self._offsets: list[int] = []
         """Where the text of each token begins, of a model that thinks."""
-
-    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
 
     def response(self, generation: Generation) -> Any:
         [choice] = generation.choices
@@ -522,8 +507,7 @@ class ResponsesAdapter:
 
     def _absorb(self, choice: Choice) -> Iterator[Event]:
         if self._parser is None:
-            end = prompt_end(self.request, self._answers, self._tokenizer, choice)
-            self._parser = AnswerParser(self._answers, end)
+            self._parser = self.new_parser(choice)
         found = choice.take()
         if self._answers.reasoning is not ReasoningFormat.NONE:
             self._offsets += found.offsets
@@ -584,4 +568,5 @@ def parse_responses(serving: Serving, tokenizer: Tokenizer, body: bytes) -> Resp
         answers = check_chat(chat, serving.settings, tokenizer)
     except FieldError as error:
         raise error.renamed(chat.spelling(error.field)) from error
-    return ResponsesAdapter(request, chat, tokenizer, serving.settings.served_model_name, answers)
+    meta = ResponseMeta.new("resp", serving.settings.served_model_name)
+    return ResponsesAdapter(request, chat, tokenizer, answers, meta)

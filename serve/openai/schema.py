@@ -338,7 +338,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The content's text."""
         content = self.content or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 

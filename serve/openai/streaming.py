@@ -211,7 +211,6 @@ class _WhileRead:
             raise ClientGone from ended
 
     async def send(self, send: Send, message: Message) -> None:
-        """Send a message."""
         self._sending_since = self._loop.time()
         self._backlog.on_full = self._end
         await send(message)

@@ -87,7 +87,6 @@ def _children(value: Any) -> list[Any]:
 
 
 def num_tool_chars(tools: Sequence[Tool]) -> int:
-    """Return the characters of tools as JSON."""
     return len(msgspec.json.encode(tools).decode()) if tools else 0
 
 

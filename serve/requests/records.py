@@ -64,7 +64,6 @@ class SequenceRecord:
 
     @property
     def submitted_at(self) -> float:
-        """When it was submitted first."""
         return self.attempts[0].submitted_at if self.attempts else 0.0
 
     @property
@@ -112,7 +111,6 @@ class SequenceRecord:
         self.attempts[-1].handed_over_at = time.monotonic()
 
     def on_engines(self, names: list[str]) -> None:
-        """These have sent outputs."""
         self.attempts[-1].engines = names
 
     def on_lost(self, how: str) -> None:
@@ -153,7 +151,6 @@ class RequestRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of all sequences."""
         return sum(each.num_tokens for each in self.sequences)
 
 
@@ -169,7 +166,6 @@ class IngressCounts:
         self._token = self._histograms["inter_token_latency_seconds"]
 
     def on_response(self, path: str, status: int) -> None:
-        """Count an answer."""
         self._counters["http_responses_total", path, str(status)] += 1
 
     def on_parsed(self, n: int, max_tokens: int | None) -> None:
@@ -217,7 +213,6 @@ class IngressCounts:
             self._observe("request_time_per_output_token_seconds", mean_s)
 
     def counts(self) -> Counts:
-        """Return all that was counted by now."""
         counts: Counts = dict(self._counters)
         for histogram in self._histograms.values():
             histogram.put_into(counts)

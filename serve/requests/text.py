@@ -148,7 +148,6 @@ class StopStrings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no stop string."""
         return len(self._next) == 1
 
     def step(self, node: int, char: str) -> int:
@@ -233,7 +232,6 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """Return what is left when no token follows."""
-        ...
 
 
 def detokenizer(

@@ -85,7 +85,7 @@ def stream(
         delta = text.push(token_ids[num_used : num_used + size])
         deltas.append(delta.text)
         num_used += delta.num_tokens_used
-        if delta.stopped:
+        if delta.stop_string is not None:
             assert (text.finish(), text.stop_string) == ("", delta.stop_string)
             return deltas, delta.stop_string, num_used
     return [*deltas, text.finish()], text.stop_string, num_used
@@ -250,7 +250,7 @@ def test_token_that_completes_a_stop_string_is_the_last_one_used() -> None:
     end = StopStrings(["END"])
     text = TextStream(tokenizer, stop=end, include_stop=False, skip_special_tokens=True)
     delta = text.push(token_ids)
-    assert (delta.text, delta.stopped, delta.stop_string) == ("hi ", True, "END")
+    assert (delta.text, delta.stop_string) == ("hi ", "END")
     assert tokenizer.decode(token_ids[: delta.num_tokens_used]) == "hi END"
     assert text.push(token_ids).num_tokens_used == 0
 
