@@ -25,7 +25,6 @@ HANDLE = Client("handle")
 IPV6_PREFIX = 64
 """Bits of an address that a provider gives to one client."""
 FORWARDED = b"x-forwarded-for"
-_CLIENT = "lockstep.client"
 
 
 def of_key(key: str) -> Client:
@@ -65,14 +64,3 @@ def _of_host(host: str) -> Client:
     if address.ipv4_mapped is not None:
         return Client(str(address.ipv4_mapped))
     return Client(str(ipaddress.ip_network((address, IPV6_PREFIX), strict=False)))
-
-
-def set_client(scope: Scope, client: Client) -> None:
-    """Note who asks, for `client_of`."""
-    scope[_CLIENT] = client
-
-
-def client_of(scope: Scope) -> Client:
-    """Return who asks, as was noted."""
-    client: Client = scope[_CLIENT]
-    return client

@@ -48,10 +48,6 @@ class ApiKeys:
             self._stamp = _stamp(file)
             self._look_at = clock() + LOOK_EVERY_S
 
-    @property
-    def are_wanted(self) -> bool:
-        return bool(self._given or self._file)
-
     def has(self, key: str) -> bool:
         """Return whether a key is known, in the same time for every key."""
         self._look()

@@ -35,10 +35,8 @@ from serve.openai.reasoning import CLOSER, OPENER, TAIL_TOKENS, ReasoningFormat
 from serve.openai.schema import ChatRequest, NamedToolChoice
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import (
-    check_calls,
     check_tools,
     new_call_id,
-    num_tool_chars,
     tool_format,
     tools_for_template,
     with_forced_calls,
@@ -67,16 +65,14 @@ class ConversationAdapter:
         params: SamplingParams,
         tokenizer: Tokenizer,
         answers: AnswerFormat,
+        size: int,
         meta: ResponseMeta,
     ) -> None:
-        """Read a request whose answers the model writes in the format `answers`."""
+        """Read a request of which `check_chat` has returned `answers` and `size`."""
         self.request = request
-        self.params = with_forced_calls(request, params)
+        self.params = with_forced_calls(request, params) if request.forces_calls else params
         self.meta = meta
-        self.size = num_tool_chars(request.tools) + sum(
-            MESSAGE_CHARS * (1 + len(message.tool_calls)) + message.num_chars
-            for message in request.messages
-        )
+        self.size = size
         self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
         self._tokenizer = tokenizer
         self._answers = answers
@@ -112,9 +108,10 @@ class ChatAdapter(ConversationAdapter):
         params: SamplingParams,
         tokenizer: Tokenizer,
         answers: AnswerFormat,
+        size: int,
         meta: ResponseMeta,
     ) -> None:
-        super().__init__(request, params, tokenizer, answers, meta)
+        super().__init__(request, params, tokenizer, answers, size, meta)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
 
@@ -244,31 +241,37 @@ def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapt
     request = parse(body, ChatRequest)
     request.check_turns()
     params = request.sampling_params()
-    answers = check_chat(request, serving.settings, tokenizer)
+    answers, size = check_chat(request, serving.settings, tokenizer)
     meta = ResponseMeta.new("chatcmpl", serving.settings.served_model_name)
-    return ChatAdapter(request, params, tokenizer, answers, meta)
+    return ChatAdapter(request, params, tokenizer, answers, size, meta)
 
 
-def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> AnswerFormat:
-    """Refuse a chat beyond the limits, and return how the model writes its answers.
+def check_chat(
+    request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
+) -> tuple[AnswerFormat, int]:
+    """Refuse a chat beyond the limits.
+
+    Returns:
+        How the model writes its answers, and about how many characters its template writes.
 
     Raises:
         ApiError, FieldError: name the field.
     """
-    check_limits(request, settings, tokenizer, num_prompts=1)
-    check_tools(request)
     max_messages = settings.max_model_len
-    num_calls = sum(len(message.tool_calls) for message in request.messages)
-    if (found := len(request.messages) + num_calls) > max_messages:
+    num_chars = check_tools(request, max_messages)
+    num_messages, num_calls = len(request.messages), 0
+    for message in request.messages:
+        num_calls += len(message.tool_calls)
+        num_chars += message.num_chars
+    if num_messages + num_calls > max_messages:
         wanted = f"at most {max_messages}, a token of the model's length for each"
         with_calls = f" with {num_calls} calls" if num_calls else ""
-        raise FieldError("messages", wanted, Words(f"{found}{with_calls}"))
-    num_chars = sum(message.num_chars for message in request.messages)
-    num_chars += num_tool_chars(request.tools)
+        raise FieldError("messages", wanted, Words(f"{num_messages + num_calls}{with_calls}"))
+    check_limits(request, settings, tokenizer, num_prompts=1)
     check_num_chars("messages", num_chars, settings, tokenizer)
-    check_calls(request.messages, settings.max_model_len)
     _check_template(request, tokenizer)
-    return _answer_format(request, settings, tokenizer)
+    size = num_chars + MESSAGE_CHARS * (num_messages + num_calls)
+    return _answer_format(request, settings, tokenizer), size
 
 
 def _answer_format(

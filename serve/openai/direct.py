@@ -75,8 +75,10 @@ async def _admitted(
     """Hold a request's slot, and record it, as long as the block lasts; raises RequestRefused."""
     try:
         tokenizer = serving.require_ready()
-        slot = serving.admission.enter(clients.HANDLE)
-        record = RequestRecord(new_request_id(), HANDLE, is_generating=True, status=200)
+        record = RequestRecord(
+            new_request_id(), HANDLE, is_generating=True, status=200, client=clients.HANDLE
+        )
+        slot = serving.admission.enter(record.client)
         try:
             text = _encode(body, is_stream)
             limit = serving.settings.args.max_body_bytes

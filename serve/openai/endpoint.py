@@ -29,7 +29,6 @@ from cluster.observe.metrics import Described
 from cluster.wire.messages import GenerateRequest
 from compile.errors import FieldError, Words
 from serve.admission import Admission, AdmissionSlot, Overloaded
-from serve.clients import client_of
 from serve.event_loop import Check, LoopThrottle, StreamBatcher, WorkThreads
 from serve.observe.metrics import Scrapes
 from serve.openai.answers import Usage
@@ -210,7 +209,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Admis
     try:
         tokenizer = serving.require_ready()
         serving.bodies.check_length(request)
-        return tokenizer, serving.admission.enter(client_of(request.scope))
+        return tokenizer, serving.admission.enter(record_of(request).client)
     except (ApiError, Overloaded):
         await serving.bodies.discard(request)
         raise

@@ -93,6 +93,7 @@ class RequestMiddleware:
                 allow_headers=["*"],
                 expose_headers=[HEADER],
             )
+        self._needs_key = access.needs_key
         self._keys = keys
         self._open_paths = frozenset(access.open_paths)
         self._allowed_hosts = frozenset(host.lower() for host in access.allowed_hosts)
@@ -149,17 +150,16 @@ class RequestMiddleware:
                     call(record)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope)
+        refusal = self._refusal(scope, scope[_RECORD])
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope, record: RequestRecord) -> ApiError | None:
         """Return why a request may not ask; None: it may, and who asks is noted."""
         headers = Headers(scope=scope)
-        client = clients.of_address(
+        record.client = clients.of_address(
             scope, trusted_proxies=self._trusted_proxies, is_peer_known=self._is_peer_known
         )
-        clients.set_client(scope, client)
-        if not self._keys.are_wanted:
+        if not self._needs_key:
             return self._page_refusal(headers)
         if _path_of(scope) in self._open_paths:
             return None
@@ -168,7 +168,7 @@ class RequestMiddleware:
             return _unauthorized("a header «Bearer KEY», found none")
         if not self._keys.has(key.strip()):
             return _unauthorized("a key that is known, found another one")
-        clients.set_client(scope, clients.of_key(key.strip()))
+        record.client = clients.of_key(key.strip())
         return None
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:

@@ -478,10 +478,11 @@ class ResponsesAdapter(ConversationAdapter):
         chat: ResponsesChat,
         tokenizer: Tokenizer,
         answers: AnswerFormat,
+        size: int,
         meta: ResponseMeta,
     ) -> None:
         """Read a request that stands for a chat, which the model answers in `answers`."""
-        super().__init__(chat, chat.sampling_params(), tokenizer, answers, meta)
+        super().__init__(chat, chat.sampling_params(), tokenizer, answers, size, meta)
         self._given = request
         self._output = _Output(answers)
         self._parser: AnswerParser | None = None
@@ -565,8 +566,8 @@ def parse_responses(serving: Serving, tokenizer: Tokenizer, body: bytes) -> Resp
     request = parse(body, ResponsesRequest)
     chat = _chat_of(request)
     try:
-        answers = check_chat(chat, serving.settings, tokenizer)
+        answers, size = check_chat(chat, serving.settings, tokenizer)
     except FieldError as error:
         raise error.renamed(chat.spelling(error.field)) from error
     meta = ResponseMeta.new("resp", serving.settings.served_model_name)
-    return ResponsesAdapter(request, chat, tokenizer, answers, meta)
+    return ResponsesAdapter(request, chat, tokenizer, answers, size, meta)

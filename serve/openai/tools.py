@@ -31,14 +31,15 @@ _MISTRAL_ID_CHARS = 9
 """The length that Mistral's templates want of an id."""
 
 
-def check_tools(request: ChatRequest) -> None:
-    """Refuse tools that are too many, too large or misnamed, and choices that are none of them.
+def check_tools(request: ChatRequest, max_model_len: int) -> int:
+    """Return the characters of tools as JSON, once they and earlier calls were checked.
 
     Raises:
-        FieldError: names the field.
+        ApiError, FieldError: tools are too many, too large or misnamed, `tool_choice` is none of
+            them, or the arguments of calls have too many values or are nested too deep.
     """
     tools = request.tools
-    num_chars = num_tool_chars(tools)
+    num_chars = len(msgspec.json.encode(tools).decode()) if tools else 0
     if num_chars > MAX_TOOL_CHARS:
         raise FieldError("tools", f"at most {MAX_TOOL_CHARS} characters of JSON", num_chars)
     names: set[str] = set()
@@ -54,6 +55,8 @@ def check_tools(request: ChatRequest) -> None:
         names.add(name)
         check_depth(tool.function.parameters, f"{at}.function.parameters")
     _check_choice(request, names)
+    _check_calls(request.messages, max_model_len)
+    return num_chars
 
 
 def _check_choice(request: ChatRequest, names: set[str]) -> None:
@@ -86,17 +89,11 @@ def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def num_tool_chars(tools: Sequence[Tool]) -> int:
-    return len(msgspec.json.encode(tools).decode()) if tools else 0
-
-
-def check_calls(messages: Sequence[Message], max_model_len: int) -> None:
-    """Refuse calls of earlier turns whose arguments, which are JSON within JSON, are too much.
-
-    Raises:
-        FieldError: they have too many values, or are nested too deep.
-    """
+def _check_calls(messages: Sequence[Message], max_model_len: int) -> None:
+    """Check the arguments of calls of earlier turns, which are JSON within JSON."""
     calls = [call.function.arguments for message in messages for call in message.tool_calls]
+    if not calls:
+        return
     check_values("".join(calls).encode("utf-8", "replace"), max_model_len)
     for i, message in enumerate(messages):
         for j, call in enumerate(message.tool_calls):
@@ -156,7 +153,7 @@ def new_call_id(tool_format: ToolFormat) -> str:
 
 
 def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingParams:
-    """Hold the text to the calls that `tool_choice` forces; if it forces none, leave it free.
+    """Hold the text to the calls that `tool_choice` forces.
 
     A `response_format` is of texts that are answers, as with OpenAI: beside forced calls there is
     none.
@@ -165,8 +162,6 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
         FieldError: the text is held to something else already, or what the tools
             define contradicts itself or is too much.
     """
-    if not request.forces_calls:
-        return params
     if params.structured_outputs is not None and not request.formats_text:
         wanted = "none or auto beside a form of the whole output"
         raise FieldError("tool_choice", wanted, Words("calls that are forced"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.observe.counts import Counts, Histogram
 from cluster.observe.metrics import BY_NAME
+from serve.clients import UNKNOWN, Client
 
 ABORTED, FAILED = "abort", "error"
 """How a sequence ends whose client left or whose time was up, and one that failed."""
@@ -142,6 +143,8 @@ class RequestRecord:
     traceparent: str = ""
     tracestate: str = ""
     """The client's trace, as in its headers; empty without one, and where nothing is traced."""
+    client: Client = UNKNOWN
+    """Who asks."""
     sequences: list[SequenceRecord] = field(default_factory=list)
 
     @property
