@@ -40,7 +40,7 @@ FOLDER = ROOT / "serve" / "docs" / "reference"
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
 CLUSTER_FILES = (
     "config",
-    "messages",
+    "wire/messages",
     "engine/watchdog",
     "actors/rank_group",
     "actors/placement",

@@ -9,7 +9,15 @@ from msgspec import UNSET, UnsetType
 
 from compile.errors import FieldError, Words
 from serve.event_loop import Check
-from serve.openai.answer_parser import AnswerDelta, AnswerFormat, AnswerParser
+from serve.openai.answer_parser import (
+    CLOSER,
+    OPENER,
+    TAIL_TOKENS,
+    AnswerDelta,
+    AnswerFormat,
+    AnswerParser,
+    ReasoningFormat,
+)
 from serve.openai.answers import (
     AnsweredCall,
     AnsweredCallDelta,
@@ -31,7 +39,6 @@ from serve.openai.endpoint import ResponseMeta, Serving
 from serve.openai.errors import ApiError
 from serve.openai.fields import parse
 from serve.openai.generation import Generation
-from serve.openai.reasoning import CLOSER, OPENER, TAIL_TOKENS, ReasoningFormat
 from serve.openai.schema import ChatRequest, NamedToolChoice
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import (

@@ -308,6 +308,8 @@ class ParsedRequest:
         """
         choices, _ = await self._prepare()
         options = self.adapter.request.stream_options or StreamOptions()
+        # As OpenAI's: null in chunks with choices if a last chunk brings it.
+        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
         interval = self._settings.args.stream_interval
         async with self._generation(choices, backlog) as generation:
             changed = await generation.wait()
@@ -315,7 +317,8 @@ class ParsedRequest:
                 while True:
                     for choice in changed:
                         if choice.is_due(interval):
-                            usage = _chunk_usage(options, generation)
+                            if options.continuous_usage_stats:
+                                usage = generation.usage()
                             for chunk in self.adapter.chunks(choice, usage):
                                 yield chunk
                     if generation.is_finished:
@@ -385,13 +388,6 @@ class ParsedRequest:
                 text = TextStream.of(tokenizer, params, stop, prompt, adapter.shown_token_ids)
                 choices.append(Choice(index, engine_request, text, params.stop_token_ids))
         return choices, answer_size
-
-
-def _chunk_usage(options: StreamOptions, generation: Generation) -> Usage | UnsetType | None:
-    """Return the `usage` of a chunk with choices: null if a last chunk brings it, as OpenAI's."""
-    if options.continuous_usage_stats:
-        return generation.usage()
-    return None if options.include_usage else UNSET
 
 
 def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> None:

@@ -58,6 +58,19 @@ STATUSES = {
 }
 
 
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
 class ApiError(Exception):
     """An error with its HTTP status; the message is for the client."""
 
@@ -81,13 +94,9 @@ class ApiError(Exception):
             self.headers |= retry_after(retry_after_s)
 
     def body(self) -> bytes:
-        fields = {
-            "message": self.message,
-            "type": STATUSES[self.status].type,
-            "param": self.param,
-            "code": self.status,
-        }
-        return msgspec.json.encode({"error": fields})
+        kind = STATUSES[self.status].type
+        found = ErrorBody(ErrorDetail(self.message, kind, self.param, self.status))
+        return msgspec.json.encode(found)
 
     def response(self) -> Response:
         return Response(

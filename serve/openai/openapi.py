@@ -18,7 +18,7 @@ from serve.observe import page
 from serve.observe.metrics import OPEN_METRICS, PLAIN
 from serve.openai import answers, schema
 from serve.openai.backend import ApiSettings
-from serve.openai.errors import STATUSES
+from serve.openai.errors import STATUSES, ErrorBody
 from serve.openai.fields import ignored_fields, inert_fields, structs_within
 from serve.openai.responses import ResponsesRequest
 from serve.openai.tokenizing import DetokenizeRequest, TokenizeRequest
@@ -43,19 +43,6 @@ _ANSWERS = (
 
 _GET_ERRORS = (400, 401, 403)
 _POST_ERRORS = tuple(status for status in STATUSES if status not in (405, 501))
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every error."""
-
-    error: ErrorDetail
 
 
 def document(settings: ApiSettings) -> bytes:

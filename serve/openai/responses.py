@@ -21,13 +21,17 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
-from serve.openai.answer_parser import AnswerDelta, AnswerFormat, AnswerParser
+from serve.openai.answer_parser import (
+    AnswerDelta,
+    AnswerFormat,
+    AnswerParser,
+    ReasoningFormat,
+)
 from serve.openai.answers import Usage
 from serve.openai.chat import ConversationAdapter, check_chat
 from serve.openai.endpoint import ResponseMeta, Serving
 from serve.openai.fields import convert_object, join_path, parse
 from serve.openai.generation import Generation
-from serve.openai.reasoning import ReasoningFormat
 from serve.openai.schema import (
     LABELS,
     MAX_TOOLS,
