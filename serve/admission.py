@@ -1,19 +1,19 @@
 """Admission: how many sequences, and how many bytes of requests, an ingress holds at once.
 
-1. A request takes one slot before its body is read, or is told when to come back.
+1. A request takes one slot before its body is read, or gets a time to come back.
 2. Its body's bytes count while they are held as text.
 3. Once it is parsed it takes a slot for each of its sequences, and gives all back at its end.
 
 The queue is bounded by a count and by the wait that it means: `max_queue_wait_s` at the rate at
 which sequences have ended lately. Where others need room, bodies that are not complete go first:
 
-- one that stands still, or comes too slowly, whatever came of it before;
+- one that has stopped coming, or comes too slowly, no matter how much came before;
 - then one of the client that holds the most, if that is more than the other would hold;
 - for bytes, also one that is larger and has been coming for longer than `PATIENCE_S`, or is
-  `TIMES_LARGER`, whoever sends it: many clients may look like one (`clients.py`).
+  `TIMES_LARGER`, no matter who sends it: many clients may look like one (`clients.py`).
 
-What cannot go is left to its end. Until then whoever holds more than an equal part gets no more,
-while somebody who holds less has been refused lately. A client that is alone may have everything.
+What cannot go is left to its end. Until then a client that holds more than an equal part gets no
+more, while another one that holds less has been refused lately. A client that is alone may have everything.
 Nothing here does I/O; the clock is handed in.
 """
 
@@ -30,7 +30,7 @@ MAX_BODIES = 8
 """Bodies of the largest size whose bytes may be held at once, as requests or as whole answers on
 their way out; more get 429."""
 PATIENCE_S = 2.0
-"""How long a body may stand still, at its beginning or later, before it may lose its slot."""
+"""How long a body may pause, at its beginning or later, before it may lose its slot."""
 MIN_BODY_RATE = 16 * 1024
 """Bytes a second. A body that has come more slowly for `PATIENCE_S` loses its slot to the next
 request that wants it (408). A slow mobile uplink is faster."""
@@ -45,7 +45,7 @@ RATE_WINDOW_S = 30.0
 MIN_ENDS = 8
 """Sequences that must have ended while others waited before that rate counts."""
 MAX_RETRY_AFTER_S = 60.0
-"""The longest that a 429 tells a client to wait."""
+"""The longest `Retry-After` of a 429."""
 
 
 class Overloaded(Exception):
@@ -115,7 +115,7 @@ class AdmissionSlot:
         """Set while the body is read: called where another request takes the slot."""
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that have come, or that are held in their stead; raises Overloaded."""
+        """Count bytes that have come, or that replace them; raises Overloaded."""
         self._admission._hold(self, num_bytes)
 
     def let_go_of_bytes(self) -> None:
@@ -151,7 +151,7 @@ class Admission:
     """The slots of one ingress.
 
     Invariant: `num_live` is the sum of all slots' sequences, `num_bytes` that of their bytes.
-    A request that has left holds nothing, whatever is still done with its slot.
+    A request that has left holds nothing, no matter what is still done with its slot.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Admission:
         Args:
             max_running: sequences that the pools run at once.
             max_queued: sequences that may wait beyond those.
-            retry_after_s: seconds that a client is told to wait where no rate is known.
+            retry_after_s: the `Retry-After` where no rate is known.
         """
         self.max_live = max_running + max_queued
         self._sequences = Shares()

@@ -53,7 +53,7 @@ MAX_LONG_WAITING = 16
 WORK_TIMEOUT_S = 30.0
 """How long work may wait and run in a thread; then its request gets 429."""
 RETRY_AFTER_S = 5.0
-"""What such a client is told to wait."""
+"""The `Retry-After` of that 429."""
 NUM_SHORT_THREADS = 2
 FREE_STREAMS = 4
 """So many streams send each token as it comes."""
@@ -170,7 +170,7 @@ class LoopThrottle:
 
 
 class StreamBatcher:
-    """When streams that run go on: at once while few run, else all together."""
+    """Batches the tokens of streams: sent at once while few streams run, else all together."""
 
     def __init__(self, chunk_cost: float = CHUNK_COST) -> None:
         """Start without streams. chunk_cost: seconds of a core that each chunk takes."""

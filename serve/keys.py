@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class ApiKeys:
-    """The known keys, as digests: how long a comparison of digests takes tells nothing about a key.
+    """The known keys, as digests: how long comparing two takes reveals nothing about a key.
 
     Invariant: a file that cannot be read, or has no key, leaves the keys that were read before.
     """

@@ -1,7 +1,7 @@
 """The metrics as Prometheus reads them.
 
 Values come from the status board, the only one that hears of all ranks and all ingresses; the text
-is prometheus_client's. Both are got by one task at a time, whatever number of scrapers wait for it.
+is prometheus_client's. Both are got by one task at a time, no matter how many scrapers wait for it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SnapshotCollector(Collector):
 
 
 def format_of(accept: str) -> str:
-    """Return the format that a scraper's Accept header asks for: one of two, whatever it says.
+    """Return the format that a scraper's Accept header asks for, one of two in any case.
 
     Prometheus names the one that it likes best first.
     """

@@ -81,7 +81,7 @@ class Tracing:
         resource = Resource.create({"service.instance.id": instance})
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "lockstep"}))
-        # Not the process's global provider: that is for whatever else traces here.
+        # Not the process's global provider: that is for other code that traces here.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_ReportedOnce(exporter)))
         self._tracer = self._provider.get_tracer("lockstep")
@@ -166,8 +166,8 @@ def make_spans(tracer: Any, record: RequestRecord, ended_at: float) -> None:
 
 
 def attributes_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
-    """Return what the span of a request tells: vLLM's names, and the conventions' where they have
-    others."""
+    """Return the attributes of a request's span: vLLM's names, and the conventions' where they
+    have others."""
     sequences = record.sequences
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if record.id.startswith("cmpl-") else "chat",
@@ -222,7 +222,7 @@ def error_of(record: RequestRecord) -> str:
 
 
 def phases_of(sequence: SequenceRecord, attempt: Attempt) -> Iterator[Phase]:
-    """Yield the parts of an attempt's time, one behind the other."""
+    """Yield the parts of an attempt's time, one after the other."""
     is_last = attempt.number == sequence.num_attempts - 1
     reason = sequence.finish_reason if is_last else ""
     error = attempt.lost or (reason if reason in (FAILED, ABORTED) else "")
@@ -287,7 +287,7 @@ class _FirstMessage(logging.Handler):
 
 
 class _ReportedOnce:
-    """An exporter that tells when its collector takes no spans, and when it does so again."""
+    """An exporter that logs when its collector stops taking spans, and when it takes them again."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter

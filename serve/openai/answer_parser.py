@@ -18,7 +18,7 @@ from serve.openai.tool_parser import CallDelta, ToolFormat, ToolParser
 OPENER = "<think>"
 CLOSER = "</think>"
 TAIL_TOKENS = 16
-"""Tokens at the end of a prompt that are read for a marker behind which the answer begins."""
+"""Tokens at the end of a prompt that are read for a marker after which the answer begins."""
 
 
 class ReasoningFormat(Enum):
@@ -63,7 +63,7 @@ class AnswerDelta(NamedTuple):
 
 
 class AnswerParser:
-    """Divides one answer's text. Calls are looked for behind the reasoning only."""
+    """Divides one answer's text. Calls are looked for after the reasoning only."""
 
     def __init__(self, answer_format: AnswerFormat, prompt_end: str) -> None:
         self._reasoning = ReasoningParser(answer_format.reasoning, prompt_end)
@@ -113,7 +113,7 @@ class ReasoningParser:
     """Divides one answer's text into reasoning and the rest."""
 
     def __init__(self, reasoning_format: ReasoningFormat, prompt_end: str) -> None:
-        """Begin an answer behind a prompt, of which the end tells whether reasoning is open."""
+        """Begin an answer; the end of its prompt says whether reasoning is open."""
         end = prompt_end.rstrip(SPACE)
         is_closed = end.endswith(CLOSER) or reasoning_format is ReasoningFormat.NONE
         self._at = _At.CONTENT if is_closed else _At.BEGINNING
@@ -165,11 +165,11 @@ class ReasoningParser:
         return "".join(self._space) + stripped
 
     def _reason(self, text: str) -> tuple[str, str]:
-        """Return the reasoning of a text, and what is behind its end."""
-        before, closer, behind = text.partition(CLOSER)
+        """Return the reasoning of a text, and what follows its end."""
+        before, closer, after = text.partition(CLOSER)
         if closer:
             self._at = _At.CLOSED
-            return self._trimmed(before), behind
+            return self._trimmed(before), after
         cut = start_of_part(text, 0, (CLOSER,))
         self._pending = text[cut:]
         return self._trimmed(text[:cut]), ""

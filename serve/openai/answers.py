@@ -245,7 +245,7 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """Return one entry per prompt token, null for the first: nothing stands before it."""
+    """Return one entry per prompt token, null for the first: nothing precedes it."""
     pairs = zip(token_ids[1:], logprobs, strict=True)
     return [None, *(_prompt_entry(tokenizer, token_id, found) for token_id, found in pairs)]
 

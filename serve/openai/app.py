@@ -44,7 +44,7 @@ def build_app(
     """Return the API over a backend; requests get 503 until its tokenizer is loaded.
 
     Args:
-        is_peer_known: a request's scope tells who has connected, and not a proxy of Ray's.
+        is_peer_known: a request's scope says who has connected, and not a proxy of Ray's.
         sends_id: put `X-Request-Id` into answers, which no server in front does.
 
     Raises:

@@ -26,7 +26,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     args: DeployArgs = DeployArgs()
     """What `deploy` was asked for: limits, formats, debugging."""
     retry_after_s: float = 5.0
-    """How long a client that comes before the pools are ready is told to wait."""
+    """The `Retry-After` of requests before the pools are ready."""
     max_sequences: int = 1024
     """Of one request: the prompts of a completions request, each with `n` choices."""
     vocab_size: int | None = None

@@ -75,7 +75,7 @@ class ConversationAdapter:
         size: int,
         meta: ResponseMeta,
     ) -> None:
-        """Read a request of which `check_chat` has returned `answers` and `size`."""
+        """Read a request; `answers` and `size` are what `check_chat` returned for it."""
         self.request = request
         self.params = with_forced_calls(request, params) if request.forces_calls else params
         self.meta = meta
@@ -92,7 +92,7 @@ class ConversationAdapter:
         return AnswerParser(self._answers, self._prompt_end(choice))
 
     def _prompt_end(self, choice: Choice) -> str:
-        """Return the end of the prompt, which tells whether the answer begins within reasoning."""
+        """Return the end of the prompt, which says whether the answer begins within reasoning."""
         if self._answers.reasoning is ReasoningFormat.NONE:
             return ""
         if self.request.continue_final_message:

@@ -107,7 +107,7 @@ class CompletionAdapter:
         return self._echoes[choice.index // self.request.n] if self._echoes else ""
 
     def _echoed(self, first: Choice, output: CompletionLogprobs) -> CompletionLogprobs:
-        """Return the log-probabilities of a prompt's tokens and of those behind them."""
+        """Return the log-probabilities of a prompt's tokens and of those after them."""
         assert self.request.logprobs is not None
         echo, token_ids = self._echo(first), first.request.prompt_token_ids
         prompt = completion_logprobs(

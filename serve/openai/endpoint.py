@@ -2,7 +2,7 @@
 
 1. *Access*: the middleware has noted who asks (`middleware.py`).
 2. *Admit*: not ready yet, 503. It takes one slot, or gets 429; only then its body is read.
-3. *Parse*: the body is checked, and parsed into a `RequestAdapter` beside the event loop. The
+3. *Parse*: the body is checked, and parsed into a `RequestAdapter` off the event loop. The
    request takes a slot for each sequence that it asks for.
 4. *Prepare*: its prompts become token ids, and sampling is resolved against their length. A prompt
    that is too long gets 400, and so does an answer that could become too large.
@@ -60,7 +60,7 @@ TOKEN_ID_BYTES = 7
 CANDIDATE_BYTES = 80
 """Bytes of one candidate among log-probabilities: its text, its bytes as numbers, its value."""
 EVENT_BYTES = 320
-"""Bytes of a stream's event beside the text: each repeats the answer's id, model and date."""
+"""Bytes of a stream's event without the text: each repeats the answer's id, model and date."""
 COPIES_IN_MEMORY = 4
 """Copies of a whole answer: what the engine sent, structs, JSON, and what the server holds."""
 
@@ -171,7 +171,7 @@ class RequestAdapter(Protocol):
         """Return the events for what the choice has produced since the last call."""
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
-        """Return the events behind those of the choices, which are finished."""
+        """Return the events after those of the choices, which are finished."""
 
 
 Parse = Callable[[Serving, Tokenizer, bytes], RequestAdapter]
@@ -186,7 +186,7 @@ def json_response(
 
 
 def guarded(handler: Handler) -> Handler:
-    """Answer whatever a handler raises in the API's shape; it is lost if the client has left."""
+    """Answer a handler's exception in the API's shape; it is lost if the client has left."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -218,7 +218,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Admis
 async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
     """Answer a generating request, streamed or whole.
 
-    Raises whatever `as_api_error` knows, and ClientGone.
+    Raises what `as_api_error` knows, and ClientGone.
     """
     record = record_of(request)
     record.is_generating = True

@@ -111,7 +111,7 @@ class Generation:
     async def wait(self) -> list[Choice]:
         """Wait for output and return the choices that have some, in order.
 
-        Raises whatever ended a sequence without a result, after the outputs before it.
+        Raises what ended a sequence without a result, after the outputs before it.
         """
         if self._error is not None:
             raise self._error
@@ -169,7 +169,7 @@ class Generation:
             raise event
         choice.absorb(event)
         if choice.is_finished:
-            # A stop string ends a sequence that the engine would go on with.
+            # A stop string ends a sequence that the engine would continue.
             self._tasks[choice.index].cancel()
 
     async def _pump(self, choice: Choice) -> None:

@@ -73,9 +73,9 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.is_complete = False
-        """The value has ended; that of a bare number shows with the character behind it."""
+        """The value has ended; that of a bare number shows with the next character."""
         self.is_broken = False
-        """The character behind what was consumed cannot stand there."""
+        """The character after what was consumed is not allowed there."""
         self._at = _At.VALUE
         self._closers: list[str] = []
         self._is_key = False
@@ -99,7 +99,7 @@ class JsonScanner:
         return position
 
     def _step(self, char: str) -> int:
-        """Take one character; return how many were consumed: one, or none behind a number."""
+        """Take one character; return how many were consumed: one, or none after a number."""
         match self._at:
             case _At.STRING:
                 self._in_string(char)

@@ -1,8 +1,8 @@
 """POST /v1/responses: items in, items out, in one answer or as typed events.
 
-A request stands for a chat (`ResponsesChat`). The server keeps nothing between requests: `store` is
-false, and a conversation comes whole, as `input`. Items that an answer had can be sent back as they
-were.
+A request is equivalent to a chat (`ResponsesChat`). The server keeps nothing between requests:
+`store` is false, and a conversation comes whole, as `input`. Items that an answer had can be sent
+back as they were.
 
 An answer's output is one list, whether it is sent whole or item by item: reasoning, a message,
 calls, each where it began. Both come from `_Output`, which the events tell the life of.
@@ -224,7 +224,7 @@ _ITEMS: dict[str, type[_InputItem]] = {
 
 
 class ResponsesChat(ChatRequest, frozen=True, kw_only=True):
-    """The chat that a request stands for; errors name the request's own fields."""
+    """The chat that a request is equivalent to; errors name the request's own fields."""
 
     def spelling(self, param: str) -> str:
         """Return the JSON field behind a parameter of sampling."""
@@ -239,7 +239,7 @@ _SHARED = sorted({*ResponsesRequest.__struct_fields__} & {*ChatRequest.__struct_
 
 
 def _chat_of(request: ResponsesRequest) -> ResponsesChat:
-    """Return the chat that a request stands for; raises FieldError."""
+    """Return the chat that a request is equivalent to; raises FieldError."""
     if len(request.metadata) > MAX_METADATA:
         raise FieldError("metadata", f"at most {MAX_METADATA} texts", len(request.metadata))
     if any(len(text) > MAX_METADATA_CHARS for pair in request.metadata.items() for text in pair):
@@ -485,7 +485,7 @@ class ResponsesAdapter(ConversationAdapter):
         size: int,
         meta: ResponseMeta,
     ) -> None:
-        """Read a request that stands for a chat, which the model answers in `answers`."""
+        """Read a request, with the chat that it is equivalent to."""
         super().__init__(chat, chat.sampling_params(), tokenizer, answers, size, meta)
         self._given = request
         self._output = _Output(answers)

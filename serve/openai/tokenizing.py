@@ -86,7 +86,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def answer(serving: Serving, work: Work, request: Request) -> Response:
     """Answer with what `work` makes of the body; it has one slot, as a generating request has.
 
-    Raises whatever `as_api_error` knows.
+    Raises what `as_api_error` knows.
     """
     tokenizer, slot = await admitted(serving, request)
     try:

@@ -1,6 +1,6 @@
 """Tool calls in what a model writes, found while it arrives.
 
-Three formats are known. All hold JSON, and differ in what stands around it:
+Three formats are known. All hold JSON, and differ in what surrounds it:
 
     hermes       <tool_call>{"name": "f", "arguments": {...}}</tool_call>       one for each call
     llama3_json  {"name": "f", "parameters": {...}}; {...}    anywhere, or behind <|python_tag|>
@@ -93,7 +93,7 @@ class _At(Enum):
     OBJECT = auto()
     """In an object of a name and arguments."""
     NAME = auto()
-    """In a name that stands bare."""
+    """In a bare name."""
     NAMED = auto()
     """Behind a bare name."""
     CALL_ID = auto()
@@ -235,11 +235,11 @@ class ToolParser:
         self._space.append(text[len(stripped) :])
 
     def _hold(self, text: str) -> None:
-        """Keep text that is dropped behind a call, and otherwise content if none comes of it."""
+        """Keep text: dropped after a call, and otherwise content unless a call comes of it."""
         (self._space if self._at is _At.CALLED else self._held).append(text)
 
     def _fail(self) -> None:
-        """Go back to text, of which is what was held: no call has come of it."""
+        """Go back to text; what was held is text too, since no call has come of it."""
         held, self._held = "".join(self._held), []
         self._at, self._is_begun = _At.TEXT, False
         self._write(held)
@@ -383,7 +383,7 @@ class _CallObject:
         self._names = names
         self._found_name: str | None = None
         self._at = "{"
-        """The character that has to follow, or what stands in its place: a key or a value."""
+        """The character that has to follow, or in its place: a key or a value."""
         self._key = ""
         self._num_keys = 0
         self._scanner: JsonScanner | None = None

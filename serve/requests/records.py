@@ -100,7 +100,7 @@ class SequenceRecord:
         self.num_attempts += 1
 
     def on_engine_output(self, queued_us: int) -> None:
-        """An engine's first output has come, and tells how long it waited there."""
+        """An engine's first output has come, and says how long it waited there."""
         attempt, now = self.attempts[-1], time.monotonic()
         if attempt.handed_over_at:
             attempt.kv_wait_s, attempt.resumed_at = queued_us / 1e6, now
@@ -108,7 +108,7 @@ class SequenceRecord:
             attempt.queued_s, attempt.first_at = queued_us / 1e6, now
 
     def on_handover(self) -> None:
-        """A prefill engine has ended, and a decode engine goes on."""
+        """A prefill engine has ended, and a decode engine continues."""
         self.attempts[-1].handed_over_at = time.monotonic()
 
     def on_engines(self, names: list[str]) -> None:
@@ -149,7 +149,7 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens; a prompt counts once, whatever `n` is."""
+        """Prompt tokens; a prompt counts once for all `n`."""
         return sum(each.num_prompt_tokens for each in self.sequences if each.is_first_choice)
 
     @property

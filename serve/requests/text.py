@@ -71,7 +71,7 @@ class TextStream:
         prompt_token_ids: Sequence[int],
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> TextStream:
-        """Return the text of one choice behind its prompt as its request wants it.
+        """Return the text of one choice after its prompt, as its request asks for it.
 
         Args:
             stop: made of the request's stop strings, once for all its choices.
@@ -115,7 +115,7 @@ class TextStream:
     def finish(self) -> str:
         """Return the text held back so far: no token follows. Empty after a stop string.
 
-        The text held back may itself complete a stop string; `stop_string` tells.
+        The text held back may itself complete a stop string: then `stop_string` is set.
         """
         if self._is_finished:
             return ""
@@ -125,7 +125,7 @@ class TextStream:
 
 
 class StopStrings:
-    """The stop strings of a request, as an automaton that reads a text once, whatever they are.
+    """The stop strings of a request, as an automaton that reads a text once.
 
     A node is a prefix of a stop string, the root the empty one; `step` leads from the longest
     prefix that the text so far ends with to that of the text with one more character. Source: Aho
@@ -151,7 +151,7 @@ class StopStrings:
         return len(self._next) == 1
 
     def step(self, node: int, char: str) -> int:
-        """Return the node behind one more character."""
+        """Return the node after one more character."""
         following = self._next
         while char not in following[node]:
             if node == self.ROOT:
@@ -160,7 +160,7 @@ class StopStrings:
         return following[node][char]
 
     def unfinished(self, node: int) -> int:
-        """Return the longest end of a node that a stop string goes on from."""
+        """Return the longest end of a node that a stop string continues."""
         while node != self.ROOT and not self._next[node]:
             node = self._fallback[node]
         return node
@@ -306,7 +306,7 @@ class WindowDetokenizer:
     def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
 
-        The output may go on with such a run, and change what it says.
+        The output may continue such a run, and change what it says.
         """
         end: list[int] = []
         for token_id in reversed(prompt_token_ids):
