@@ -13,8 +13,8 @@ which sequences have ended lately. Where others need room, bodies that are not c
   `TIMES_LARGER`, no matter who sends it: many clients may look like one (`clients.py`).
 
 What cannot go is left to its end. Until then a client that holds more than an equal part gets no
-more, while another one that holds less has been refused lately. A client that is alone may have everything.
-Nothing here does I/O; the clock is handed in.
+more, while another one that holds less has been refused lately. A client that is alone may have
+everything. Nothing here does I/O; the clock is handed in.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class LLM:
             Choice(
                 index,
                 GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, "", cache_salt),
-                TextStream.of(self.tokenizer, params, stop, ids),
+                TextStream(self.tokenizer, params, stop, ids),
                 params.stop_token_ids,
             )
             for index, sampling in enumerate(resolver.choices(len(ids)))

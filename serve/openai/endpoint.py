@@ -199,19 +199,24 @@ def guarded(handler: Handler) -> Handler:
     return answer
 
 
-async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot]:
-    """Return the tokenizer and a slot for a request; nothing of its body is read before.
+async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
+    """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
 
     Raises:
-        ApiError, Overloaded: it is refused, and its body discarded.
+        ApiError, Overloaded: it is refused, and the rest of its body discarded.
     """
     await serving.requests.wait()
+    slot: AdmissionSlot | None = None
     try:
         tokenizer = serving.require_ready()
         serving.bodies.check_length(request)
-        return tokenizer, serving.admission.enter(record_of(request).client)
-    except (ApiError, Overloaded):
-        await serving.bodies.discard(request)
+        slot = serving.admission.enter(record_of(request).client)
+        return tokenizer, slot, await serving.bodies.read(request, slot)
+    except BaseException as error:
+        if slot is not None:
+            slot.leave()
+        if isinstance(error, ApiError | Overloaded):
+            await serving.bodies.discard(request)
         raise
 
 
@@ -222,14 +227,11 @@ async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
     """
     record = record_of(request)
     record.is_generating = True
-    tokenizer, slot = await admitted(serving, request)
+    tokenizer, slot, body = await admitted(serving, request)
     try:
-        body = await serving.bodies.read(request, slot)
         running = await parsed(serving, tokenizer, parse, body, slot, record)
-    except BaseException as error:
+    except BaseException:
         slot.leave()
-        if isinstance(error, ApiError | Overloaded):
-            await serving.bodies.discard(request)
         raise
     timeout_s, adapter = serving.settings.args.request_timeout_s, running.adapter
     if adapter.request.stream:
@@ -385,7 +387,7 @@ class ParsedRequest:
                 engine_request = GenerateRequest(
                     f"{adapter.meta.id}-{index}", prompt, [], sampling, "", salt
                 )
-                text = TextStream.of(tokenizer, params, stop, prompt, adapter.shown_token_ids)
+                text = TextStream(tokenizer, params, stop, prompt, adapter.shown_token_ids)
                 choices.append(Choice(index, engine_request, text, params.stop_token_ids))
         return choices, answer_size
 

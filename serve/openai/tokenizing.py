@@ -12,13 +12,11 @@ from starlette.responses import Response
 
 from compile.errors import FieldError, Words
 from model.fields import Source, convert
-from serve.admission import Overloaded
 from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
 from serve.openai.body import check_num_chars, check_values
 from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response
-from serve.openai.errors import ApiError
 from serve.openai.fields import parse, parse_fields
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
 from serve.requests.sampling import too_long_a_prompt
@@ -88,18 +86,14 @@ async def answer(serving: Serving, work: Work, request: Request) -> Response:
 
     Raises what `as_api_error` knows.
     """
-    tokenizer, slot = await admitted(serving, request)
+    tokenizer, slot, body = await admitted(serving, request)
+
+    def encoded(check: Check) -> bytes:
+        check_values(body, serving.settings.max_model_len)
+        return msgspec.json.encode(work(serving, tokenizer, body, check))
+
     try:
-        body = await serving.bodies.read(request, slot)
-
-        def encoded(check: Check) -> bytes:
-            check_values(body, serving.settings.max_model_len)
-            return msgspec.json.encode(work(serving, tokenizer, body, check))
-
         found = await serving.threads.run(len(body), encoded)
-    except (ApiError, Overloaded):
-        await serving.bodies.discard(request)
-        raise
     finally:
         slot.leave()
     return json_response(msgspec.Raw(found))

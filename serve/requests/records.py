@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.observe.counts import Counts, Histogram
-from cluster.observe.metrics import BY_NAME
+from cluster.observe.metrics import HISTOGRAM, METRICS
 from serve.clients import UNKNOWN, Client
 
 ABORTED, FAILED = "abort", "error"
@@ -157,12 +157,18 @@ class RequestRecord:
         return sum(each.num_tokens for each in self.sequences)
 
 
+_ELSEWHERE = ("iteration_tokens_total", "time_per_output_token_seconds")
+"""Histograms that engines count, or that are another's older name."""
+
+
 class IngressCounts:
     """What one ingress counts since it was started. Belongs to its event loop."""
 
     def __init__(self, max_model_len: int) -> None:
         self._histograms = {
-            name: Histogram(name, BY_NAME[name].bounds_for(max_model_len)) for name in _HISTOGRAMS
+            metric.name: Histogram(metric.name, metric.bounds_for(max_model_len))
+            for metric in METRICS
+            if metric.kind == HISTOGRAM and metric.name not in _ELSEWHERE
         }
         self._counters: Counter[tuple[str, ...]] = Counter()
         self._first_token = self._histograms["time_to_first_token_seconds"]
@@ -232,21 +238,3 @@ class IngressCounts:
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
-
-
-_HISTOGRAMS = (
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_inference_time_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "request_max_num_generation_tokens",
-    "request_params_n",
-    "request_params_max_tokens",
-    "request_kv_wait_time_seconds",
-)

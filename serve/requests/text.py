@@ -36,56 +36,34 @@ class TextDelta(NamedTuple):
 class TextStream:
     """The text of one sequence.
 
-    With `include_stop` the text ends with the stop string, or with the text of the token that
-    ended the sequence; otherwise it ends before. A stop string that is complete within the first
-    `min_tokens` tokens is text like any other.
+    With `include_stop_str_in_output` the text ends with the stop string, or with the text of the
+    token that ended the sequence; otherwise it ends before. A stop string that is complete within
+    the first `min_tokens` tokens is text like any other.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        *,
+        params: SamplingParams,
         stop: StopStrings,
-        include_stop: bool,
-        skip_special_tokens: bool,
-        min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._num_unstoppable = min_tokens
+        """Begin the text of one choice after its prompt.
+
+        Args:
+            stop: made of the stop strings of `params`, once for all choices.
+            shown_token_ids: special tokens that are text in any case.
+        """
+        skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._num_unstoppable = params.min_tokens
         self._detokenizer = detokenizer(tokenizer, skipped - shown_token_ids, prompt_token_ids)
-        self._matcher = StopMatcher(stop, include_stop)
-        self._include_stop = include_stop
+        self._include_stop = params.include_stop_str_in_output
+        self._matcher = StopMatcher(stop, self._include_stop)
         self._is_finished = False
         self._num_chars = 0
         self.stop_string: str | None = None
         """The stop string that ended the text, once one is complete."""
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        stop: StopStrings,
-        prompt_token_ids: Sequence[int],
-        shown_token_ids: frozenset[int] = frozenset(),
-    ) -> TextStream:
-        """Return the text of one choice after its prompt, as its request asks for it.
-
-        Args:
-            stop: made of the request's stop strings, once for all its choices.
-            shown_token_ids: special tokens that are text in any case.
-        """
-        return cls(
-            tokenizer,
-            stop=stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-            prompt_token_ids=prompt_token_ids,
-            shown_token_ids=shown_token_ids,
-        )
 
     def push(self, token_ids: Sequence[int], *, stop_token_id: int = -1) -> TextDelta:
         """Add tokens and return the text that is now certain.
