@@ -77,7 +77,7 @@ class ConversationAdapter:
     ) -> None:
         """Read a request; `answers` and `size` are what `check_chat` returned for it."""
         self.request = request
-        self.params = with_forced_calls(request, params) if request.forces_calls else params
+        self.params = with_forced_calls(request, params) if answers.is_forced else params
         self.meta = meta
         self.size = size
         self.shown_token_ids = tokenizer.special_ids_of(answers.markers)

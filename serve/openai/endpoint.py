@@ -199,7 +199,9 @@ def guarded(handler: Handler) -> Handler:
     return answer
 
 
-async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
+async def admitted(
+    serving: Serving, request: Request, record: RequestRecord
+) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
 
     Raises:
@@ -210,7 +212,7 @@ async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, Admis
     try:
         tokenizer = serving.require_ready()
         serving.bodies.check_length(request)
-        slot = serving.admission.enter(record_of(request).client)
+        slot = serving.admission.enter(record.client)
         return tokenizer, slot, await serving.bodies.read(request, slot)
     except BaseException as error:
         if slot is not None:
@@ -227,7 +229,7 @@ async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
     """
     record = record_of(request)
     record.is_generating = True
-    tokenizer, slot, body = await admitted(serving, request)
+    tokenizer, slot, body = await admitted(serving, request, record)
     try:
         running = await parsed(serving, tokenizer, parse, body, slot, record)
     except BaseException:

@@ -18,6 +18,7 @@ from serve.openai.body import check_num_chars, check_values
 from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response
 from serve.openai.fields import parse, parse_fields
+from serve.openai.middleware import record_of
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
 from serve.requests.sampling import too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
@@ -86,7 +87,7 @@ async def answer(serving: Serving, work: Work, request: Request) -> Response:
 
     Raises what `as_api_error` knows.
     """
-    tokenizer, slot, body = await admitted(serving, request)
+    tokenizer, slot, body = await admitted(serving, request, record_of(request))
 
     def encoded(check: Check) -> bytes:
         check_values(body, serving.settings.max_model_len)
