@@ -339,25 +339,6 @@ def test_a_client_that_reads_nothing_is_cut_off(
     assert admission.num_live == 0
 
 
-def test_what_waited_for_a_slow_client_comes_when_it_reads(app: Any, backend: Any) -> None:
-    backend.pieces, backend.hangs = [[5]] * 300, False
-
-    async def main() -> list[bytes]:
-        connection = Connection({"prompt": "a", "stream": True, "return_token_ids": True})
-        call = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
-        async with asyncio.timeout(30):
-            while not backend.closed_at:  # all has come
-                await asyncio.sleep(0.002)
-        connection.reads.set()
-        await call
-        return connection.sent
-
-    sent = asyncio.run(main())
-    events = [part.removeprefix(b"data: ") for part in sent if part.startswith(b"data: {")]
-    counts = [len(msgspec.json.decode(e)["choices"][0]["token_ids"]) for e in events]
-    assert sum(counts) == 300 and len(events) < 10
-
-
 @pytest.mark.feature("R22")
 def test_a_slow_body_gives_its_place_to_who_comes(
     call_with: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
