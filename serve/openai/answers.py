@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cluster.wire.messages import TokenLogprobs
+from serve.requests.choice import Choice
 from serve.requests.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
@@ -243,10 +244,18 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> PromptLogprobs:
-    """Return one entry per prompt token, null for the first: nothing precedes it."""
-    pairs = zip(token_ids[1:], logprobs, strict=True)
+    tokenizer: Tokenizer, first: Choice, num_candidates: int | None
+) -> PromptLogprobs | UnsetType:
+    """Return one entry per token of a prompt, null for the first: nothing precedes it.
+
+    Args:
+        first: the prompt's first choice.
+        num_candidates: as asked for; None: they are left out.
+    """
+    if num_candidates is None:
+        return UNSET
+    found = limited(first.prompt_logprobs, num_candidates)
+    pairs = zip(first.request.prompt_token_ids[1:], found, strict=True)
     return [None, *(_prompt_entry(tokenizer, token_id, found) for token_id, found in pairs)]
 
 

@@ -124,20 +124,15 @@ class ChatAdapter(ConversationAdapter):
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
-        found = ChatCompletion(
+        return ChatCompletion(
             id=self.meta.id,
             created=self.meta.created,
             model=self.meta.model,
             choices=[self._whole(choice) for choice in generation.choices],
             usage=generation.usage(),
+            prompt_logprobs=prompt_logprobs(self._tokenizer, first, self.request.prompt_logprobs),
             prompt_token_ids=self._prompt_token_ids(first),
         )
-        if self.request.prompt_logprobs is None:
-            return found
-        prompt = prompt_logprobs(
-            self._tokenizer, first.request.prompt_token_ids, first.prompt_logprobs
-        )
-        return msgspec.structs.replace(found, prompt_logprobs=prompt)
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         parser = self._parsers.get(choice.index)

@@ -13,7 +13,6 @@ from serve.openai.answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    PromptLogprobs,
     Usage,
     completion_logprobs,
     limited,
@@ -100,7 +99,8 @@ class CompletionAdapter:
         found = self._choice(choice, choice.take())
         if self.request.echo and found.logprobs is not None:
             found = msgspec.structs.replace(found, logprobs=self._echoed(first, found.logprobs))
-        return msgspec.structs.replace(found, prompt_logprobs=self._prompt_logprobs(first))
+        prompt = prompt_logprobs(self._tokenizer, first, self.request.prompt_logprobs)
+        return msgspec.structs.replace(found, prompt_logprobs=prompt)
 
     def _echo(self, choice: Choice) -> str:
         """Return the text of a choice's prompt that its answer begins with."""
@@ -146,13 +146,6 @@ class CompletionAdapter:
             ),
             token_ids=found.token_ids if wants_ids else UNSET,
         )
-
-    def _prompt_logprobs(self, first: Choice) -> PromptLogprobs | UnsetType:
-        if self.request.prompt_logprobs is None:
-            return UNSET
-        token_ids = first.request.prompt_token_ids
-        found = limited(first.prompt_logprobs, self.request.prompt_logprobs)
-        return prompt_logprobs(self._tokenizer, token_ids, found)
 
     def _logprobs(self, found: OutputDelta) -> CompletionLogprobs | None:
         if self.request.logprobs is None:
