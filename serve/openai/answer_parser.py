@@ -100,7 +100,7 @@ class AnswerParser:
         return AnswerDelta(reasoning, content, calls, self._tools.content_at)
 
 
-class _At(Enum):
+class _ReasoningState(Enum):
     BEGINNING = auto()
     """At the beginning, where reasoning may be opened."""
     REASONING = auto()
@@ -116,7 +116,7 @@ class ReasoningParser:
         """Begin an answer; the end of its prompt says whether reasoning is open."""
         end = prompt_end.rstrip(SPACE)
         is_closed = end.endswith(CLOSER) or reasoning_format is ReasoningFormat.NONE
-        self._at = _At.CONTENT if is_closed else _At.BEGINNING
+        self._state = _ReasoningState.CONTENT if is_closed else _ReasoningState.BEGINNING
         self._is_open = end.endswith(OPENER) or reasoning_format is ReasoningFormat.DEEPSEEK_R1
         self._pending = ""
         """The end of the text so far that may be the start of a marker."""
@@ -129,25 +129,25 @@ class ReasoningParser:
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text; return what is certain of it: reasoning, and what is not."""
-        if self._at is _At.CONTENT:
+        if self._state is _ReasoningState.CONTENT:
             return "", text
         self._num_read += len(text)
         text, self._pending = self._pending + text, ""
         reasoning = ""
-        if self._at is _At.BEGINNING:
+        if self._state is _ReasoningState.BEGINNING:
             text = self._begin(text)
-        if self._at is _At.REASONING:
+        if self._state is _ReasoningState.REASONING:
             reasoning, text = self._reason(text)
             self.num_chars = self._num_read - len(text)
-        if self._at is _At.CLOSED:
+        if self._state is _ReasoningState.CLOSED:
             text = text.lstrip(SPACE)
-            self._at = _At.CONTENT if text else _At.CLOSED
+            self._state = _ReasoningState.CONTENT if text else _ReasoningState.CLOSED
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
         """Return what is left when no text follows."""
         text, self._pending = self._pending, ""
-        if self._at is _At.BEGINNING and not self._is_open:
+        if self._state is _ReasoningState.BEGINNING and not self._is_open:
             return "", "".join(self._space) + text
         return self._trimmed(text), ""
 
@@ -159,16 +159,16 @@ class ReasoningParser:
             self._pending = stripped
             return ""
         if self._is_open or stripped.startswith(OPENER):
-            self._at, self._space = _At.REASONING, []
+            self._state, self._space = _ReasoningState.REASONING, []
             return stripped.removeprefix(OPENER)
-        self._at = _At.CONTENT
+        self._state = _ReasoningState.CONTENT
         return "".join(self._space) + stripped
 
     def _reason(self, text: str) -> tuple[str, str]:
         """Return the reasoning of a text, and what follows its end."""
         before, closer, after = text.partition(CLOSER)
         if closer:
-            self._at = _At.CLOSED
+            self._state = _ReasoningState.CLOSED
             return self._trimmed(before), after
         cut = start_of_part(text, 0, (CLOSER,))
         self._pending = text[cut:]
