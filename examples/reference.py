@@ -31,8 +31,8 @@ from compile.resolve import PRESETS
 from model.fields import hints_of, words_for
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
 from serve.compilation import SECTIONS, requested
-from serve.openai import openapi, responses, responses_request, schema, tokenizing
-from serve.openai.errors import ApiError
+from serve.openai import answers, responses, schema, tokenizing
+from serve.openai.errors import STATUSES
 from serve.openai.fields import ignored_fields, inert_fields
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +40,7 @@ FOLDER = ROOT / "serve" / "docs" / "reference"
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
 CLUSTER_FILES = (
     "config",
-    "messages",
+    "wire/messages",
     "engine/watchdog",
     "actors/rank_group",
     "actors/placement",
@@ -49,13 +49,13 @@ CLUSTER_FILES = (
 )
 """Files outside of serve/ whose limits a user meets."""
 ANSWERS = (
-    (responses.ChatCompletion, responses.ChatChoice, responses.ChatMessage),
-    (responses.ChatChunk, responses.ChatChunkChoice, responses.ChatDelta),
-    (responses.AnsweredCall, responses.AnsweredCallDelta, responses.FunctionCall),
-    (responses.ChatLogprobs, responses.ChatTokenLogprob, responses.TopLogprob),
-    (responses.Completion, responses.CompletionChoice, responses.CompletionLogprobs),
-    (responses.Usage, responses.PromptTokensDetails, responses.PromptLogprob),
-    (responses.ModelList, responses.ModelCard, responses.Tokenized, responses.Detokenized),
+    (answers.ChatCompletion, answers.ChatChoice, answers.ChatMessage),
+    (answers.ChatChunk, answers.ChatChunkChoice, answers.ChatDelta),
+    (answers.AnsweredCall, answers.AnsweredCallDelta, answers.FunctionCall),
+    (answers.ChatLogprobs, answers.ChatTokenLogprob, answers.TopLogprob),
+    (answers.Completion, answers.CompletionChoice, answers.CompletionLogprobs),
+    (answers.Usage, answers.PromptTokensDetails, answers.PromptLogprob),
+    (answers.ModelList, answers.ModelCard, answers.Tokenized, answers.Detokenized),
 )
 VARIABLES = {
     environment.CACHE_ROOT: "The directory below which compiled code and C++ kernels are kept; "
@@ -71,11 +71,6 @@ VARIABLES = {
     environment.CC: "The C compiler for Triton. Default: `gcc`, else `clang`.",
 }
 """What the variables that `compile/environment.py` reads do."""
-STATUSES = {
-    405: "The path does not take this method.",
-    501: "The endpoint needs another kind of model: this server generates text only.",
-}
-"""Meanings of the statuses that `/openapi.json` does not list."""
 EXIT_CODES = (
     ("`serve run serve.app:deploy`", "1", "An argument is refused, before Ray starts."),
     ("the same", "1", "The port is in use, or Serve already listens elsewhere in the cluster."),
@@ -153,9 +148,9 @@ Both `POST /v1/chat/completions` and `POST /v1/completions` take these:"""
     yield from _structs(3, schema.StreamOptions, schema.ResponseFormat, schema.JsonSchemaFormat)
     yield from _structs(3, schema.StructuredOutputs)
     yield "## Responses"
-    yield _fields(responses_request.ResponsesRequest, has_bounds=True)
-    yield from _structs(3, responses_request.TextOptions, responses_request.TextFormat)
-    yield from _structs(3, responses_request.FlatFunction, responses_request.FlatChoice)
+    yield _fields(responses.ResponsesRequest, has_bounds=True)
+    yield from _structs(3, responses.TextOptions, responses.TextFormat)
+    yield from _structs(3, responses.FlatFunction, responses.FlatChoice)
     yield "## `POST /tokenize`"
     yield _fields(tokenizing.TokenizeRequest)
     yield "## `POST /detokenize`"
@@ -187,9 +182,7 @@ def _errors() -> Iterator[str]:
 Every error has one JSON body, `{"error": {"message", "type", "param", "code"}}`: `code` is the
 status, and `param` the field at fault, where there is one. After the first byte of a stream an
 error comes as one more `data:` chunk. 429 and 503 have `Retry-After`."""
-    kinds = sorted(ApiError.__subclasses__(), key=attrgetter("status"))
-    meanings = STATUSES | openapi.ERRORS
-    rows = ((str(kind.status), f"`{kind.type}`", meanings[kind.status]) for kind in kinds)
+    rows = ((str(code), f"`{each.type}`", each.meaning) for code, each in STATUSES.items())
     yield _table("status | type | meaning", rows)
 
 
@@ -379,7 +372,7 @@ def _inert() -> Iterator[tuple[str, str, str]]:
     for name, values in (chat | completion).items():
         of = "both" if name in chat and name in completion else "chat" if name in chat else "texts"
         yield f"`{name}`", values, of
-    for name, values in _without_effect(responses_request.ResponsesRequest).items():
+    for name, values in _without_effect(responses.ResponsesRequest).items():
         yield f"`{name}`", values, "responses"
 
 

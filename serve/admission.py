@@ -1,20 +1,20 @@
 """Admission: how many sequences, and how many bytes of requests, an ingress holds at once.
 
-1. A request takes one place before its body is read, or is told when to come back.
+1. A request takes one slot before its body is read, or gets a time to come back.
 2. Its body's bytes count while they are held as text.
-3. Once it is parsed it takes a place for each of its sequences, and gives all back at its end.
+3. Once it is parsed it takes a slot for each of its sequences, and gives all back at its end.
 
 The queue is bounded by a count and by the wait that it means: `max_queue_wait_s` at the rate at
 which sequences have ended lately. Where others need room, bodies that are not complete go first:
 
-- one that stands still, or comes too slowly, whatever came of it before;
+- one that has stopped coming, or comes too slowly, no matter how much came before;
 - then one of the client that holds the most, if that is more than the other would hold;
 - for bytes, also one that is larger and has been coming for longer than `PATIENCE_S`, or is
-  `TIMES_LARGER`, whoever sends it: many clients may look like one (`clients.py`).
+  `TIMES_LARGER`, no matter who sends it: many clients may look like one (`clients.py`).
 
-What cannot go is left to its end. Until then whoever holds more than an equal part gets no more,
-while somebody who holds less has been refused lately. A client that is alone may have everything.
-Nothing here does I/O; the clock is handed in.
+What cannot go is left to its end. Until then a client that holds more than an equal part gets no
+more, while another one that holds less has been refused lately. A client that is alone may have
+everything. Nothing here does I/O; the clock is handed in.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_BODIES = 8
 """Bodies of the largest size whose bytes may be held at once, as requests or as whole answers on
 their way out; more get 429."""
 PATIENCE_S = 2.0
-"""How long a body may stand still, at its beginning or later, before it may lose its place."""
+"""How long a body may pause, at its beginning or later, before it may lose its slot."""
 MIN_BODY_RATE = 16 * 1024
-"""Bytes a second. A body that has come more slowly for `PATIENCE_S` loses its place to the next
+"""Bytes a second. A body that has come more slowly for `PATIENCE_S` loses its slot to the next
 request that wants it (408). A slow mobile uplink is faster."""
 TIMES_LARGER = 8
 """A body that is not complete gives way to one of an eighth of its bytes, if all bytes are held."""
@@ -45,7 +45,7 @@ RATE_WINDOW_S = 30.0
 MIN_ENDS = 8
 """Sequences that must have ended while others waited before that rate counts."""
 MAX_RETRY_AFTER_S = 60.0
-"""The longest that a 429 tells a client to wait."""
+"""The longest `Retry-After` of a 429."""
 
 
 class Overloaded(Exception):
@@ -72,7 +72,6 @@ class Shares:
         """Who was refused, holding no more than an equal part, and when; the last one last."""
 
     def of(self, client: Client) -> int:
-        """Return what a client holds."""
         return self._held.get(client, 0)
 
     def add(self, client: Client, num: int) -> None:
@@ -100,7 +99,7 @@ class Shares:
         return self.of(client) * len({*self._held, *self._lacking, client}) > self.total
 
 
-class Place:
+class AdmissionSlot:
     """What one request holds. Invariant: nothing after `leave`, which may be called twice."""
 
     def __init__(self, admission: Admission, client: Client, now: float) -> None:
@@ -113,10 +112,10 @@ class Place:
         self.num_sequences = 1
         self.num_bytes = 0
         self.on_evicted: Callable[[], None] | None = None
-        """Set while the body is read: called where another request takes the place."""
+        """Set while the body is read: called where another request takes the slot."""
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that have come, or that are held in their stead; raises Overloaded."""
+        """Count bytes that have come, or that replace them; raises Overloaded."""
         self._admission._hold(self, num_bytes)
 
     def let_go_of_bytes(self) -> None:
@@ -124,15 +123,14 @@ class Place:
         self._admission._hold(self, -self.num_bytes)
 
     def grow(self, num_sequences: int) -> None:
-        """Take a place for each of the request's sequences; raises Overloaded."""
+        """Take a slot for each of the request's sequences; raises Overloaded."""
         self._admission._grow(self, num_sequences)
 
     def end_sequences(self) -> None:
-        """Give back the places of sequences that have ended; their answer is on its way."""
+        """Give back the slots of sequences that have ended; their answer is on its way."""
         self._admission._end_sequences(self)
 
     def leave(self) -> None:
-        """Give everything back."""
         self._admission._leave(self)
 
     def on_come(self, num_bytes: int, now: float) -> None:
@@ -145,15 +143,15 @@ class Place:
         return self.on_evicted is not None
 
     def is_slow(self, now: float) -> bool:
-        """Return whether the body may lose its place to any other request."""
+        """Return whether the body may lose its slot to any other request."""
         return self.is_read and now > self._due_at
 
 
 class Admission:
-    """The places of one ingress.
+    """The slots of one ingress.
 
-    Invariant: `num_live` is the sum of all places' sequences, `num_bytes` that of their bytes.
-    A request that has left holds nothing, whatever is still done with its place.
+    Invariant: `num_live` is the sum of all slots' sequences, `num_bytes` that of their bytes.
+    A request that has left holds nothing, no matter what is still done with its slot.
     """
 
     def __init__(
@@ -171,7 +169,7 @@ class Admission:
         Args:
             max_running: sequences that the pools run at once.
             max_queued: sequences that may wait beyond those.
-            retry_after_s: seconds that a client is told to wait where no rate is known.
+            retry_after_s: the `Retry-After` where no rate is known.
         """
         self.max_live = max_running + max_queued
         self._sequences = Shares()
@@ -181,40 +179,38 @@ class Admission:
         self._max_bytes = MAX_BODIES * max_body_bytes
         self._retry_after_s = retry_after_s
         self._clock = clock
-        self._places: dict[Place, None] = {}
+        self._slots: dict[AdmissionSlot, None] = {}
         self._ends: deque[float] = deque()
         """When sequences ended while others waited, in the last `RATE_WINDOW_S`."""
         self._waiting_since: float | None = None
 
     @property
     def num_live(self) -> int:
-        """Sequences that have a place."""
         return self._sequences.total
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held."""
         return self._bytes.total
 
     @property
     def num_requests(self) -> int:
-        """How many have a place, those included whose answer is on its way."""
-        return len(self._places)
+        """How many have a slot, those included whose answer is on its way."""
+        return len(self._slots)
 
-    def enter(self, client: Client) -> Place:
-        """Return a new request's place.
+    def enter(self, client: Client) -> AdmissionSlot:
+        """Return a new request's slot.
 
         Raises:
             Overloaded: there is none, or its wait would be too long, or others have less.
         """
         now = self._clock()
         if self.num_live + 1 > self.max_live:
-            self._evict(now, lambda place: self._place_may_go(place, client, now))
+            self._evict(now, lambda slot: self._slot_may_go(slot, client, now))
         self._check(client, 1, now)
-        place = Place(self, client, now)
-        self._places[place] = None
+        slot = AdmissionSlot(self, client, now)
+        self._slots[slot] = None
         self._add(client, 1, now)
-        return place
+        return slot
 
     def expected_wait_s(self, num_more: int = 1) -> float:
         """Return how long the last of `num_more` sequences would wait; 0 where no rate is known."""
@@ -247,85 +243,87 @@ class Admission:
 
     # Who goes.
 
-    def _evict(self, now: float, may_go: Callable[[Place], int]) -> bool:
-        """Take a place from a body that is not complete; return whether there was one.
+    def _evict(self, now: float, may_go: Callable[[AdmissionSlot], int]) -> bool:
+        """Take a slot from a body that is not complete; return whether there was one.
 
         Args:
             may_go: the higher, the sooner it goes; 0: not at all.
         """
-        read = (place for place in self._places if place.is_read)
-        place = max(read, key=lambda place: (may_go(place), place.num_bytes), default=None)
-        if place is None or place.on_evicted is None or not may_go(place):
+        read = (slot for slot in self._slots if slot.is_read)
+        slot = max(read, key=lambda slot: (may_go(slot), slot.num_bytes), default=None)
+        if slot is None or slot.on_evicted is None or not may_go(slot):
             return False
-        place.on_evicted()
-        self._leave(place)
+        slot.on_evicted()
+        self._leave(slot)
         return True
 
-    def _place_may_go(self, place: Place, client: Client, now: float) -> int:
-        if place.is_slow(now):
+    def _slot_may_go(self, slot: AdmissionSlot, client: Client, now: float) -> int:
+        if slot.is_slow(now):
             return 2
-        return int(self._sequences.of(place.client) > self._sequences.of(client) + 1)
+        return int(self._sequences.of(slot.client) > self._sequences.of(client) + 1)
 
-    def _bytes_may_go(self, place: Place, asking: Place, num_bytes: int, now: float) -> int:
-        if place is asking:
+    def _bytes_may_go(
+        self, slot: AdmissionSlot, asking: AdmissionSlot, num_bytes: int, now: float
+    ) -> int:
+        if slot is asking:
             return 0
-        if place.is_slow(now):
+        if slot.is_slow(now):
             return 3
-        if self._bytes.of(place.client) > self._bytes.of(asking.client) + num_bytes:
+        if self._bytes.of(slot.client) > self._bytes.of(asking.client) + num_bytes:
             return 2
-        times = 1 if now - place.began_at > PATIENCE_S else TIMES_LARGER
-        return int(place.num_bytes > times * (asking.num_bytes + num_bytes))
+        times = 1 if now - slot.began_at > PATIENCE_S else TIMES_LARGER
+        return int(slot.num_bytes > times * (asking.num_bytes + num_bytes))
 
     # What is held.
 
-    def _hold(self, place: Place, num_bytes: int) -> None:
-        if place not in self._places:
+    def _hold(self, slot: AdmissionSlot, num_bytes: int) -> None:
+        if slot not in self._slots:
             return
         if num_bytes > 0:
             now = self._clock()
-            self._check_bytes(place, num_bytes, now)
-            place.on_come(num_bytes, now)
-        place.num_bytes += num_bytes
-        self._bytes.add(place.client, num_bytes)
+            self._check_bytes(slot, num_bytes, now)
+            slot.on_come(num_bytes, now)
+        slot.num_bytes += num_bytes
+        self._bytes.add(slot.client, num_bytes)
 
-    def _check_bytes(self, place: Place, num_bytes: int, now: float) -> None:
+    def _check_bytes(self, slot: AdmissionSlot, num_bytes: int, now: float) -> None:
         """Make room for so many more bytes of a request, or raise Overloaded."""
-        client, num_wanted = place.client, self.num_bytes + num_bytes
+        client, num_wanted = slot.client, self.num_bytes + num_bytes
         if 2 * num_wanted > self._max_bytes and self._bytes.has_enough(client, now):
             num_held = self._bytes.of(client)
             message = f"other clients wait, and this one has {num_held} of {self.num_bytes} bytes"
             raise Overloaded(self._retry_after_s, message)
         while self.num_bytes + num_bytes > self._max_bytes:
-            if not self._evict(now, lambda each: self._bytes_may_go(each, place, num_bytes, now)):
+            if not self._evict(now, lambda each: self._bytes_may_go(each, slot, num_bytes, now)):
                 self._bytes.note_refused(client, now)
                 wanted = f"at most {self._max_bytes} bytes of requests at once"
                 message = f"wanted {wanted}, found {self.num_bytes} and {num_bytes} more"
                 raise Overloaded(self._retry_after_s, message)
 
-    def _grow(self, place: Place, num_sequences: int) -> None:
-        if place not in self._places:  # taken in the very moment in which its body was complete
+    def _grow(self, slot: AdmissionSlot, num_sequences: int) -> None:
+        if slot not in self._slots:  # taken in the very moment in which its body was complete
             raise Overloaded(self._retry_after_s)
-        now, num_more = self._clock(), num_sequences - place.num_sequences
+        now, num_more = self._clock(), num_sequences - slot.num_sequences
         if num_more > 0:
-            self._check(place.client, num_more, now)
-        place.num_sequences = num_sequences
-        self._add(place.client, num_more, now)
+            self._check(slot.client, num_more, now)
+        slot.num_sequences = num_sequences
+        self._add(slot.client, num_more, now)
 
-    def _end_sequences(self, place: Place) -> None:
-        if place not in self._places:
+    def _end_sequences(self, slot: AdmissionSlot) -> None:
+        if slot not in self._slots:
             return
-        now, num_ended = self._clock(), place.num_sequences
+        now, num_ended = self._clock(), slot.num_sequences
         if self._waiting_since is not None:
             self._ends.extend([now] * num_ended)
-        place.num_sequences = 0
-        self._add(place.client, -num_ended, now)
+        slot.num_sequences = 0
+        self._add(slot.client, -num_ended, now)
 
-    def _leave(self, place: Place) -> None:
-        if place not in self._places:
+    def _leave(self, slot: AdmissionSlot) -> None:
+        if slot not in self._slots:
             return
-        del self._places[place]
-        self._bytes.add(place.client, -place.num_bytes)
-        self._add(place.client, -place.num_sequences, self._clock())
+        del self._slots[slot]
+        self._bytes.add(slot.client, -slot.num_bytes)
+        self._add(slot.client, -slot.num_sequences, self._clock())
 
     def _add(self, client: Client, num_sequences: int, now: float) -> None:
         self._sequences.add(client, num_sequences)

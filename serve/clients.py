@@ -1,8 +1,8 @@
 """Who asks: what shares of places, bytes and grammar time go by.
 
 A client is its API key; where none are needed it is the address that its connection comes from.
-That address is known behind Ray's Python proxy, which hands on what its socket says. HAProxy, as
-Ray Serve sets it up, tells nobody: behind it clients without keys are all one. Whoever has put
+That address is known behind Ray's Python proxy, which passes on what its socket says. HAProxy, as
+Ray Serve sets it up, does not: behind it clients without keys are all one. Whoever has put
 proxies of their own in front names their number, `trusted_proxies`; each of them adds to
 `X-Forwarded-For` where it was asked from. In any other request that header is a stranger's word.
 """
@@ -25,7 +25,6 @@ HANDLE = Client("handle")
 IPV6_PREFIX = 64
 """Bits of an address that a provider gives to one client."""
 FORWARDED = b"x-forwarded-for"
-_CLIENT = "lockstep.client"
 
 
 def of_key(key: str) -> Client:
@@ -53,7 +52,7 @@ def of_address(scope: Scope, *, trusted_proxies: int, is_peer_known: bool) -> Cl
 
 
 def _of_host(host: str) -> Client:
-    """Return the client at an address, behind which a port may stand."""
+    """Return the client at an address, which a port may follow."""
     if host.startswith("[") or host.count(":") == 1:
         host = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
     try:
@@ -65,14 +64,3 @@ def _of_host(host: str) -> Client:
     if address.ipv4_mapped is not None:
         return Client(str(address.ipv4_mapped))
     return Client(str(ipaddress.ip_network((address, IPV6_PREFIX), strict=False)))
-
-
-def set_client(scope: Scope, client: Client) -> None:
-    """Note who asks, for `client_of`."""
-    scope[_CLIENT] = client
-
-
-def client_of(scope: Scope) -> Client:
-    """Return who asks, as was noted."""
-    client: Client = scope[_CLIENT]
-    return client

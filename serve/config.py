@@ -28,7 +28,7 @@ from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
 from serve.compilation import check_names, resolved, shared_facts
 from serve.keys import check_keys, read_keys
 from serve.observe.tracing import check_endpoint
-from serve.openai.reasoning import ReasoningFormat
+from serve.openai.answer_parser import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat
 from serve.pools.routing import Routing
 

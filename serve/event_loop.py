@@ -1,14 +1,14 @@
-"""What keeps an event loop free: threads for long work, a pace for bursts, a tick for streams, and
-receive loops.
+"""What keeps an event loop free: threads for long work, a throttle for bursts, batches of streamed
+tokens, and receive loops.
 
 *Threads.* Parsing, templating, tokenizing and the writing of long answers run there. Short work has
 threads of its own and never waits for long work; the queue is bounded, and so is how long work may
 take. A thread cannot be ended from outside: work that may take long calls its `check` between two
 parts, and stops there once its result is not wanted any more.
 
-*Pace.* A turn of the event loop runs everything that is ready: if three hundred requests arrive
-together, it begins all of them before it delivers the next token of any stream. At a pace it begins
-a few, does everything else once, and so on.
+*Throttle.* A turn of the event loop runs everything that is ready: if three hundred requests arrive
+together, it begins all of them before it delivers the next token of any stream. With a throttle it
+begins a few, does everything else once, and so on.
 
 *Tick.* A chunk of a stream costs Ray's proxy and the ingress more than a token costs a small model.
 So the more streams there are, the longer the next tokens of each wait in its mailbox, all of them
@@ -53,7 +53,7 @@ MAX_LONG_WAITING = 16
 WORK_TIMEOUT_S = 30.0
 """How long work may wait and run in a thread; then its request gets 429."""
 RETRY_AFTER_S = 5.0
-"""What such a client is told to wait."""
+"""The `Retry-After` of that 429."""
 NUM_SHORT_THREADS = 2
 FREE_STREAMS = 4
 """So many streams send each token as it comes."""
@@ -132,7 +132,7 @@ def _always_wanted() -> None:
     return None
 
 
-class Pace:
+class LoopThrottle:
     """Lets a few waiters through in each turn of the event loop, in the order of their arrival."""
 
     def __init__(self, per_turn: int) -> None:
@@ -169,8 +169,8 @@ class Pace:
                 self._take()
 
 
-class SharedTick:
-    """When streams that run go on: at once while few run, else all together."""
+class StreamBatcher:
+    """Batches the tokens of streams: sent at once while few streams run, else all together."""
 
     def __init__(self, chunk_cost: float = CHUNK_COST) -> None:
         """Start without streams. chunk_cost: seconds of a core that each chunk takes."""
@@ -221,7 +221,7 @@ def has_waiting(socket: zmq.asyncio.Socket) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
-async def breathe(budget: Budget) -> None:
+async def yield_if_over_budget(budget: Budget) -> None:
     """Let the event loop do everything else once if the budget is spent."""
     if not budget.take():
         await asyncio.sleep(0)
@@ -253,4 +253,4 @@ async def frames(
             log.error("dropped a frame: %s", error)
         else:
             yield body
-        await breathe(budget)
+        await yield_if_over_budget(budget)

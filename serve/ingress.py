@@ -47,17 +47,17 @@ from cluster.wire.messages import EngineOutput, GenerateRequest
 from compile.errors import FieldError
 from serve.admission import Admission
 from serve.config import DeployConfig
-from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, SharedTick
+from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, StreamBatcher
 from serve.observe.request_log import RequestLog
 from serve.observe.start_progress import StartLog
 from serve.observe.tracing import Tracing, otlp_exporter
 from serve.openai import direct
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
-from serve.openai.chat import parse_chat_shape
-from serve.openai.completions import parse_completion_shape
+from serve.openai.chat import parse_chat
+from serve.openai.completions import parse_completion
 from serve.openai.endpoint import Serving
-from serve.openai.errors import Unavailable
+from serve.openai.errors import ApiError
 from serve.pools.mailboxes import TokenSocket
 from serve.pools.quarantine import SharedDock
 from serve.pools.router import Router
@@ -132,7 +132,7 @@ class Ingress:
         # Ray's own proxy is one process, and takes the chunks of all ingresses.
         is_shared = not self._is_behind_haproxy
         cost = CHUNK_COST * config.num_ingresses if is_shared else HAPROXY_CHUNK_COST
-        tick = SharedTick(cost)
+        tick = StreamBatcher(cost)
         self._tokens = TokenSocket(ray.util.get_node_ip_address(), credentials, tick)
         self._router = Router(
             {name: _Pools(handle, config.config_hash) for name, handle in handles.items()},
@@ -213,21 +213,21 @@ class Ingress:
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer what would be posted to /v1/chat/completions."""
-        return await direct.answer(self._serving, parse_chat_shape, body)
+        return await direct.answer(self._serving, parse_chat, body)
 
     async def stream_chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a chat completion; call with `options(stream=True)`."""
-        async with aclosing(direct.stream(self._serving, parse_chat_shape, body)) as chunks:
+        async with aclosing(direct.stream(self._serving, parse_chat, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer what would be posted to /v1/completions."""
-        return await direct.answer(self._serving, parse_completion_shape, body)
+        return await direct.answer(self._serving, parse_completion, body)
 
     async def stream_complete(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a completion; call with `options(stream=True)`."""
-        async with aclosing(direct.stream(self._serving, parse_completion_shape, body)) as chunks:
+        async with aclosing(direct.stream(self._serving, parse_completion, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -502,9 +502,9 @@ class Ingress:
             await asyncio.sleep(POLL_PERIOD_S)
 
 
-def _no_figures(error: Exception) -> Unavailable:
+def _no_figures(error: Exception) -> ApiError:
     message = f"status board: wanted its figures, found {type(error).__name__}"
-    return Unavailable(message, retry_after_s=RETRY_AFTER_S)
+    return ApiError(503, message, retry_after_s=RETRY_AFTER_S)
 
 
 def _why_down(pool: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class ApiKeys:
-    """The known keys, as digests: how long a comparison of digests takes tells nothing about a key.
+    """The known keys, as digests: how long comparing two takes reveals nothing about a key.
 
     Invariant: a file that cannot be read, or has no key, leaves the keys that were read before.
     """
@@ -47,11 +47,6 @@ class ApiKeys:
             self._from_file = [_digest(key) for key in read_keys(file)]
             self._stamp = _stamp(file)
             self._look_at = clock() + LOOK_EVERY_S
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether a request needs a key."""
-        return bool(self._given or self._file)
 
     def has(self, key: str) -> bool:
         """Return whether a key is known, in the same time for every key."""

@@ -21,17 +21,13 @@ from typing import Any, NotRequired, TypedDict
 from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    Submit,
-    TokenLogprobs,
-)
+from cluster.wire.messages import GenerateRequest, Submit, TokenLogprobs
 from compile.config import CompilationConfig
 from model.fields import Source, convert
 from serve.clients import UNKNOWN
 from serve.config import engine_config
 from serve.requests.cache_salt import CacheSalt, CacheSalts
+from serve.requests.choice import Choice, GenerationError
 from serve.requests.sampling import Resolver, SamplingParams
 from serve.requests.structured import GrammarChecks, StructuredOutputsParams, check
 from serve.requests.text import StopStrings, TextStream
@@ -40,6 +36,7 @@ from serve.requests.tokenizer import Tokenizer
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "GenerationError",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -64,10 +61,6 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-
-
-class GenerationError(RuntimeError):
-    """The engine refused or lost a request; the message says why."""
 
 
 @dataclass
@@ -151,19 +144,18 @@ class LLM:
             wanted, found = len(many), len(sampling_params)
             raise ValueError(f"sampling_params: wanted {wanted}, one per prompt, found {found}")
         # All are checked before the first is submitted, so that an error leaves nothing behind.
-        unfinished: dict[str, _Running] = {}
-        requests: list[GenerateRequest] = []
-        outputs = [
-            self._prepare(prompt, params, unfinished, requests)
+        prepared = [
+            self._prepare(prompt, params)
             for prompt, params in zip(many, sampling_params, strict=True)
         ]
+        running = {each.request.request_id: each for _, choices in prepared for each in choices}
         try:
-            for request in requests:
-                self.engine.submit(Submit(request, None))
-            self._run(unfinished)
+            for choice in list(running.values()):
+                self.engine.submit(Submit(choice.request, None))
+            self._run(running)
         finally:
-            self.engine.abort(unfinished)
-        return outputs
+            self.engine.abort(running)
+        return [_with_choices(output, choices) for output, choices in prepared]
 
     def chat(
         self,
@@ -184,12 +176,8 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        running: dict[str, _Running],
-        requests: list[GenerateRequest],
-    ) -> RequestOutput:
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[RequestOutput, list[Choice]]:
         content, salt = _content(prompt)
         cache_salt = self._salts.of(UNKNOWN, salt)
         if isinstance(content, str):
@@ -203,66 +191,54 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
             grammar_text=self._grammars.text,
         )
-        samplings, stop = resolver.choices(len(ids)), StopStrings(params.stop_strings)
         output = RequestOutput(f"offline-{next(self._ids)}", text, ids, [])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs.append(None)
-        for index, sampling in enumerate(samplings):
-            output.outputs.append(CompletionOutput(index))
-            request_id = f"{output.request_id}-{index}"
-            stream = TextStream.of(self.tokenizer, params, stop, ids)
-            running[request_id] = _Running(output, index, stream, params.stop_token_ids)
-            requests.append(GenerateRequest(request_id, ids, [], sampling, "", cache_salt))
-        return output
+        stop = StopStrings(params.stop_strings)
+        choices = [
+            Choice(
+                index,
+                GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, "", cache_salt),
+                TextStream(self.tokenizer, params, stop, ids),
+                params.stop_token_ids,
+            )
+            for index, sampling in enumerate(resolver.choices(len(ids)))
+        ]
+        return output, choices
 
-    def _run(self, running: dict[str, _Running]) -> None:
+    def _run(self, running: dict[str, Choice]) -> None:
         # An overlapped engine is busy with what has ended until its last step has.
         while running or self.engine.has_unfinished:
             for output in self.engine.step():
-                request = running.get(output.request_id)
-                if request is None:
+                choice = running.get(output.request_id)
+                if choice is None:
                     continue
-                if request.take(output):
+                if output.finish_reason in ("error", "abort"):
+                    raise GenerationError(output.error or "the request was aborted")
+                choice.absorb(output)
+                if choice.is_finished:
                     del running[output.request_id]
                     if not output.finish_reason:
                         self.engine.abort([output.request_id])
 
 
-@dataclass
-class _Running:
-    output: RequestOutput
-    index: int
-    stream: TextStream
-    stop_token_ids: list[int]
-
-    def take(self, output: EngineOutput) -> bool:
-        """Book one step's output; return whether the request has ended."""
-        if output.finish_reason in ("error", "abort"):
-            raise GenerationError(output.error or "the request was aborted")
-        mine = self.output.outputs[self.index]
-        if self.index == 0:
-            self._take_prompt(output)
-        delta = self.stream.push(output.token_ids, stop_token_id=output.stop_token_id)
-        mine.text += delta.text
-        mine.token_ids += output.token_ids[: delta.num_tokens_used]
-        mine.logprobs += output.logprobs[: delta.num_tokens_used]
-        if delta.stopped:
-            mine.finish_reason, mine.stop_reason = "stop", delta.stop_string
-            return True
-        if output.finish_reason:
-            mine.text += self.stream.finish()
-            mine.finish_reason = output.finish_reason
-            is_users = output.stop_token_id in self.stop_token_ids
-            mine.stop_reason = output.stop_token_id if is_users else None
-            if self.stream.stop_string is not None:  # completed by the last characters
-                mine.finish_reason, mine.stop_reason = "stop", self.stream.stop_string
-            return True
-        return False
-
-    def _take_prompt(self, output: EngineOutput) -> None:
-        """Book what concerns the prompt, from its first choice."""
-        self.output.num_cached_tokens = output.num_cached_tokens
-        self.output.prompt_logprobs += output.prompt_logprobs
+def _with_choices(output: RequestOutput, choices: list[Choice]) -> RequestOutput:
+    """Fill in what was generated; what concerns the prompt comes with its first choice."""
+    output.num_cached_tokens = choices[0].num_cached_tokens or 0
+    output.prompt_logprobs += choices[0].prompt_logprobs
+    for choice in choices:
+        found = choice.take()
+        output.outputs.append(
+            CompletionOutput(
+                choice.index,
+                found.text,
+                found.token_ids,
+                found.logprobs,
+                choice.finish_reason,
+                found.stop_reason,
+            )
+        )
+    return output
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

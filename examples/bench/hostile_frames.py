@@ -71,7 +71,7 @@ from cluster.wire.messages import (
 )
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def serve_tokens(pipe: Connection) -> None:
 
 
 async def _receive_tokens(pipe: Connection) -> None:
-    tokens = TokenSocket(HOST, CREDENTIALS, SharedTick())
+    tokens = TokenSocket(HOST, CREDENTIALS, StreamBatcher())
     mailbox = tokens.open("honest")
     turns: list[Turn] = []
     threading.Thread(target=_tell_turns, args=(pipe, [tokens.address], turns), daemon=True).start()

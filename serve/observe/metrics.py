@@ -1,13 +1,14 @@
 """The metrics as Prometheus reads them.
 
 Values come from the status board, the only one that hears of all ranks and all ingresses; the text
-is prometheus_client's. Both are got by one task at a time, whatever number of scrapers wait for it.
+is prometheus_client's. Both are got by one task at a time, no matter how many scrapers wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,6 +23,7 @@ from cluster.observe.metrics import (
     COMMON_LABELS,
     COUNTER,
     GAUGE,
+    HISTOGRAM,
     PREFIX,
     Described,
     MetricsSnapshot,
@@ -30,6 +32,11 @@ from cluster.observe.metrics import (
 
 OPEN_METRICS = "application/openmetrics-text"
 PLAIN = "text/plain"
+_FAMILIES: dict[str, Any] = {
+    COUNTER: CounterMetricFamily,
+    GAUGE: GaugeMetricFamily,
+    HISTOGRAM: HistogramMetricFamily,
+}
 
 
 class SnapshotCollector(Collector):
@@ -43,25 +50,15 @@ class SnapshotCollector(Collector):
         """Yield every metric with its samples."""
         for metric, found in samples(self._snapshot, self._described):
             name, labels = PREFIX + metric.name, (*COMMON_LABELS, *metric.labels)
-            if metric.kind == COUNTER:
-                counter = CounterMetricFamily(name, metric.meaning, labels=labels)
-                for sample in found:
-                    counter.add_metric(sample.labels, sample.value)
-                yield counter
-            elif metric.kind == GAUGE:
-                gauge = GaugeMetricFamily(name, metric.meaning, labels=labels)
-                for sample in found:
-                    gauge.add_metric(sample.labels, sample.value)
-                yield gauge
-            else:
-                histogram = HistogramMetricFamily(name, metric.meaning, labels=labels)
-                for sample in found:
-                    histogram.add_metric(sample.labels, list(sample.buckets), sample.value)
-                yield histogram
+            family = _FAMILIES[metric.kind](name, metric.meaning, labels=labels)
+            for sample in found:
+                buckets = [list(sample.buckets)] if metric.kind == HISTOGRAM else []
+                family.add_metric(sample.labels, *buckets, sample.value)
+            yield family
 
 
 def format_of(accept: str) -> str:
-    """Return the format that a scraper's Accept header asks for: one of two, whatever it says.
+    """Return the format that a scraper's Accept header asks for, one of two in any case.
 
     Prometheus names the one that it likes best first.
     """

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from serve.requests.records import RequestRecord
@@ -26,40 +27,74 @@ MAX_ENGINES = 8
 """Engines that a line names."""
 
 
-class RequestLog:
-    """Writes the lines of one process. `write` is for its event loop."""
+class RecordThread:
+    """Hands records of ended requests to a thread, which does with them what takes time.
 
-    def __init__(self) -> None:
-        self._waiting: queue.Queue[tuple[RequestRecord, float]] = queue.Queue(MAX_WAITING)
+    `put` is for the event loop: if too many wait, the next ones are dropped, and counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        max_waiting: int,
+        handle: Callable[[RequestRecord, float, int], None],
+        *,
+        pause_s: float = 0.0,
+        at_close: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            handle: takes a record, when its request ended, and how many were dropped before it.
+            pause_s: between two batches of records.
+            at_close: called by the thread when all was handled.
+        """
+        self._waiting: queue.Queue[tuple[RequestRecord, float] | None] = queue.Queue(max_waiting)
         self._num_dropped = 0
-        thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
-        thread.start()
+        self._handle = handle
+        self._pause_s = pause_s
+        self._at_close = at_close
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    def write(self, record: RequestRecord) -> None:
-        """Log a request that has just ended."""
+    def put(self, record: RequestRecord) -> None:
+        """Take the record of a request that has just ended."""
         try:
             self._waiting.put_nowait((record, time.monotonic()))
         except queue.Full:
             self._num_dropped += 1
 
-    def _write_all(self) -> None:
-        while True:
-            self._write_line(*self._waiting.get())
-            while not self._waiting.empty():
-                self._write_line(*self._waiting.get())
-            time.sleep(PAUSE_S)
+    def close(self, timeout_s: float) -> None:
+        """Handle what was put, for at most so long."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
 
-    def _write_line(self, record: RequestRecord, ended_at: float) -> None:
-        fields = line_of(record, ended_at)
-        if self._num_dropped:
+    def _run(self) -> None:
+        while (ended := self._waiting.get()) is not None:
             dropped, self._num_dropped = self._num_dropped, 0
-            fields["dropped_lines"] = dropped
-        text = " ".join(f"{name}={_text(value)}" for name, value in fields.items())
-        log.info("request %s", text, extra={"fields": fields})
+            self._handle(*ended, dropped)
+            if self._waiting.empty():
+                time.sleep(self._pause_s)
+        if self._at_close is not None:
+            self._at_close()
+
+
+class RequestLog:
+    """Writes the lines of one process. `write` is for its event loop."""
+
+    def __init__(self) -> None:
+        self.write = RecordThread("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S).put
+
+
+def _write_line(record: RequestRecord, ended_at: float, num_dropped: int) -> None:
+    fields = line_of(record, ended_at)
+    if num_dropped:
+        fields["dropped_lines"] = num_dropped
+    text = " ".join(f"{name}={_text(value)}" for name, value in fields.items())
+    log.info("request %s", text, extra={"fields": fields})
 
 
 def line_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
-    """Return what is logged of a request, by name."""
     sequences = record.sequences
     started = [each for each in sequences if each.first_at]
     fields: dict[str, Any] = {

@@ -22,8 +22,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from compile.errors import FieldError
+from serve.observe.request_log import RecordThread
 from serve.requests.records import ABORTED, FAILED, Attempt, RequestRecord, SequenceRecord
 
 log = logging.getLogger("lockstep.tracing")
@@ -42,7 +41,7 @@ EXPORTERS = {
     GRPC: "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     HTTP: "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
-MAX_UNTOLD = 2_000
+MAX_UNTRACED = 2_000
 """Ended requests that wait for their spans to be made; more have none."""
 MAX_TRACED = 8
 """Sequences of one request that have spans."""
@@ -82,37 +81,26 @@ class Tracing:
         resource = Resource.create({"service.instance.id": instance})
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "lockstep"}))
-        # Not the process's global provider: that is for whatever else traces here.
+        # Not the process's global provider: that is for other code that traces here.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_ToldOnce(exporter)))
+        self._provider.add_span_processor(BatchSpanProcessor(_ReportedOnce(exporter)))
         self._tracer = self._provider.get_tracer("lockstep")
-        self._waiting: queue.Queue[tuple[RequestRecord, float] | None] = queue.Queue(MAX_UNTOLD)
-        self._num_dropped = 0
-        self._thread = threading.Thread(target=self._make_all, name="tracing", daemon=True)
-        self._thread.start()
-
-    def write(self, record: RequestRecord) -> None:
-        """Trace a request that has just ended."""
-        try:
-            self._waiting.put_nowait((record, time.monotonic()))
-        except queue.Full:
-            self._num_dropped += 1
+        self._thread = RecordThread(
+            "tracing", MAX_UNTRACED, self._make, at_close=self._provider.shutdown
+        )
+        self.write = self._thread.put
 
     def close(self) -> None:
         """Send what was written, for at most `CLOSE_S`."""
-        self._waiting.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.close(CLOSE_S)
 
-    def _make_all(self) -> None:
-        while (ended := self._waiting.get()) is not None:
-            try:
-                make_spans(self._tracer, *ended)
-            except Exception:
-                log.exception("the spans of a request could not be made")
-            if self._num_dropped:
-                dropped, self._num_dropped = self._num_dropped, 0
-                log.warning("%d requests have no spans: too many ended at once", dropped)
-        self._provider.shutdown()
+    def _make(self, record: RequestRecord, ended_at: float, num_dropped: int) -> None:
+        try:
+            make_spans(self._tracer, record, ended_at)
+        except Exception:
+            log.exception("the spans of a request could not be made")
+        if num_dropped:
+            log.warning("%d requests have no spans: too many ended at once", num_dropped)
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -178,8 +166,8 @@ def make_spans(tracer: Any, record: RequestRecord, ended_at: float) -> None:
 
 
 def attributes_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
-    """Return what the span of a request tells: vLLM's names, and the conventions' where they have
-    others."""
+    """Return the attributes of a request's span: vLLM's names, and the conventions' where they
+    have others."""
     sequences = record.sequences
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if record.id.startswith("cmpl-") else "chat",
@@ -234,7 +222,7 @@ def error_of(record: RequestRecord) -> str:
 
 
 def phases_of(sequence: SequenceRecord, attempt: Attempt) -> Iterator[Phase]:
-    """Yield the parts of an attempt's time, one behind the other."""
+    """Yield the parts of an attempt's time, one after the other."""
     is_last = attempt.number == sequence.num_attempts - 1
     reason = sequence.finish_reason if is_last else ""
     error = attempt.lost or (reason if reason in (FAILED, ABORTED) else "")
@@ -289,7 +277,7 @@ def _protocol(endpoint: str) -> str:
     return HTTP if urlsplit(endpoint).path.strip("/") else GRPC
 
 
-class _FirstWord(logging.Handler):
+class _FirstMessage(logging.Handler):
     """Keeps what was logged first since `text` was emptied, and writes nothing."""
 
     text = ""
@@ -298,13 +286,13 @@ class _FirstWord(logging.Handler):
         self.text = self.text or record.getMessage()
 
 
-class _ToldOnce:
-    """An exporter that tells when its collector takes no spans, and when it does so again."""
+class _ReportedOnce:
+    """An exporter that logs when its collector stops taking spans, and when it takes them again."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter
         self._num_lost = 0
-        self._reason = _FirstWord()
+        self._reason = _FirstMessage()
         for name, handler in ((EXPORTER_LOG, self._reason), (QUEUE_LOG, logging.NullHandler())):
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = [handler], False

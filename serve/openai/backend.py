@@ -26,7 +26,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     args: DeployArgs = DeployArgs()
     """What `deploy` was asked for: limits, formats, debugging."""
     retry_after_s: float = 5.0
-    """How long a client that comes before the pools are ready is told to wait."""
+    """The `Retry-After` of requests before the pools are ready."""
     max_sequences: int = 1024
     """Of one request: the prompts of a completions request, each with `n` choices."""
     vocab_size: int | None = None
@@ -38,7 +38,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
         return (self.served_model_name, *self.other_model_names)
 
 
@@ -47,31 +46,24 @@ class Backend(Protocol):
 
     def is_ready(self) -> bool:
         """Return whether requests are taken."""
-        ...
 
     def failure(self) -> str:
         """Return what does not work and is not on its way to; empty if it is well."""
-        ...
 
     async def status(self) -> tuple[int, dict[str, Any]]:
         """Return the HTTP status and the body of /ready."""
-        ...
 
     async def figures(self) -> dict[str, Any]:
         """Return the body of /status."""
-        ...
 
     async def debug_ranks(self) -> dict[str, Any]:
         """Return the body of /debug/ranks."""
-        ...
 
     async def metrics(self, counts: Counts) -> MetricsSnapshot:
         """Take what this process has counted, and return what all have."""
-        ...
 
     def debug_ingress(self) -> dict[str, Any]:
         """Return the body of /debug/ingress."""
-        ...
 
     def generate(
         self, request: GenerateRequest, record: SequenceRecord
@@ -84,4 +76,3 @@ class Backend(Protocol):
 
         The stream may raise Overloaded, an ApiError or anything else instead of its first output.
         """
-        ...

@@ -12,9 +12,10 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
-from serve.admission import Place
+from compile.errors import FieldError, Words
+from serve.admission import AdmissionSlot
 from serve.openai.backend import ApiSettings
-from serve.openai.errors import ApiError, BadRequest, BodyTooLarge, SlowBody
+from serve.openai.errors import ApiError
 from serve.openai.schema import ChatRequest, CompletionRequest
 from serve.requests.tokenizer import Tokenizer
 
@@ -49,18 +50,17 @@ class BodyReader:
         self._num_discarding = 0
 
     def check_length(self, request: Request) -> None:
-        """Refuse a body by the length that the request announces; raises BodyTooLarge."""
+        """Refuse a body by the length that the request announces; raises ApiError."""
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._settings.args.max_body_bytes:
             raise self._too_large(length[:20])
 
-    async def read(self, request: Request, place: Place) -> bytes:
-        """Return the request's body, whose bytes count as held by `place`.
+    async def read(self, request: Request, slot: AdmissionSlot) -> bytes:
+        """Return the request's body, whose bytes count as held by `slot`.
 
         Raises:
-            BodyTooLarge: as soon as too many bytes have come.
-            SlowBody: it did not come within the request's time, or came slowly while another
-                request wanted its place.
+            ApiError: too many bytes have come (413); or it did not come within the request's time,
+                or came slowly while another request wanted its slot (408).
             Overloaded: other requests hold too many bytes.
         """
         limit = self._settings.args.max_body_bytes
@@ -68,17 +68,17 @@ class BodyReader:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._settings.args.request_timeout_s) as timer:
-                place.on_evicted = lambda: timer.reschedule(loop.time())
+                slot.on_evicted = lambda: timer.reschedule(loop.time())
                 async for part in request.stream():
                     if len(body) + len(part) > limit:
                         raise self._too_large(f"at least {len(body) + len(part)}")
-                    place.hold(len(part))
+                    slot.hold(len(part))
                     body += part
         except TimeoutError as error:
             wanted = f"wanted within {self._settings.args.request_timeout_s:g} s, sooner under load"
-            raise SlowBody(f"body: {wanted}, found it unfinished") from error
+            raise ApiError(408, f"body: {wanted}, found it unfinished") from error
         finally:
-            place.on_evicted = None
+            slot.on_evicted = None
         return bytes(body)
 
     async def discard(self, request: Request) -> None:
@@ -93,10 +93,8 @@ class BodyReader:
 
     def _too_large(self, found: str) -> ApiError:
         # The unread rest is still in the connection, which cannot serve another request.
-        return BodyTooLarge(
-            f"body: wanted at most {self._settings.args.max_body_bytes} bytes, found {found}",
-            headers={"Connection": "close"},
-        )
+        wanted = f"wanted at most {self._settings.args.max_body_bytes} bytes"
+        return ApiError(413, f"body: {wanted}, found {found}", headers={"Connection": "close"})
 
 
 async def _discard(parts: AsyncGenerator[bytes, None]) -> None:
@@ -115,7 +113,7 @@ def check_values(body: bytes, max_model_len: int) -> None:
     """Refuse JSON of very many or very long values before they are built; a few ms for each MB.
 
     Raises:
-        BadRequest: says how many there may be.
+        ApiError: says how many there may be.
     """
     if len(body) <= SMALL_BYTES:
         return
@@ -127,12 +125,13 @@ def check_values(body: bytes, max_model_len: int) -> None:
     max_numbers = max(MAX_NUMBERS, 2 * max_model_len)
     _check("numbers", structure.count(b",") - num_strings, max_numbers)
     if b"0" * (MAX_DIGITS + 1) in structure.translate(_DIGITS_ALIKE):
-        raise BadRequest(f"body: wanted numbers of at most {MAX_DIGITS} digits, found a longer one")
+        message = f"body: wanted numbers of at most {MAX_DIGITS} digits, found a longer one"
+        raise ApiError(400, message)
 
 
 def _check(what: str, found: int, limit: int) -> None:
     if found > limit:
-        raise BadRequest(f"body: wanted at most {limit} {what}, found {found}")
+        raise ApiError(400, f"body: wanted at most {limit} {what}, found {found}")
 
 
 def check_limits(
@@ -145,20 +144,20 @@ def check_limits(
     """Refuse too many sequences, and lists that are longer than the vocabulary.
 
     Raises:
-        BadRequest: names the field, the limit and what was found.
+        FieldError: names the limit and what was found.
     """
     limit = settings.max_sequences
     if num_prompts > limit:
-        raise _refused("prompt", f"at most {limit} prompts", num_prompts)
+        raise FieldError("prompt", f"at most {limit} prompts", num_prompts)
     if num_prompts * max(request.n, 1) > limit:
         wanted = f"at most {limit // num_prompts}"
         if num_prompts > 1:
             wanted += f" (the request has {num_prompts} prompts)"
-        raise _refused("n", wanted, request.n)
+        raise FieldError("n", wanted, request.n)
     num_allowed = len(request.allowed_token_ids or ())
     if num_allowed > tokenizer.vocab_size:
         wanted = f"at most {tokenizer.vocab_size} token ids, the vocabulary's"
-        raise _refused("allowed_token_ids", wanted, num_allowed)
+        raise FieldError("allowed_token_ids", wanted, num_allowed)
 
 
 def check_num_chars(
@@ -167,7 +166,7 @@ def check_num_chars(
     """Refuse a prompt of more characters than its tokens could stand for.
 
     Raises:
-        BadRequest: names the limit and how it is derived.
+        FieldError: names the limit and how it is derived.
     """
     longest = tokenizer.longest_token
     limit = settings.max_model_len * longest
@@ -176,8 +175,4 @@ def check_num_chars(
             f"at most {limit} characters (the model's length is {settings.max_model_len} tokens, "
             f"the longest of which stands for {longest})"
         )
-        raise _refused(field, wanted, f"{num_chars} characters")
-
-
-def _refused(field: str, wanted: str, found: object) -> BadRequest:
-    return BadRequest(f"{field}: wanted {wanted}, found {found}", param=field)
+        raise FieldError(field, wanted, Words(f"{num_chars} characters"))

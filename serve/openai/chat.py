@@ -7,16 +7,18 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from compile.errors import FieldError, Words
 from serve.event_loop import Check
-from serve.openai.answer_parser import AnswerDelta, AnswerFormat, AnswerParser
-from serve.openai.backend import ApiSettings
-from serve.openai.body import check_limits, check_num_chars
-from serve.openai.endpoint import Serving, Stamp
-from serve.openai.errors import BadRequest
-from serve.openai.generation import Choice, Generation, Piece
-from serve.openai.reasoning import CLOSER, OPENER, TAIL_TOKENS, ReasoningFormat
-from serve.openai.request_parser import parse_chat
-from serve.openai.responses import (
+from serve.openai.answer_parser import (
+    CLOSER,
+    OPENER,
+    TAIL_TOKENS,
+    AnswerDelta,
+    AnswerFormat,
+    AnswerParser,
+    ReasoningFormat,
+)
+from serve.openai.answers import (
     AnsweredCall,
     AnsweredCallDelta,
     ChatChoice,
@@ -27,22 +29,26 @@ from serve.openai.responses import (
     ChatLogprobs,
     ChatMessage,
     FunctionCall,
-    PromptLogprobs,
     Usage,
     chat_logprobs,
     prompt_logprobs,
 )
+from serve.openai.backend import ApiSettings
+from serve.openai.body import check_limits, check_num_chars
+from serve.openai.endpoint import ResponseMeta, Serving
+from serve.openai.errors import ApiError
+from serve.openai.fields import parse
+from serve.openai.generation import Generation
 from serve.openai.schema import ChatRequest, NamedToolChoice
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import (
-    check_calls,
     check_tools,
     new_call_id,
-    num_tool_chars,
     tool_format,
     tools_for_template,
     with_forced_calls,
 )
+from serve.requests.choice import Choice, OutputDelta
 from serve.requests.sampling import SamplingParams
 from serve.requests.tokenizer import Tokenizer
 
@@ -51,11 +57,56 @@ MESSAGE_CHARS = 64
 NO_DELTA = ChatDelta()
 
 
-class ChatShape:
-    """Reads and writes one chat request."""
+class ConversationAdapter:
+    """What the adapters of chats and of responses have in common.
+
+    A chat template writes the prompt, and an answer has reasoning, content and calls.
+    """
 
     num_prompts = 1
     num_prompt_copies = 1
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        answers: AnswerFormat,
+        size: int,
+        meta: ResponseMeta,
+    ) -> None:
+        """Read a request; `answers` and `size` are what `check_chat` returned for it."""
+        self.request = request
+        self.params = with_forced_calls(request, params) if answers.is_forced else params
+        self.meta = meta
+        self.size = size
+        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
+        self._tokenizer = tokenizer
+        self._answers = answers
+
+    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
+        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
+
+    def new_parser(self, choice: Choice) -> AnswerParser:
+        """Return the parser of a choice's text."""
+        return AnswerParser(self._answers, self._prompt_end(choice))
+
+    def _prompt_end(self, choice: Choice) -> str:
+        """Return the end of the prompt, which says whether the answer begins within reasoning."""
+        if self._answers.reasoning is ReasoningFormat.NONE:
+            return ""
+        if self.request.continue_final_message:
+            text = self.request.messages[-1].text
+            opened, closed = text.rfind(OPENER), text.rfind(CLOSER)
+            if opened != closed:
+                return OPENER if opened > closed else CLOSER
+        tail = choice.request.prompt_token_ids[-TAIL_TOKENS:]
+        return self._tokenizer.decode(tail, skip_special_tokens=False)
+
+
+class ChatAdapter(ConversationAdapter):
+    """Reads and writes one chat request."""
+
     has_typed_events = False
 
     def __init__(
@@ -63,115 +114,79 @@ class ChatShape:
         request: ChatRequest,
         params: SamplingParams,
         tokenizer: Tokenizer,
-        model: str,
         answers: AnswerFormat,
+        size: int,
+        meta: ResponseMeta,
     ) -> None:
-        """Read a request whose answers the model writes in the format `answers`."""
-        self.request = request
-        self.params = with_forced_calls(request, params)
-        self.stamp = Stamp.new("chatcmpl", model)
-        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
-        self._tokenizer = tokenizer
-        self._answers = answers
+        super().__init__(request, params, tokenizer, answers, size, meta)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
-
-    @property
-    def size(self) -> int:
-        return chat_size(self.request)
-
-    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
         return ChatCompletion(
-            id=self.stamp.id,
-            created=self.stamp.created,
-            model=self.stamp.model,
-            choices=[self._choice(choice) for choice in generation.choices],
+            id=self.meta.id,
+            created=self.meta.created,
+            model=self.meta.model,
+            choices=[self._whole(choice) for choice in generation.choices],
             usage=generation.usage(),
-            prompt_logprobs=self._prompt_logprobs(first),
+            prompt_logprobs=prompt_logprobs(self._tokenizer, first, self.request.prompt_logprobs),
             prompt_token_ids=self._prompt_token_ids(first),
         )
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        if choice.index not in self._parsers:
-            yield self._chunk(
-                self._role_choice(choice.index), usage, self._prompt_token_ids(choice)
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            parser = self._parsers[choice.index] = self.new_parser(choice)
+            role = ChatDelta(role="assistant", content="")
+            begun = ChatChunkChoice(
+                index=choice.index, delta=role, logprobs=None, finish_reason=None, stop_reason=None
             )
-        parser = self._parser(choice)
-        piece = choice.take()
-        delta = self._delta(parser.push(piece.text, is_last=piece.finish_reason is not None))
+            yield self._chunk([begun], usage, self._prompt_token_ids(choice))
+        found = choice.take()
+        delta = self._delta(parser.push(found.text, is_last=found.finish_reason is not None))
         wants_tokens = self.request.logprobs or self.request.return_token_ids
-        if delta != NO_DELTA or piece.finish_reason or (piece.token_ids and wants_tokens):
-            found = self._chunk_choice(choice.index, piece, delta, parser)
-            yield self._chunk(found, usage, UNSET)
+        if delta != NO_DELTA or found.finish_reason or (found.token_ids and wants_tokens):
+            written = ChatChunkChoice(
+                index=choice.index,
+                delta=delta,
+                logprobs=self._logprobs(found),
+                finish_reason=_finish_reason(found, parser),
+                stop_reason=found.stop_reason,
+                token_ids=found.token_ids if self.request.return_token_ids else UNSET,
+            )
+            yield self._chunk([written], usage)
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            yield ChatChunk(
-                id=self.stamp.id,
-                created=self.stamp.created,
-                model=self.stamp.model,
-                choices=[],
-                usage=generation.usage(),
-            )
+            yield self._chunk([], generation.usage())
 
-    def _choice(self, choice: Choice) -> ChatChoice:
-        parser, piece = self._parser(choice), choice.take()
+    def _whole(self, choice: Choice) -> ChatChoice:
+        parser, found = self.new_parser(choice), choice.take()
         return ChatChoice(
             index=choice.index,
-            message=self._message(parser.push(piece.text, is_last=True)),
-            logprobs=self._logprobs(piece),
-            finish_reason=finish_reason(piece, parser),
-            stop_reason=piece.stop_reason,
-            token_ids=piece.token_ids if self.request.return_token_ids else UNSET,
+            message=self._message(parser.push(found.text, is_last=True)),
+            logprobs=self._logprobs(found),
+            finish_reason=_finish_reason(found, parser),
+            stop_reason=found.stop_reason,
+            token_ids=found.token_ids if self.request.return_token_ids else UNSET,
         )
 
     def _chunk(
         self,
-        choice: ChatChunkChoice,
+        choices: list[ChatChunkChoice],
         usage: Usage | UnsetType | None,
-        prompt_token_ids: list[int] | UnsetType,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
-            id=self.stamp.id,
-            created=self.stamp.created,
-            model=self.stamp.model,
-            choices=[choice],
+            id=self.meta.id,
+            created=self.meta.created,
+            model=self.meta.model,
+            choices=choices,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
-
-    def _role_choice(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=index,
-            delta=ChatDelta(role="assistant", content=""),
-            logprobs=None,
-            finish_reason=None,
-            stop_reason=None,
-        )
-
-    def _chunk_choice(
-        self, index: int, piece: Piece, delta: ChatDelta, parser: AnswerParser
-    ) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=index,
-            delta=delta,
-            logprobs=self._logprobs(piece),
-            finish_reason=finish_reason(piece, parser),
-            stop_reason=piece.stop_reason,
-            token_ids=piece.token_ids if self.request.return_token_ids else UNSET,
-        )
-
-    def _parser(self, choice: Choice) -> AnswerParser:
-        parser = self._parsers.get(choice.index)
-        if parser is None:
-            end = prompt_end(self.request, self._answers, self._tokenizer, choice)
-            parser = self._parsers[choice.index] = AnswerParser(self._answers, end)
-        return parser
 
     def _message(self, found: AnswerDelta) -> ChatMessage:
         reasoning = self._reasoning(found)
@@ -202,65 +217,63 @@ class ChatShape:
         return (found.reasoning if self.request.include_reasoning else "") or UNSET
 
     def _call_delta(self, call: CallDelta) -> AnsweredCallDelta:
-        if call.name is None:
-            return AnsweredCallDelta(
-                index=call.number, function=FunctionCall(arguments=call.arguments)
-            )
+        is_first = call.name is not None
         return AnsweredCallDelta(
             index=call.number,
-            id=self._call_id(),
-            type="function",
-            function=FunctionCall(name=call.name, arguments=call.arguments),
+            id=self._call_id() if is_first else UNSET,
+            type="function" if is_first else UNSET,
+            function=FunctionCall(name=call.name or UNSET, arguments=call.arguments),
         )
 
     def _call_id(self) -> str:
         assert self._answers.tools is not None
         return new_call_id(self._answers.tools)
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, found: OutputDelta) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
-        return chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs)
-
-    def _prompt_logprobs(self, first: Choice) -> PromptLogprobs | UnsetType:
-        if self.request.prompt_logprobs is None:
-            return UNSET
-        token_ids = first.request.prompt_token_ids
-        return prompt_logprobs(self._tokenizer, token_ids, first.prompt_logprobs)
+        return chat_logprobs(self._tokenizer, found.token_ids, found.logprobs)
 
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.request.prompt_token_ids if self.request.return_token_ids else UNSET
 
 
-def parse_chat_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatShape:
-    """Return the request in a JSON body; raises BadRequest and FieldError."""
-    request = parse_chat(body)
+def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapter:
+    """Return the request in a JSON body; raises ApiError and FieldError."""
+    request = parse(body, ChatRequest)
+    request.check_turns()
     params = request.sampling_params()
-    answers = check_chat(request, serving.settings, tokenizer)
-    return ChatShape(request, params, tokenizer, serving.settings.served_model_name, answers)
+    answers, size = check_chat(request, serving.settings, tokenizer)
+    meta = ResponseMeta.new("chatcmpl", serving.settings.served_model_name)
+    return ChatAdapter(request, params, tokenizer, answers, size, meta)
 
 
-def check_chat(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> AnswerFormat:
-    """Refuse a chat beyond the limits, and return how the model writes its answers.
+def check_chat(
+    request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
+) -> tuple[AnswerFormat, int]:
+    """Refuse a chat beyond the limits.
+
+    Returns:
+        How the model writes its answers, and about how many characters its template writes.
 
     Raises:
-        BadRequest, FieldError: name the field.
+        ApiError, FieldError: name the field.
     """
-    check_limits(request, settings, tokenizer, num_prompts=1)
-    check_tools(request)
     max_messages = settings.max_model_len
-    num_calls = sum(len(message.tool_calls) for message in request.messages)
-    if (found := len(request.messages) + num_calls) > max_messages:
+    num_chars = check_tools(request, max_messages)
+    num_messages, num_calls = len(request.messages), 0
+    for message in request.messages:
+        num_calls += len(message.tool_calls)
+        num_chars += message.num_chars
+    if num_messages + num_calls > max_messages:
         wanted = f"at most {max_messages}, a token of the model's length for each"
         with_calls = f" with {num_calls} calls" if num_calls else ""
-        message = f"messages: wanted {wanted}, found {found}{with_calls}"
-        raise BadRequest(message, param="messages")
-    num_chars = sum(message.num_chars for message in request.messages)
-    num_chars += num_tool_chars(request.tools)
+        raise FieldError("messages", wanted, Words(f"{num_messages + num_calls}{with_calls}"))
+    check_limits(request, settings, tokenizer, num_prompts=1)
     check_num_chars("messages", num_chars, settings, tokenizer)
-    check_calls(request.messages, settings.max_model_len)
     _check_template(request, tokenizer)
-    return _answer_format(request, settings, tokenizer)
+    size = num_chars + MESSAGE_CHARS * (num_messages + num_calls)
+    return _answer_format(request, settings, tokenizer), size
 
 
 def _answer_format(
@@ -284,17 +297,7 @@ def _answer_format(
 
 
 def _shows_tools(request: ChatRequest) -> bool:
-    """Return whether the model is told of tools."""
     return bool(request.tools) and request.tool_choice != "none"
-
-
-def chat_size(request: ChatRequest) -> int:
-    """Return about how many characters a chat template writes for a request."""
-    num_chars = sum(
-        MESSAGE_CHARS * (1 + len(message.tool_calls)) + message.num_chars
-        for message in request.messages
-    )
-    return num_chars + num_tool_chars(request.tools)
 
 
 def encode_chat(
@@ -322,37 +325,21 @@ def encode_chat(
     )
 
 
-def prompt_end(
-    request: ChatRequest, answers: AnswerFormat, tokenizer: Tokenizer, choice: Choice
-) -> str:
-    """Return the end of the prompt, which tells whether the answer begins within reasoning."""
-    if answers.reasoning is ReasoningFormat.NONE:
-        return ""
-    if request.continue_final_message:
-        text = request.messages[-1].text
-        opened, closed = text.rfind(OPENER), text.rfind(CLOSER)
-        if opened != closed:
-            return OPENER if opened > closed else CLOSER
-    tail = choice.request.prompt_token_ids[-TAIL_TOKENS:]
-    return tokenizer.decode(tail, skip_special_tokens=False)
-
-
-def finish_reason(piece: Piece, parser: AnswerParser) -> str | None:
+def _finish_reason(found: OutputDelta, parser: AnswerParser) -> str | None:
     """Return why an answer ended: after calls tool_calls, unless it was cut."""
-    is_called = piece.finish_reason == "stop" and parser.has_calls
-    return "tool_calls" if is_called else piece.finish_reason
+    is_called = found.finish_reason == "stop" and parser.has_calls
+    return "tool_calls" if is_called else found.finish_reason
 
 
 def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
     """Refuse what would run a client's program, or change how the template is called."""
     if request.chat_template not in (None, *tokenizer.template_names):
         names = ", ".join(tokenizer.template_names) or "it has one without a name"
-        message = (
-            f"chat_template: wanted the name of one of the checkpoint's templates ({names}), since "
-            f"a template is a program, found {len(request.chat_template or '')} characters"
-        )
-        raise BadRequest(message, param="chat_template")
+        one = f"the name of one of the checkpoint's templates ({names})"
+        found = Words(f"{len(request.chat_template or '')} characters")
+        raise FieldError("chat_template", f"{one}, since a template is a program", found)
     for name in request.chat_template_kwargs:
         if name in tokenizer.template_parameters:
             param = f"chat_template_kwargs.{name}"
-            raise BadRequest(f"{param}: wanted variables of the template only", param=param)
+            message = f"{param}: wanted variables of the template only"
+            raise ApiError(400, message, param=param)

@@ -9,26 +9,26 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serve.event_loop import Check
-from serve.openai.body import check_limits, check_num_chars
-from serve.openai.endpoint import Serving, Stamp
-from serve.openai.generation import Choice, Generation, Piece
-from serve.openai.request_parser import parse_completion
-from serve.openai.responses import (
+from serve.openai.answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    PromptLogprobs,
     Usage,
     completion_logprobs,
     limited,
     prompt_logprobs,
 )
+from serve.openai.body import check_limits, check_num_chars
+from serve.openai.endpoint import ResponseMeta, Serving
+from serve.openai.fields import parse
+from serve.openai.generation import Generation
 from serve.openai.schema import CompletionRequest
+from serve.requests.choice import Choice, OutputDelta
 from serve.requests.text import detokenizer
 from serve.requests.tokenizer import Tokenizer
 
 
-class CompletionShape:
+class CompletionAdapter:
     """Reads and writes one completions request; each prompt has `n` choices in a row."""
 
     has_typed_events = False
@@ -37,25 +37,16 @@ class CompletionShape:
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, model: str) -> None:
         self.request = request
         self.params = request.sampling_params()
-        self.stamp = Stamp.new("cmpl", model)
+        self.meta = ResponseMeta.new("cmpl", model)
+        self.num_prompt_copies = request.n
         self._tokenizer = tokenizer
         self._prompts = request.prompts()
+        self.num_prompts = len(self._prompts)
+        self.size = sum(map(len, self._prompts))
         self._echoes: list[str] = []
         """The text of each prompt, where answers begin with it."""
         self._begun: set[int] = set()
         """Indices of choices that a chunk has mentioned."""
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._prompts)
-
-    @property
-    def num_prompt_copies(self) -> int:
-        return self.request.n
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self._prompts))
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
         encode, add_special_tokens = self._tokenizer.encode, self.request.add_special_tokens
@@ -82,11 +73,11 @@ class CompletionShape:
         return self._completion(choices, generation.usage())
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        piece = choice.take()
+        found = choice.take()
         wants_tokens = self.request.logprobs is not None or self.request.return_token_ids
-        text = piece.text or (self._echo(choice) and choice.index not in self._begun)
-        if text or piece.finish_reason or (piece.token_ids and wants_tokens):
-            yield self._completion([self._choice(choice, piece)], usage)
+        text = found.text or (self._echo(choice) and choice.index not in self._begun)
+        if text or found.finish_reason or (found.token_ids and wants_tokens):
+            yield self._completion([self._choice(choice, found)], usage)
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         options = self.request.stream_options
@@ -97,9 +88,9 @@ class CompletionShape:
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> Completion:
         return Completion(
-            id=self.stamp.id,
-            created=self.stamp.created,
-            model=self.stamp.model,
+            id=self.meta.id,
+            created=self.meta.created,
+            model=self.meta.model,
             choices=choices,
             usage=usage,
         )
@@ -108,14 +99,15 @@ class CompletionShape:
         found = self._choice(choice, choice.take())
         if self.request.echo and found.logprobs is not None:
             found = msgspec.structs.replace(found, logprobs=self._echoed(first, found.logprobs))
-        return msgspec.structs.replace(found, prompt_logprobs=self._prompt_logprobs(first))
+        prompt = prompt_logprobs(self._tokenizer, first, self.request.prompt_logprobs)
+        return msgspec.structs.replace(found, prompt_logprobs=prompt)
 
     def _echo(self, choice: Choice) -> str:
         """Return the text of a choice's prompt that its answer begins with."""
         return self._echoes[choice.index // self.request.n] if self._echoes else ""
 
     def _echoed(self, first: Choice, output: CompletionLogprobs) -> CompletionLogprobs:
-        """Return the log-probabilities of a prompt's tokens and of those behind them."""
+        """Return the log-probabilities of a prompt's tokens and of those after them."""
         assert self.request.logprobs is not None
         echo, token_ids = self._echo(first), first.request.prompt_token_ids
         prompt = completion_logprobs(
@@ -139,41 +131,34 @@ class CompletionShape:
         lengths = [len(text.step(token_id)) for token_id in token_ids]
         return list(accumulate(lengths[:-1], initial=0))
 
-    def _choice(self, choice: Choice, piece: Piece) -> CompletionChoice:
+    def _choice(self, choice: Choice, found: OutputDelta) -> CompletionChoice:
         has_begun = choice.index in self._begun
         self._begun.add(choice.index)
         wants_ids = self.request.return_token_ids
         return CompletionChoice(
             index=choice.index,
-            text=piece.text if has_begun else self._echo(choice) + piece.text,
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
+            text=found.text if has_begun else self._echo(choice) + found.text,
+            logprobs=self._logprobs(found),
+            finish_reason=found.finish_reason,
+            stop_reason=found.stop_reason,
             prompt_token_ids=(
                 choice.request.prompt_token_ids if wants_ids and not has_begun else UNSET
             ),
-            token_ids=piece.token_ids if wants_ids else UNSET,
+            token_ids=found.token_ids if wants_ids else UNSET,
         )
 
-    def _prompt_logprobs(self, first: Choice) -> PromptLogprobs | UnsetType:
-        if self.request.prompt_logprobs is None:
-            return UNSET
-        token_ids = first.request.prompt_token_ids
-        found = limited(first.prompt_logprobs, self.request.prompt_logprobs)
-        return prompt_logprobs(self._tokenizer, token_ids, found)
-
-    def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
+    def _logprobs(self, found: OutputDelta) -> CompletionLogprobs | None:
         if self.request.logprobs is None:
             return None
-        return completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, piece.offsets)
+        return completion_logprobs(self._tokenizer, found.token_ids, found.logprobs, found.offsets)
 
 
-def parse_completion_shape(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionShape:
-    """Return the request in a JSON body; raises BadRequest and FieldError."""
-    request = parse_completion(body)
-    shape = CompletionShape(request, tokenizer, serving.settings.served_model_name)
-    check_limits(request, serving.settings, tokenizer, num_prompts=shape.num_prompts)
+def parse_completion(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionAdapter:
+    """Return the request in a JSON body; raises ApiError and FieldError."""
+    request = parse(body, CompletionRequest)
+    adapter = CompletionAdapter(request, tokenizer, serving.settings.served_model_name)
+    check_limits(request, serving.settings, tokenizer, num_prompts=adapter.num_prompts)
     for prompt in request.prompts():
         if isinstance(prompt, str):
             check_num_chars("prompt", len(prompt), serving.settings, tokenizer)
-    return shape
+    return adapter

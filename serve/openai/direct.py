@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
 
 from serve import clients
-from serve.admission import Place
-from serve.openai.endpoint import Parse, Serving, Shape, parsed, stream_chunks, whole_answer
-from serve.openai.errors import BadRequest, BodyTooLarge, as_api_error
-from serve.openai.observed import new_request_id
+from serve.openai.endpoint import Parse, ParsedRequest, Serving, parsed
+from serve.openai.errors import ApiError, as_api_error
+from serve.openai.middleware import new_request_id
 from serve.openai.streaming import Backlog
 from serve.requests.records import RequestRecord
-from serve.requests.tokenizer import Tokenizer
 
 HANDLE = "handle"
 """In place of a route."""
@@ -46,14 +44,9 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
     Raises:
         RequestRefused: with the status and the body of the error.
     """
-    try:
-        with _admitted(serving) as (place, record):
-            tokenizer, shape = await _read(serving, parse, body, place, record, stream=False)
-            async with asyncio.timeout(serving.settings.args.request_timeout_s):
-                found = await whole_answer(serving, tokenizer, shape, place, record)
-            return dict(msgspec.json.decode(found))
-    except Exception as error:
-        raise _refused(error) from error
+    async with _admitted(serving, parse, body, is_stream=False) as request:
+        async with asyncio.timeout(serving.settings.args.request_timeout_s):
+            return dict(msgspec.json.decode(await request.whole_answer()))
 
 
 async def stream(
@@ -64,78 +57,53 @@ async def stream(
     Raises:
         RequestRefused: with the status and the body of the error.
     """
+    async with _admitted(serving, parse, body, is_stream=True) as request:
+        ends_at = asyncio.get_running_loop().time() + serving.settings.args.request_timeout_s
+        async with aclosing(request.events(Backlog())) as events:
+            while True:
+                async with asyncio.timeout_at(ends_at):  # around a `yield` it would hit the caller
+                    event = await anext(events, None)
+                if event is None:
+                    return
+                yield dict(msgspec.to_builtins(event, str_keys=True))
+
+
+@asynccontextmanager
+async def _admitted(
+    serving: Serving, parse: Parse, body: dict[str, Any], *, is_stream: bool
+) -> AsyncIterator[ParsedRequest]:
+    """Hold a request's slot, and record it, as long as the block lasts; raises RequestRefused."""
     try:
-        with _admitted(serving) as (place, record):
-            tokenizer, shape = await _read(serving, parse, body, place, record, stream=True)
-            ends_at = asyncio.get_running_loop().time() + serving.settings.args.request_timeout_s
-            events = stream_chunks(serving, tokenizer, shape, place, record, Backlog())
-            async with aclosing(events) as chunks:
-                while (chunk := await _next(chunks, ends_at)) is not None:
-                    yield _builtins(chunk)
+        tokenizer = serving.require_ready()
+        record = RequestRecord(
+            new_request_id(), HANDLE, is_generating=True, status=200, client=clients.HANDLE
+        )
+        slot = serving.admission.enter(record.client)
+        try:
+            text = _encode(body, is_stream)
+            limit = serving.settings.args.max_body_bytes
+            if len(text) > limit:
+                raise ApiError(413, f"body: wanted at most {limit} bytes, found {len(text)}")
+            slot.hold(len(text))
+            yield await parsed(serving, tokenizer, parse, text, slot, record)
+        except Exception as error:
+            record.status = as_api_error(error).status
+            raise
+        finally:
+            slot.leave()
+            for call in serving.on_end:
+                call(record)
     except Exception as error:
-        raise _refused(error) from error
+        refusal = as_api_error(error)
+        raise RequestRefused(refusal.status, msgspec.json.decode(refusal.body())) from error
 
 
-@contextmanager
-def _admitted(serving: Serving) -> Iterator[tuple[Place, RequestRecord]]:
-    serving.require_ready()
-    place = serving.admission.enter(clients.HANDLE)
-    record = RequestRecord(new_request_id(), HANDLE, is_generating=True, status=200)
-    try:
-        yield place, record
-    except Exception as error:
-        record.status = as_api_error(error).status
-        raise
-    finally:
-        place.leave()
-        for call in serving.on_end:
-            call(record)
-
-
-async def _next(
-    chunks: AsyncGenerator[msgspec.Struct, None], ends_at: float
-) -> msgspec.Struct | None:
-    """Return the next chunk or None; a timeout around a `yield` would hit the consumer."""
-    async with asyncio.timeout_at(ends_at):
-        return await anext(chunks, None)
-
-
-async def _read(
-    serving: Serving,
-    parse: Parse,
-    body: dict[str, Any],
-    place: Place,
-    record: RequestRecord,
-    *,
-    stream: bool,
-) -> tuple[Tokenizer, Shape]:
-    tokenizer = serving.require_ready()
-    text = _encode({**_as_dict(body), "stream": stream})
-    limit = serving.settings.args.max_body_bytes
-    if len(text) > limit:
-        raise BodyTooLarge(f"body: wanted at most {limit} bytes, found {len(text)}")
-    place.hold(len(text))
-    return tokenizer, await parsed(serving, tokenizer, parse, text, place, record)
-
-
-def _as_dict(body: object) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise BadRequest(f"body: wanted a dictionary, found {type(body).__name__}")
-    return body
-
-
-def _encode(body: dict[str, Any]) -> bytes:
+def _encode(body: object, is_stream: bool) -> bytes:
     """Return a body as JSON. msgspec would write NaN and inf as null, which means a default."""
+    if not isinstance(body, dict):
+        found = type(body).__name__
+        raise ApiError(400, f"body: wanted a dictionary, found {found}")
     try:
-        return json.dumps(body, allow_nan=False).encode()
+        return json.dumps({**body, "stream": is_stream}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"body: wanted what JSON can tell, found {error}") from error
-
-
-def _builtins(chunk: msgspec.Struct) -> dict[str, Any]:
-    return dict(msgspec.to_builtins(chunk, str_keys=True))
-
-
-def _refused(error: Exception) -> RequestRefused:
-    refusal = as_api_error(error)
-    return RequestRefused(refusal.status, msgspec.json.decode(refusal.body()))
+        raise ApiError(400, f"body: wanted what JSON can tell, found {error}") from error

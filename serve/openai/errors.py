@@ -1,26 +1,14 @@
 """The errors of a request, as its client reads them.
 
-    ApiError
-    ├── BadRequest        400  invalid_request_error      a field, named by `param`
-    ├── Unauthorized      401  invalid_request_error      no key, or an unknown one
-    ├── Forbidden         403  invalid_request_error      a web page of another origin
-    ├── NotFound          404  not_found_error            path or model
-    ├── MethodNotAllowed  405  invalid_request_error
-    ├── SlowBody          408  timeout_error              the client sends its request too slowly
-    ├── BodyTooLarge      413  invalid_request_error
-    ├── TooManyRequests   429  rate_limit_error           no room; has Retry-After
-    ├── InternalError     500  server_error
-    ├── NotBuilt          501  not_implemented_error      needs another kind of model
-    ├── Unavailable       503  service_unavailable_error  not now; has Retry-After
-    └── TimedOut          504  timeout_error              not finished in time
-
-All have one JSON shape: `{"error": {"message", "type", "param", "code"}}`, `code` the status.
+All have one JSON shape: `{"error": {"message", "type", "param", "code"}}`, `code` the status. What
+is wrong with a field is a `FieldError` until it gets here: 400, with the field as `param`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from typing import NamedTuple
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -29,6 +17,7 @@ from starlette.responses import Response
 
 from compile.errors import FieldError
 from serve.admission import Overloaded
+from serve.requests.choice import GenerationError
 from serve.requests.grammar_process import GrammarProcessLost
 from serve.requests.tokenizer import ChatTemplateError
 
@@ -38,106 +27,81 @@ MAX_MESSAGE_CHARS = 1000
 """Characters of an error's message, which may quote what the client sent."""
 
 
-class ApiError(Exception):
-    """An error with its HTTP status and OpenAI type; the message is for the client."""
+class Status(NamedTuple):
+    """What the errors of one HTTP status have in common."""
 
-    status = 500
-    type = "server_error"
+    type: str
+    """As OpenAI's."""
+    meaning: str
+
+
+_REQUEST, _TIMEOUT = "invalid_request_error", "timeout_error"
+STATUSES = {
+    400: Status(_REQUEST, "The request cannot be answered; `param` names the field."),
+    401: Status(_REQUEST, "A key is needed, or another one."),
+    403: Status(_REQUEST, "A web page of another origin."),
+    404: Status("not_found_error", "There is no such path or model."),
+    405: Status(_REQUEST, "The path does not take this method."),
+    408: Status(_TIMEOUT, "The body came too slowly."),
+    413: Status(_REQUEST, "The body is too large."),
+    429: Status("rate_limit_error", "There is no room; Retry-After says when there may be."),
+    500: Status("server_error", "The server failed."),
+    501: Status(
+        "not_implemented_error",
+        "The endpoint needs another kind of model: this server generates text only.",
+    ),
+    503: Status(
+        "service_unavailable_error",
+        "The model is not ready; Retry-After says when to ask again.",
+    ),
+    504: Status(_TIMEOUT, "The answer was not finished in time."),
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An error with its HTTP status; the message is for the client."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARS:
             message = message[:MAX_MESSAGE_CHARS] + "…"
         super().__init__(message)
+        self.status = status
         self.message = message
         self.param = param
         self.headers = headers or {}
+        if retry_after_s is not None:
+            self.headers |= retry_after(retry_after_s)
 
     def body(self) -> bytes:
-        """Return the JSON body."""
-        fields = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.status,
-        }
-        return msgspec.json.encode({"error": fields})
+        kind = STATUSES[self.status].type
+        found = ErrorBody(ErrorDetail(self.message, kind, self.param, self.status))
+        return msgspec.json.encode(found)
 
     def response(self) -> Response:
-        """Return the whole HTTP answer."""
         return Response(
             self.body(), self.status, headers=self.headers, media_type="application/json"
         )
-
-
-class BadRequest(ApiError):
-    status = 400
-    type = "invalid_request_error"
-
-
-class Unauthorized(ApiError):
-    status = 401
-    type = "invalid_request_error"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"WWW-Authenticate": "Bearer"})
-
-
-class Forbidden(ApiError):
-    status = 403
-    type = "invalid_request_error"
-
-
-class NotFound(ApiError):
-    status = 404
-    type = "not_found_error"
-
-
-class MethodNotAllowed(ApiError):
-    status = 405
-    type = "invalid_request_error"
-
-
-class SlowBody(ApiError):
-    status = 408
-    type = "timeout_error"
-
-
-class BodyTooLarge(ApiError):
-    status = 413
-    type = "invalid_request_error"
-
-
-class TooManyRequests(ApiError):
-    status = 429
-    type = "rate_limit_error"
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message, headers=retry_after(retry_after_s))
-
-
-class InternalError(ApiError):
-    status = 500
-    type = "server_error"
-
-
-class NotBuilt(ApiError):
-    status = 501
-    type = "not_implemented_error"
-
-
-class Unavailable(ApiError):
-    status = 503
-    type = "service_unavailable_error"
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message, headers=retry_after(retry_after_s))
-
-
-class TimedOut(ApiError):
-    status = 504
-    type = "timeout_error"
 
 
 def retry_after(seconds: float) -> dict[str, str]:
@@ -151,18 +115,20 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case FieldError():
-            return BadRequest(str(error), param=error.field)
+            return ApiError(400, str(error), param=error.field)
         case ChatTemplateError():
-            return BadRequest(str(error), param="messages")
+            return ApiError(400, str(error), param="messages")
         case Overloaded():
-            return TooManyRequests(str(error), retry_after_s=error.retry_after_s)
+            return ApiError(429, str(error), retry_after_s=error.retry_after_s)
+        case GenerationError():
+            return ApiError(500, f"generating failed: {error}")
         case GrammarProcessLost():
-            return Unavailable(str(error), retry_after_s=error.retry_after_s)
+            return ApiError(503, str(error), retry_after_s=error.retry_after_s)
         case TimeoutError():
-            return TimedOut("the request did not finish in time")
+            return ApiError(504, "the request did not finish in time")
         case _:
             logger.error("a request failed", exc_info=error)
-            return InternalError(f"internal error: {type(error).__name__}")
+            return ApiError(500, f"internal error: {type(error).__name__}")
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -171,9 +137,9 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     path = request.url.path
     if error.status_code == 404:
-        return NotFound(f"path: found none at {path}", headers=headers).response()
+        return ApiError(404, f"path: found none at {path}", headers=headers).response()
     if error.status_code == 405:
         wanted = headers.get("Allow", "another method")
         message = f"method: wanted {wanted} for {path}, found {request.method}"
-        return MethodNotAllowed(message, headers=headers).response()
-    return BadRequest(str(error.detail), headers=headers).response()
+        return ApiError(405, message, headers=headers).response()
+    return ApiError(400, str(error.detail), headers=headers).response()

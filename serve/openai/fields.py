@@ -16,7 +16,7 @@ import msgspec
 
 from compile.errors import FieldError, Words
 from model.fields import Source, convert, hints_of, is_struct, members
-from serve.openai.errors import BadRequest
+from serve.openai.errors import ApiError
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -25,7 +25,7 @@ def parse(body: bytes, kind: type[S]) -> S:
     """Return the struct that the JSON object in a body holds.
 
     Raises:
-        BadRequest: no JSON object, or an unknown field.
+        ApiError: no JSON object, or an unknown field.
         FieldError: a field is missing, not built or holds what it cannot.
     """
     return convert(parse_fields(body, kind), kind, Source.JSON)
@@ -35,15 +35,15 @@ def parse_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the fields of the JSON object in a body that are implemented and given.
 
     Raises:
-        BadRequest: no JSON object, or an unknown field.
+        ApiError: no JSON object, or an unknown field.
         FieldError: an inert field has another value.
     """
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise BadRequest(f"body: wanted JSON, found {len(body)} bytes: {error}") from error
+        raise ApiError(400, f"body: wanted JSON, found {len(body)} bytes: {error}") from error
     if not isinstance(found, dict):
-        raise BadRequest(f"body: wanted a JSON object, found {type(found).__name__}")
+        raise ApiError(400, f"body: wanted a JSON object, found {type(found).__name__}")
     return _given_fields(found, kind, "")
 
 
@@ -75,13 +75,8 @@ def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 def structs_within(kind: Any) -> list[type[msgspec.Struct]]:
     """Return the structs that a value of this type may be or, in a list, have."""
-    found: list[type[msgspec.Struct]] = []
-    for bare, _ in members(kind):
-        if is_struct(bare):
-            found.append(bare)
-        elif get_origin(bare) is list:
-            found += structs_within(get_args(bare)[0])
-    return found
+    struct, item = _parts(kind)
+    return [*([] if struct is None else [struct]), *([] if item is None else structs_within(item))]
 
 
 @cache
@@ -90,17 +85,24 @@ def _nested(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: hint for name, hint in hints_of(kind).items() if structs_within(hint)}
 
 
+@cache
+def _parts(kind: Any) -> tuple[type[msgspec.Struct] | None, Any]:
+    """Return the struct that a value of this type may be, and the type of the items of a list."""
+    kinds = [bare for bare, _ in members(kind)]
+    struct = next((bare for bare in kinds if is_struct(bare)), None)
+    return struct, next((get_args(bare)[0] for bare in kinds if get_origin(bare) is list), None)
+
+
 def _given(found: Any, kind: Any, at: str) -> Any:
     """Return a value with the fields of objects in it that are implemented and given.
 
     What has another type stays as it is: converting it gives the better message.
     """
-    for bare, _ in members(kind):
-        if isinstance(found, dict) and is_struct(bare):
-            return _given_fields(found, bare, at)
-        if isinstance(found, list) and get_origin(bare) is list:
-            [item] = get_args(bare)
-            return [_given(each, item, f"{at}[{i}]") for i, each in enumerate(found)]
+    struct, item = _parts(kind)
+    if struct is not None and isinstance(found, dict):
+        return _given_fields(found, struct, at)
+    if item is not None and isinstance(found, list):
+        return [_given(each, item, f"{at}[{i}]") for i, each in enumerate(found)]
     return found
 
 
@@ -112,7 +114,7 @@ def _given_fields(found: dict[str, Any], kind: type[msgspec.Struct], at: str) ->
     for name in found:
         if name not in known_fields(kind):
             param = join_path(at, name)
-            raise BadRequest(f"{param}: unknown field", param=param)
+            raise ApiError(400, f"{param}: unknown field", param=param)
     for name, accepted in inert_fields(kind).items():
         if name in given and not any(_is_same(given[name], one) for one in accepted):
             values = " or ".join(_json(one) for one in (*accepted, None))

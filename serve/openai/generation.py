@@ -9,122 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 
-import msgspec
-
-from cluster.wire.messages import EngineOutput, GenerateRequest, TokenLogprobs
-from serve.event_loop import Pace
+from cluster.wire.messages import EngineOutput
+from serve.event_loop import LoopThrottle
+from serve.openai.answers import PromptTokensDetails, Usage
 from serve.openai.backend import Backend
-from serve.openai.errors import InternalError
-from serve.openai.responses import PromptTokensDetails, Usage
+from serve.openai.errors import ApiError
 from serve.openai.streaming import Backlog
+from serve.requests.choice import Choice
 from serve.requests.records import ABORTED, FAILED, IngressCounts, RequestRecord, SequenceRecord
-from serve.requests.text import TextDelta, TextStream
 
-_FINISH_REASONS = ("stop", "length", "abort")
 TOKEN_BYTES = 400
 """Bytes of a token that waits, with its text."""
 CANDIDATE_BYTES = 16
 """Bytes of each candidate among its log-probabilities."""
-
-
-class Piece(msgspec.Struct):
-    """What a sequence produced since the last piece was taken.
-
-    Invariant: `logprobs` is empty or has one entry per token; `offsets` has one.
-    """
-
-    text: str = ""
-    token_ids: list[int] = []
-    offsets: list[int] = []
-    """Where each token's text starts in that of the sequence."""
-    logprobs: list[TokenLogprobs] = []
-    finish_reason: str | None = None
-    """Set in the last piece: stop, length or abort."""
-    stop_reason: int | str | None = None
-
-
-class Choice:
-    """One sequence as the client sees it: text, tokens and why it ended."""
-
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        text: TextStream,
-        stop_token_ids: Sequence[int],
-    ) -> None:
-        """Start without output; `stop_token_ids` are those that the client named."""
-        self.index = index
-        self.request = request
-        self.is_finished = False
-        self.finish_reason = ""
-        self.was_taken = False
-        self.num_tokens = 0
-        self.num_cached_tokens: int | None = None
-        """Of the prompt, in the cache of the engine that computed it; None before it did."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of each prompt token but the first, if asked for; on a prompt's first choice alone."""
-        self._text = text
-        self._stop_token_ids = stop_token_ids
-        self._piece = Piece()
-
-    def absorb(self, output: EngineOutput) -> None:
-        """Add one step's output; what comes after a stop string is dropped.
-
-        Raises:
-            InternalError: the output says that generating failed.
-        """
-        if self.is_finished:
-            return
-        if self.num_cached_tokens is None:
-            # A decode engine, or one that takes over, finds KV of what others have computed.
-            self.num_cached_tokens = output.num_cached_tokens
-        self.prompt_logprobs += output.prompt_logprobs
-        delta = self._text.push(output.token_ids, stop_token_id=output.stop_token_id)
-        self._add(delta, output)
-        if delta.stopped:
-            self._end("stop", delta.stop_string)
-        elif output.finish_reason in _FINISH_REASONS:
-            self._finish(output)
-        elif output.finish_reason:
-            raise InternalError(f"generating failed: {output.error or output.finish_reason}")
-
-    def take(self) -> Piece:
-        """Return what was absorbed since the last call."""
-        self.was_taken = True
-        piece, self._piece = self._piece, Piece()
-        return piece
-
-    def is_due(self, stream_interval: int) -> bool:
-        """Return whether a stream sends what was absorbed: its first tokens and its last ones at
-        once, and otherwise at least `stream_interval` together."""
-        is_edge = self.is_finished or not self.was_taken
-        return is_edge or len(self._piece.token_ids) >= stream_interval
-
-    def _add(self, delta: TextDelta, output: EngineOutput) -> None:
-        num_tokens = delta.num_tokens_used
-        self.num_tokens += num_tokens
-        self._piece.text += delta.text
-        self._piece.offsets += delta.offsets
-        self._piece.token_ids += output.token_ids[:num_tokens]
-        self._piece.logprobs += output.logprobs[:num_tokens]
-
-    def _finish(self, output: EngineOutput) -> None:
-        self._piece.text += self._text.finish()
-        if self._text.stop_string is not None:
-            self._end("stop", self._text.stop_string)
-        else:
-            is_users = output.stop_token_id in self._stop_token_ids
-            self._end(output.finish_reason, output.stop_token_id if is_users else None)
-
-    def _end(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        self.is_finished = True
-        self.finish_reason = finish_reason
-        self._piece.finish_reason = finish_reason
-        self._piece.stop_reason = stop_reason
 
 
 class Generation:
@@ -138,8 +38,8 @@ class Generation:
         backend: Backend,
         choices: list[Choice],
         n: int,
-        pace: Pace,
-        backlog: Backlog | None = None,
+        throttle: LoopThrottle,
+        backlog: Backlog,
         *,
         record: RequestRecord,
         counts: IngressCounts,
@@ -147,7 +47,7 @@ class Generation:
         """Start nothing yet.
 
         Args:
-            pace: at which sequences are submitted, by all generations together.
+            throttle: of the sequences that are submitted, by all generations together.
             backlog: counts the outputs that were not waited for yet.
             record: of the request; gets one for each choice.
             counts: where tokens and ends are counted.
@@ -165,8 +65,8 @@ class Generation:
         ]
         self._backend = backend
         self._n = n
-        self._pace = pace
-        self._backlog = backlog or Backlog()
+        self._throttle = throttle
+        self._backlog = backlog
         self._mailbox: deque[tuple[Choice, EngineOutput | Exception]] = deque()
         self._loop = asyncio.get_running_loop()
         self._arrival: asyncio.Future[None] | None = None
@@ -177,7 +77,7 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         rest = deque(self.choices)
-        while rest and self._pace.take():
+        while rest and self._throttle.take():
             self._begin(rest.popleft())
         if rest:
             self._submitting = self._loop.create_task(self._submit(rest))
@@ -206,13 +106,12 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
         return all(choice.is_finished for choice in self.choices)
 
     async def wait(self) -> list[Choice]:
         """Wait for output and return the choices that have some, in order.
 
-        Raises whatever ended a sequence without a result, after the outputs before it.
+        Raises what ended a sequence without a result, after the outputs before it.
         """
         if self._error is not None:
             raise self._error
@@ -254,7 +153,7 @@ class Generation:
 
     async def _submit(self, choices: Iterable[Choice]) -> None:
         for choice in choices:
-            await self._pace.wait()
+            await self._throttle.wait()
             self._begin(choice)
 
     def _begin(self, choice: Choice) -> None:
@@ -270,7 +169,7 @@ class Generation:
             raise event
         choice.absorb(event)
         if choice.is_finished:
-            # A stop string ends a sequence that the engine would go on with.
+            # A stop string ends a sequence that the engine would continue.
             self._tasks[choice.index].cancel()
 
     async def _pump(self, choice: Choice) -> None:
@@ -284,7 +183,7 @@ class Generation:
                         return
             finally:
                 await stream.aclose()
-            raise InternalError("generating ended without a result")
+            raise ApiError(500, "generating ended without a result")
         except Exception as error:
             self._put(choice, error)
 

@@ -18,7 +18,7 @@ _DIGITS = "0123456789"
 _HEX = "0123456789abcdefABCDEF"
 
 
-class _At(Enum):
+class _JsonState(Enum):
     VALUE = auto()
     """A value has to follow."""
     FIRST_ITEM = auto()
@@ -73,10 +73,10 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.is_complete = False
-        """The value has ended; that of a bare number shows with the character behind it."""
+        """The value has ended; that of a bare number shows with the next character."""
         self.is_broken = False
-        """The character behind what was consumed cannot stand there."""
-        self._at = _At.VALUE
+        """The character after what was consumed is not allowed there."""
+        self._state = _JsonState.VALUE
         self._closers: list[str] = []
         self._is_key = False
         self._rest = ""
@@ -89,7 +89,7 @@ class JsonScanner:
         """Consume what belongs to the value and return where that ends."""
         position = start
         while position < len(text) and not (self.is_complete or self.is_broken):
-            if self._at is _At.STRING:
+            if self._state is _JsonState.STRING:
                 found = _PLAIN.match(text, position)
                 assert found is not None
                 position = found.end()
@@ -99,44 +99,44 @@ class JsonScanner:
         return position
 
     def _step(self, char: str) -> int:
-        """Take one character; return how many were consumed: one, or none behind a number."""
-        match self._at:
-            case _At.STRING:
+        """Take one character; return how many were consumed: one, or none after a number."""
+        match self._state:
+            case _JsonState.STRING:
                 self._in_string(char)
-            case _At.ESCAPE:
+            case _JsonState.ESCAPE:
                 self._num_hex = 4
-                known = _At.STRING if char in '"\\/bfnrt' else None
-                self._go(_At.HEX if char == "u" else known)
-            case _At.HEX:
+                known = _JsonState.STRING if char in '"\\/bfnrt' else None
+                self._go(_JsonState.HEX if char == "u" else known)
+            case _JsonState.HEX:
                 self._num_hex -= 1
-                going_on = _At.HEX if self._num_hex else _At.STRING
+                going_on = _JsonState.HEX if self._num_hex else _JsonState.STRING
                 self._go(going_on if char in _HEX else None)
-            case _At.LITERAL:
+            case _JsonState.LITERAL:
                 self._in_literal(char)
-            case _At.NUMBER:
+            case _JsonState.NUMBER:
                 return self._in_number(char)
             case _:
                 if char not in SPACE:
                     self._between(char)
         return not self.is_broken
 
-    def _go(self, at: _At | None) -> None:
-        if at is None:
+    def _go(self, state: _JsonState | None) -> None:
+        if state is None:
             self.is_broken = True
         else:
-            self._at = at
+            self._state = state
 
     def _end_value(self) -> None:
         self.is_complete = not self._closers
-        self._at = _At.BEHIND
+        self._state = _JsonState.BEHIND
 
     def _in_string(self, char: str) -> None:
         if char == "\\":
-            self._at = _At.ESCAPE
+            self._state = _JsonState.ESCAPE
         elif char != '"':
             self.is_broken = True
         elif self._is_key:
-            self._is_key, self._at = False, _At.COLON
+            self._is_key, self._state = False, _JsonState.COLON
         else:
             self._end_value()
 
@@ -160,20 +160,20 @@ class JsonScanner:
         return 0
 
     def _between(self, char: str) -> None:
-        match self._at:
-            case _At.KEY | _At.FIRST_KEY if char == '"':
-                self._is_key, self._at = True, _At.STRING
-            case _At.FIRST_KEY if char == "}":
+        match self._state:
+            case _JsonState.KEY | _JsonState.FIRST_KEY if char == '"':
+                self._is_key, self._state = True, _JsonState.STRING
+            case _JsonState.FIRST_KEY if char == "}":
                 self._close()
-            case _At.FIRST_ITEM if char == "]":
+            case _JsonState.FIRST_ITEM if char == "]":
                 self._close()
-            case _At.VALUE | _At.FIRST_ITEM:
+            case _JsonState.VALUE | _JsonState.FIRST_ITEM:
                 self._begin_value(char)
-            case _At.COLON if char == ":":
-                self._at = _At.VALUE
-            case _At.BEHIND if char == ",":
-                self._at = _At.KEY if self._closers[-1] == "}" else _At.VALUE
-            case _At.BEHIND if char == self._closers[-1]:
+            case _JsonState.COLON if char == ":":
+                self._state = _JsonState.VALUE
+            case _JsonState.BEHIND if char == ",":
+                self._state = _JsonState.KEY if self._closers[-1] == "}" else _JsonState.VALUE
+            case _JsonState.BEHIND if char == self._closers[-1]:
                 self._close()
             case _:
                 self.is_broken = True
@@ -184,14 +184,14 @@ class JsonScanner:
 
     def _begin_value(self, char: str) -> None:
         if char == '"':
-            self._at = _At.STRING
+            self._state = _JsonState.STRING
         elif char in _CLOSERS:
             self._closers.append(_CLOSERS[char])
-            self._at = _At.FIRST_KEY if char == "{" else _At.FIRST_ITEM
+            self._state = _JsonState.FIRST_KEY if char == "{" else _JsonState.FIRST_ITEM
         elif char in _LITERALS:
-            self._rest, self._at = _LITERALS[char], _At.LITERAL
+            self._rest, self._state = _LITERALS[char], _JsonState.LITERAL
         elif char == "-" or char in _DIGITS:
             first = {"-": _Number.MINUS, "0": _Number.ZERO}
-            self._number, self._at = first.get(char, _Number.INTEGER), _At.NUMBER
+            self._number, self._state = first.get(char, _Number.INTEGER), _JsonState.NUMBER
         else:
             self.is_broken = True

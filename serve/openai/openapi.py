@@ -15,10 +15,12 @@ import msgspec
 
 from model.fields import hints_of
 from serve.observe import page
-from serve.openai import responses, schema
+from serve.observe.metrics import OPEN_METRICS, PLAIN
+from serve.openai import answers, schema
 from serve.openai.backend import ApiSettings
+from serve.openai.errors import STATUSES, ErrorBody
 from serve.openai.fields import ignored_fields, inert_fields, structs_within
-from serve.openai.responses_request import ResponsesRequest
+from serve.openai.responses import ResponsesRequest
 from serve.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{name}"
@@ -30,44 +32,20 @@ _REQUESTS = (
     DetokenizeRequest,
 )
 _ANSWERS = (
-    responses.ChatCompletion,
-    responses.ChatChunk,
-    responses.Completion,
-    responses.ModelList,
-    responses.ModelCard,
-    responses.Tokenized,
-    responses.Detokenized,
+    answers.ChatCompletion,
+    answers.ChatChunk,
+    answers.Completion,
+    answers.ModelList,
+    answers.ModelCard,
+    answers.Tokenized,
+    answers.Detokenized,
 )
 
-ERRORS = {
-    400: "The request cannot be answered; `param` names the field.",
-    401: "A key is needed, or another one.",
-    403: "A web page of another origin.",
-    404: "There is no such path or model.",
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    429: "There is no room; Retry-After says when there may be.",
-    500: "The server failed.",
-    503: "The model is not ready; Retry-After says when to ask again.",
-    504: "The answer was not finished in time.",
-}
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every error."""
-
-    error: ErrorDetail
+_GET_ERRORS = (400, 401, 403)
+_POST_ERRORS = tuple(status for status in STATUSES if status not in (405, 501))
 
 
 def document(settings: ApiSettings) -> bytes:
-    """Return the JSON text."""
     structs = (*_REQUESTS, *_ANSWERS, ErrorBody)
     _, components = msgspec.json.schema_components(structs, ref_template=_REF)
     for struct in dict.fromkeys(each for request in _REQUESTS for each in _with_parts(request)):
@@ -127,65 +105,62 @@ def _or_null(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _paths(settings: ApiSettings) -> dict[str, Any]:
-    json_object = {"application/json": {"schema": {"type": "object"}}}
-
-    def posts(
-        request: str, answer: str | None, events: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        content: dict[str, Any] = dict(json_object)
-        if answer is not None:
-            content = {"application/json": {"schema": {"$ref": _REF.format(name=answer)}}}
-        if events is not None:
-            content["text/event-stream"] = {"schema": events}
-        body = {"schema": {"$ref": _REF.format(name=request)}}
-        return {
-            "post": {
-                "requestBody": {"required": True, "content": {"application/json": body}},
-                "responses": _responses(content, tuple(ERRORS)),
-            }
-        }
-
-    def gets(content: dict[str, Any], *errors: int, **more: Any) -> dict[str, Any]:
-        return {"get": {"responses": _responses(content, errors), **more}}
-
     model = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    card = {"application/json": {"schema": {"$ref": _REF.format(name="ModelCard")}}}
-    models = {"application/json": {"schema": {"$ref": _REF.format(name="ModelList")}}}
-    text = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", _OPEN_METRICS)}
-    ready = gets(json_object, 400, 401, 403)
-    ready["get"]["responses"]["503"] = _with_content("Not ready, and how far it is.", json_object)
-    files = {
-        path: gets({kind: {"schema": {"type": "string"}}}, 400, 401, 403)
-        for path, (_, kind) in page.FILES.items()
-    }
-    paths = {
-        **files,
-        "/status": gets(json_object, 400, 401, 403),
-        "/v1/chat/completions": posts("ChatRequest", "ChatCompletion", _events("ChatChunk")),
-        "/v1/completions": posts("CompletionRequest", "Completion", _events("Completion")),
-        "/v1/responses": posts("ResponsesRequest", None, _typed_events()),
-        "/tokenize": posts("TokenizeRequest", "Tokenized"),
-        "/detokenize": posts("DetokenizeRequest", "Detokenized"),
-        "/v1/models": gets(models, 400, 401, 403),
-        "/v1/models/{name}": gets(card, 400, 401, 403, 404, parameters=[model]),
-        "/health": gets(json_object, 400, 401, 403, 503),
+    ready = _get(_json())
+    ready["get"]["responses"]["503"] = _with_content("Not ready, and how far it is.", _json())
+    debugging = ("/debug/ranks", "/debug/ingress") if settings.args.debug else ()
+    return {
+        **{path: _get(_text(kind)) for path, (_, kind) in page.FILES.items()},
+        "/status": _get(_json()),
+        "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", _events("ChatChunk")),
+        "/v1/completions": _post("CompletionRequest", "Completion", _events("Completion")),
+        "/v1/responses": _post("ResponsesRequest", None, _typed_events()),
+        "/tokenize": _post("TokenizeRequest", "Tokenized"),
+        "/detokenize": _post("DetokenizeRequest", "Detokenized"),
+        "/v1/models": _get(_json("ModelList")),
+        "/v1/models/{name}": _get(_json("ModelCard"), 404, parameters=[model]),
+        "/health": _get(_json(), 503),
         "/ready": ready,
-        "/version": gets(json_object, 400, 401, 403),
-        "/metrics": gets(text, 400, 401, 403, 503),
-        "/openapi.json": gets(json_object, 400, 401, 403),
+        "/version": _get(_json()),
+        "/metrics": _get(_text(PLAIN, OPEN_METRICS), 503),
+        "/openapi.json": _get(_json()),
+        **{path: _get(_json(), 500) for path in debugging},
     }
-    if settings.args.debug:
-        for path in ("/debug/ranks", "/debug/ingress"):
-            paths[path] = gets(json_object, 400, 401, 403, 500)
-    return paths
 
 
-_OPEN_METRICS = "application/openmetrics-text"
+def _get(content: dict[str, Any], *errors: int, **more: Any) -> dict[str, Any]:
+    return {"get": {"responses": _responses(content, (*_GET_ERRORS, *errors)), **more}}
+
+
+def _post(request: str, answer: str | None, events: dict[str, Any] | None = None) -> dict[str, Any]:
+    content = _json(answer)
+    if events is not None:
+        content["text/event-stream"] = {"schema": events}
+    return {
+        "post": {
+            "requestBody": {"required": True, "content": _json(request)},
+            "responses": _responses(content, _POST_ERRORS),
+        }
+    }
+
+
+def _json(name: str | None = None) -> dict[str, Any]:
+    """Return the content of a JSON body: a struct's, or any object."""
+    schema = {"type": "object"} if name is None else _ref(name)
+    return {"application/json": {"schema": schema}}
+
+
+def _text(*kinds: str) -> dict[str, Any]:
+    return {kind: {"schema": {"type": "string"}} for kind in kinds}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=name)}
 
 
 def _events(chunk: str) -> dict[str, Any]:
     """Return the schema of one event of a stream, as OpenAPI 3.1 describes streams."""
-    return _event({"anyOf": [{"const": "[DONE]"}, _json_text({"$ref": _REF.format(name=chunk)})]})
+    return _event({"anyOf": [{"const": "[DONE]"}, _json_text(_ref(chunk))]})
 
 
 def _typed_events() -> dict[str, Any]:
@@ -199,7 +174,7 @@ def _typed_events() -> dict[str, Any]:
 
 def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a text that holds JSON: what is answered, or the error that ends it."""
-    kinds = [schema, {"$ref": _REF.format(name="ErrorBody")}]
+    kinds = [schema, _ref("ErrorBody")]
     of_json = {"contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
     return {"type": "string", **of_json}
 
@@ -210,9 +185,9 @@ def _event(data: dict[str, Any], **more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _responses(content: dict[str, Any], errors: tuple[int, ...]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorBody")}}}
-    answers = {str(code): _with_content(ERRORS[code], error) for code in errors}
-    return {"200": _with_content("The answer.", content), **answers}
+    error = _json("ErrorBody")
+    refusals = {str(code): _with_content(STATUSES[code].meaning, error) for code in errors}
+    return {"200": _with_content("The answer.", content), **refusals}
 
 
 def _with_content(description: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -1,296 +1,577 @@
-"""The JSON that clients read, as structs in OpenAI's order of fields.
+"""POST /v1/responses: items in, items out, in one answer or as typed events.
 
-UNSET fields leave no trace in the JSON; None is an explicit null. Log-probabilities have
-another shape at each of the two endpoints.
+A request is equivalent to a chat (`ResponsesChat`). The server keeps nothing between requests:
+`store` is false, and a conversation comes whole, as `input`. Items that an answer had can be sent
+back as they were.
+
+An answer's output is one list, whether it is sent whole or item by item: reasoning, a message,
+calls, each where it began. Both come from `_Output`, which the events tell the life of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
-from typing import Literal
+import secrets
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from cluster.wire.messages import TokenLogprobs
+from cluster.wire.messages import MaxTokens
+from compile.errors import FieldError, Words
+from model.fields import says
+from serve.openai.answer_parser import (
+    AnswerDelta,
+    AnswerFormat,
+    AnswerParser,
+    ReasoningFormat,
+)
+from serve.openai.answers import Usage
+from serve.openai.chat import ConversationAdapter, check_chat
+from serve.openai.endpoint import ResponseMeta, Serving
+from serve.openai.fields import convert_object, join_path, parse
+from serve.openai.generation import Generation
+from serve.openai.schema import (
+    LABELS,
+    MAX_TOOLS,
+    CalledFunction,
+    ChatRequest,
+    Function,
+    FunctionName,
+    Inert,
+    JsonSchemaFormat,
+    LogitBias,
+    Message,
+    NamedToolChoice,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+from serve.openai.tool_parser import CallDelta
+from serve.openai.tools import new_call_id
+from serve.requests.cache_salt import CacheSalt
+from serve.requests.choice import Choice
+from serve.requests.sampling import SamplingFields
 from serve.requests.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0
-"""What an impossible token has, for clients of OpenAI and vLLM: JSON has no -inf."""
+Json = dict[str, Any]
+
+MAX_METADATA = 16
+"""OpenAI's bound on the keys of `metadata`, which is given back; more get 400."""
+MAX_METADATA_CHARS = 512
+"""The same on each of its texts."""
 
 
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-    """Prompt tokens whose KV was found in the prefix cache."""
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`text.format`: a `response_format` with the fields of its `json_schema` beside the type."""
 
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class PromptLogprob(msgspec.Struct, frozen=True):
-    logprob: float
-    rank: int
-    """1 for the likeliest token of the vocabulary."""
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Per prompt token its own entry and the likeliest ones', by token id; null for the first."""
-
-
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], says("text, json_object, json_schema")
+    ]
+    """`text`, `json_object` or `json_schema`."""
     name: str | UnsetType = UNSET
-    """Left out in a stream once it was sent."""
-    arguments: str
-    """JSON, if the model wrote JSON; in a stream what is new of it."""
+    """What the client calls the schema."""
+    schema: dict[str, Any] | UnsetType = UNSET
+    """The JSON schema, with type `json_schema` alone."""
+    description: str | UnsetType = UNSET
+    """For people."""
+    strict: bool | UnsetType = UNSET
+    """The answer fits the schema in either case."""
 
 
-class AnsweredCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call of an answer."""
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`text`."""
 
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    INERT: ClassVar[Inert] = {"verbosity": ("medium",)}
 
-
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    """The same under its older name, which clients still read."""
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    format: TextFormat | UnsetType = UNSET
+    """What the text must be."""
 
 
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    """The stop string, or the id of the stop token; null for the model's own end."""
-    token_ids: list[int] | UnsetType = UNSET
+class FlatFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function in `tools`."""
+
+    type: Annotated[Literal["function"], says("function", {"": "not built yet"})]
+    """`function`."""
+    name: str
+    """As in chat completions."""
+    description: str | UnsetType = UNSET
+    """As in chat completions."""
+    parameters: dict[str, Any] | UnsetType = UNSET
+    """As in chat completions."""
+    strict: bool | UnsetType = UNSET
+    """As in chat completions."""
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+class FlatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    """`function`."""
+    name: str
+    """Which one."""
 
 
-class AnsweredCallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a tool call; id, type and name come with its first part."""
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/responses. Fields of sampling are those of chat completions."""
 
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionCall
+    INERT: ClassVar[Inert] = {
+        "background": (False,),
+        "background_options": (),
+        "context_management": (),
+        "conversation": (),
+        "access_programs": (),
+        "image": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning": ({},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    IGNORED: ClassVar[frozenset[str]] = LABELS
+
+    input: str | list[dict[str, Any]]
+    """A text, or items: messages, and of earlier answers `function_call`, `function_call_output`
+    and `reasoning`. Their ids and states have no meaning here."""
+    model: str | None = None
+    """The name that is served; null: whichever that is."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: MaxTokens | None = None
+    """Output tokens at most; null: what the model's length leaves."""
+    logit_bias: LogitBias = msgspec.field(default_factory=dict)
+    """As in chat completions."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further variables for the chat template."""
+    tools: Annotated[list[FlatFunction], Meta(max_length=MAX_TOOLS)] = msgspec.field(
+        default_factory=list
+    )
+    """Functions that the model may call, each with its name beside its `type`."""
+    tool_choice: str | FlatChoice | None = None
+    """As in chat completions; a function is named beside `type`."""
+    parallel_tool_calls: bool = True
+    """False: of several calls the first one is given."""
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    """Given back with the answer: up to `MAX_METADATA` texts of `MAX_METADATA_CHARS` characters."""
+    text: TextOptions = TextOptions()
+    """`format`: as `response_format` of chat completions, with the fields of `json_schema` beside
+    `type`."""
+    cache_salt: CacheSalt | None = None
+    """As in chat completions."""
+    stream: bool = False
+    """Send the answer as typed events while it is generated."""
 
 
-class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[AnsweredCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Null for the first token of a prompt that is repeated."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Also the choice of a streamed chunk, with the text that is new."""
-
-    index: int
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    type: Annotated[
+        Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"],
+        says("input_text or output_text", {"": "other parts are not built yet"}),
+    ]
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """Also a streamed chunk: OpenAI has one object for both."""
+class _InputItem(msgspec.Struct, frozen=True, kw_only=True):
+    INERT: ClassVar[Inert] = {"encrypted_content": ()}
 
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: None = None
+    type: str = "message"
+    id: str = ""
+    status: str = ""
 
 
-class Tokenized(msgspec.Struct, frozen=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
+class _MessageItem(_InputItem, frozen=True, kw_only=True):
+    role: Annotated[
+        Literal["user", "assistant", "system", "developer"],
+        says("user, assistant, system, developer"),
+    ]
+    content: str | list[_Part]
+    phase: str = ""
 
 
-class Detokenized(msgspec.Struct, frozen=True):
-    prompt: str
+class _CallItem(_InputItem, frozen=True, kw_only=True):
+    call_id: str
+    name: str
+    arguments: str
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "lockstep"
-    max_model_len: int
+class _CallOutputItem(_InputItem, frozen=True, kw_only=True):
+    call_id: str
+    output: str | list[_Part]
 
 
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+class _ReasoningItem(_InputItem, frozen=True, kw_only=True):
+    summary: list[_Part] = []
+    content: list[_Part] = []
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> ChatLogprobs:
-    """Return one entry per token, each with its likeliest alternatives."""
-    return ChatLogprobs(
-        [
-            ChatTokenLogprob(
-                token=tokenizer.token_text(token_id),
-                logprob=_clamp(found.logprob),
-                bytes=list(tokenizer.token_bytes(token_id)),
-                top_logprobs=_top_logprobs(tokenizer, found),
+_ITEMS: dict[str, type[_InputItem]] = {
+    "message": _MessageItem,
+    "function_call": _CallItem,
+    "function_call_output": _CallOutputItem,
+    "reasoning": _ReasoningItem,
+}
+
+
+class ResponsesChat(ChatRequest, frozen=True, kw_only=True):
+    """The chat that a request is equivalent to; errors name the request's own fields."""
+
+    def spelling(self, param: str) -> str:
+        """Return the JSON field behind a parameter of sampling."""
+        own = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
+        spelt = own.get(param) or super().spelling(param)
+        if not spelt.startswith("response_format"):
+            return spelt
+        return "text.format.schema" if spelt.endswith(".schema") else "text.format"
+
+
+_SHARED = sorted({*ResponsesRequest.__struct_fields__} & {*ChatRequest.__struct_fields__})
+
+
+def _chat_of(request: ResponsesRequest) -> ResponsesChat:
+    """Return the chat that a request is equivalent to; raises FieldError."""
+    if len(request.metadata) > MAX_METADATA:
+        raise FieldError("metadata", f"at most {MAX_METADATA} texts", len(request.metadata))
+    if any(len(text) > MAX_METADATA_CHARS for pair in request.metadata.items() for text in pair):
+        wanted = f"texts of at most {MAX_METADATA_CHARS} characters"
+        raise FieldError("metadata", wanted, Words("a longer one"))
+    choice = request.tool_choice
+    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    shared |= {
+        "messages": _messages(request),
+        "max_tokens": request.max_output_tokens,
+        "tools": [_tool(function) for function in request.tools],
+        "response_format": _response_format(request.text.format),
+    }
+    if isinstance(choice, FlatChoice):
+        name = FunctionName(name=choice.name)
+        shared["tool_choice"] = NamedToolChoice(type="function", function=name)
+    return ResponsesChat(**shared)
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    messages: list[Message] = []
+    if request.instructions is not None:
+        messages.append(Message(role="system", content=request.instructions))
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)]
+    if not request.input:
+        raise FieldError("input", "at least one item", Words("none"))
+    for i, found in enumerate(request.input):
+        message = _message(found, f"input[{i}]")
+        if messages and _is_one_turn(messages[-1], message):
+            message = _joined(messages.pop(), message)
+        messages.append(message)
+    return messages
+
+
+def _message(found: dict[str, Any], at: str) -> Message:
+    kind = found.get("type", "message")
+    struct = _ITEMS.get(kind) if isinstance(kind, str) else None
+    if struct is None:
+        raise FieldError(join_path(at, "type"), f"one of {', '.join(_ITEMS)}", Words(kind))
+    match convert_object(found, struct, at):
+        case _MessageItem() as item:
+            return Message(role=item.role, content=_content(item.content))
+        case _CallItem() as item:
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            call = ToolCall(id=item.call_id, function=function)
+            return Message(role="assistant", tool_calls=[call])
+        case _CallOutputItem() as item:
+            content = _content(item.output)
+            return Message(role="tool", tool_call_id=item.call_id, content=content)
+        case _ReasoningItem() as item:
+            parts = item.content or item.summary
+            return Message(role="assistant", reasoning="\n".join(part.text for part in parts))
+    raise AssertionError(kind)
+
+
+def _content(content: str | list[_Part]) -> str | list[TextPart]:
+    if isinstance(content, str):
+        return content
+    return [TextPart(type="text", text=part.text) for part in content]
+
+
+def _is_one_turn(before: Message, message: Message) -> bool:
+    """Return whether two items are parts of one turn: reasoning, content, calls in this order."""
+    if before.role != "assistant" or message.role != "assistant":
+        return False
+    is_before_content = before.content is None and not before.tool_calls
+    return is_before_content or (message.content is None and bool(message.tool_calls))
+
+
+def _joined(before: Message, message: Message) -> Message:
+    return Message(
+        role="assistant",
+        content=before.content if message.content is None else message.content,
+        tool_calls=before.tool_calls + message.tool_calls,
+        reasoning=before.reasoning if before.reasoning is not None else message.reasoning,
+    )
+
+
+def _tool(flat: FlatFunction) -> Tool:
+    function = Function(
+        name=flat.name,
+        description=flat.description,
+        parameters=flat.parameters,
+        strict=flat.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _response_format(wanted: TextFormat | UnsetType) -> ResponseFormat | None:
+    if wanted is UNSET:
+        return None
+    schema = None
+    if wanted.schema is not UNSET:
+        schema = JsonSchemaFormat(name=wanted.name or "", schema=wanted.schema)
+    try:
+        return ResponseFormat(type=wanted.type, json_schema=schema)
+    except FieldError as error:
+        raise error.renamed("text.format.schema") from error
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One event of a stream, with the fields that its type has."""
+
+    type: str
+    sequence_number: int
+    response: Json | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: Json | UnsetType = UNSET
+    part: Json | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class _OutputItem:
+    """An item of an output that is being written."""
+
+    def __init__(self, kind: str, index: int, **fields: Any) -> None:
+        prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}[kind]
+        self.kind = kind
+        self.id = f"{prefix}_{secrets.token_hex(16)}"
+        self.index = index
+        self.status = "in_progress"
+        self._fields = fields
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+
+    def part(self, text: str) -> Json:
+        """Return the item's content: one part."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def json(self) -> Json:
+        found = {"id": self.id, "type": self.kind, "status": self.status, **self._fields}
+        if self.kind == "function_call":
+            return {**found, "arguments": self.text}
+        return {**found, "content": [self.part(self.text)] if self._parts else []}
+
+
+class _Output:
+    """The items of one answer, with the events of their lives."""
+
+    def __init__(self, answers: AnswerFormat) -> None:
+        self.items: list[_OutputItem] = []
+        self._answers = answers
+        self._num_events = 0
+        self._open: dict[str, _OutputItem] = {}
+        """By kind: the item that is not done."""
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        self._num_events += 1
+        return Event(type=f"response.{kind}", sequence_number=self._num_events - 1, **fields)
+
+    def add(self, delta: AnswerDelta) -> Iterator[Event]:
+        if delta.reasoning:
+            yield from self._add("reasoning", delta.reasoning, "reasoning_text", summary=[])
+        before = [call for call in delta.calls if call.number < delta.content_at]
+        yield from self._add_calls(before)
+        if delta.content:
+            yield from self._close("reasoning", "completed")
+            yield from self._add("message", delta.content, "output_text", role="assistant")
+        yield from self._add_calls(delta.calls[len(before) :])
+
+    def end(self, finish_reason: str | None) -> Iterator[Event]:
+        """Close what is open; after an answer that was cut it is incomplete."""
+        if not self.items:
+            yield from self._add("message", "", "output_text", role="assistant")
+        status = "completed" if finish_reason == "stop" else "incomplete"
+        for item in sorted(self._open.values(), key=lambda item: item.index):
+            yield from self._close(item.kind, status)
+
+    def _add_calls(self, calls: list[CallDelta]) -> Iterator[Event]:
+        for call in calls:
+            fields = {}
+            if call.name is not None:
+                yield from self._close("reasoning", "completed")
+                yield from self._close("function_call", "completed")
+                assert self._answers.tools is not None
+                fields = {"call_id": new_call_id(self._answers.tools), "name": call.name}
+            yield from self._add(
+                "function_call", call.arguments, "function_call_arguments", **fields
             )
-            for token_id, found in zip(token_ids, logprobs, strict=True)
-        ]
-    )
+
+    def _add(self, kind: str, text: str, what: str, **fields: Any) -> Iterator[Event]:
+        """Add text to the open item of a kind, or to a new one."""
+        item = self._open.get(kind)
+        if item is None:
+            item = self._open[kind] = _OutputItem(kind, len(self.items), **fields)
+            self.items.append(item)
+            yield self.event("output_item.added", output_index=item.index, item=item.json())
+            if kind == "message":
+                yield self._of_item(item, "content_part.added", part=item.part(""))
+        item.add(text)
+        if text:
+            yield self._of_item(item, f"{what}.delta", delta=text)
+
+    def _of_item(self, item: _OutputItem, kind: str, **fields: Any) -> Event:
+        if item.kind != "function_call":
+            fields["content_index"] = 0
+        if kind.startswith("output_text"):
+            fields["logprobs"] = []
+        return self.event(kind, item_id=item.id, output_index=item.index, **fields)
+
+    def _close(self, kind: str, status: str) -> Iterator[Event]:
+        item = self._open.pop(kind, None)
+        if item is None:
+            return
+        item.status = status
+        if kind == "function_call":
+            done = {"arguments": item.text, "name": item.json()["name"]}
+            yield self._of_item(item, "function_call_arguments.done", **done)
+        elif kind == "reasoning":
+            yield self._of_item(item, "reasoning_text.done", text=item.text)
+        else:
+            yield self._of_item(item, "output_text.done", text=item.text)
+            yield self._of_item(item, "content_part.done", part=item.part(item.text))
+        yield self.event("output_item.done", output_index=item.index, item=item.json())
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
-    text_offsets: list[int],
-) -> CompletionLogprobs:
-    """Return parallel lists; `text_offsets` is where each token's text starts.
+class ResponsesAdapter(ConversationAdapter):
+    """Reads and writes one request for a response."""
 
-    The drawn token is always among its position's `top_logprobs`, likely or not.
-    """
-    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
-    return CompletionLogprobs(
-        text_offset=text_offsets,
-        token_logprobs=[_clamp(found.logprob) for found in logprobs],
-        tokens=tokens,
-        top_logprobs=[
-            _top_by_text(tokenizer, token, found)
-            for token, found in zip(tokens, logprobs, strict=True)
-        ],
-    )
+    has_typed_events = True
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        chat: ResponsesChat,
+        tokenizer: Tokenizer,
+        answers: AnswerFormat,
+        size: int,
+        meta: ResponseMeta,
+    ) -> None:
+        """Read a request, with the chat that it is equivalent to."""
+        super().__init__(chat, chat.sampling_params(), tokenizer, answers, size, meta)
+        self._given = request
+        self._output = _Output(answers)
+        self._parser: AnswerParser | None = None
+        self._finish_reason: str | None = None
+        self._offsets: list[int] = []
+        """Where the text of each token begins, of a model that thinks."""
+
+    def response(self, generation: Generation) -> Any:
+        [choice] = generation.choices
+        for _ in self._absorb(choice):
+            pass
+        return self._response(self._final_status(), generation.usage())
+
+    def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
+        if self._parser is None:
+            for kind in ("created", "in_progress"):
+                yield self._output.event(kind, response=self._response("in_progress", None))
+        yield from self._absorb(choice)
+
+    def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
+        status = self._final_status()
+        yield self._output.event(status, response=self._response(status, generation.usage()))
+
+    def _absorb(self, choice: Choice) -> Iterator[Event]:
+        if self._parser is None:
+            self._parser = self.new_parser(choice)
+        found = choice.take()
+        if self._answers.reasoning is not ReasoningFormat.NONE:
+            self._offsets += found.offsets
+        self._finish_reason = found.finish_reason
+        is_last = found.finish_reason is not None
+        yield from self._output.add(self._parser.push(found.text, is_last=is_last))
+        if is_last:
+            yield from self._output.end(found.finish_reason)
+
+    def _final_status(self) -> str:
+        return "completed" if self._finish_reason == "stop" else "incomplete"
+
+    def _response(self, status: str, usage: Usage | None) -> Json:
+        given = self._given
+        reason = {"length": "max_output_tokens"}.get(self._finish_reason or "", "aborted")
+        return {
+            "id": self.meta.id,
+            "object": "response",
+            "created_at": self.meta.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": reason} if status == "incomplete" else None,
+            "instructions": given.instructions,
+            "max_output_tokens": given.max_output_tokens,
+            "metadata": given.metadata,
+            "model": self.meta.model,
+            "output": [item.json() for item in self._output.items],
+            "parallel_tool_calls": given.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": given.temperature,
+            "text": {"format": given.text.format or {"type": "text"}},
+            "tool_choice": given.tool_choice or ("auto" if given.tools else "none"),
+            "tools": given.tools,
+            "top_p": given.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else self._usage(usage),
+        }
+
+    def _usage(self, usage: Usage) -> Json:
+        assert self._parser is not None
+        num_reasoning_tokens = bisect_left(self._offsets, self._parser.num_reasoning_chars)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> PromptLogprobs:
-    """Return one entry per prompt token, null for the first: nothing stands before it."""
-    pairs = zip(token_ids[1:], logprobs, strict=True)
-    return [None, *(_prompt_entry(tokenizer, token_id, found) for token_id, found in pairs)]
-
-
-def limited(logprobs: Sequence[TokenLogprobs], num_candidates: int) -> list[TokenLogprobs]:
-    """Return log-probabilities with so many candidates in each place at most."""
-    return [
-        msgspec.structs.replace(
-            found,
-            top_token_ids=found.top_token_ids[:num_candidates],
-            top_logprobs=found.top_logprobs[:num_candidates],
-        )
-        for found in logprobs
-    ]
-
-
-def _prompt_entry(
-    tokenizer: Tokenizer, token_id: int, found: TokenLogprobs
-) -> dict[int, PromptLogprob]:
-    own = (token_id, found.logprob, found.rank)
-    top = zip(found.top_token_ids, found.top_logprobs, count(1))
-    entries: dict[int, PromptLogprob] = {}
-    for candidate, logprob, rank in (own, *top):
-        text = tokenizer.token_text(candidate)
-        entries.setdefault(candidate, PromptLogprob(_clamp(logprob), rank, text))
-    return entries
-
-
-def _top_logprobs(tokenizer: Tokenizer, found: TokenLogprobs) -> list[TopLogprob]:
-    return [
-        TopLogprob(
-            tokenizer.token_text(token_id), _clamp(logprob), list(tokenizer.token_bytes(token_id))
-        )
-        for token_id, logprob in zip(found.top_token_ids, found.top_logprobs, strict=True)
-    ]
-
-
-def _top_by_text(tokenizer: Tokenizer, drawn: str, found: TokenLogprobs) -> dict[str, float]:
-    top: dict[str, float] = {}
-    for token_id, logprob in zip(found.top_token_ids, found.top_logprobs, strict=True):
-        # Tokens may share a text (pieces of characters are all U+FFFD): keep the likeliest.
-        top.setdefault(tokenizer.token_text(token_id), _clamp(logprob))
-    top.setdefault(drawn, _clamp(found.logprob))
-    return top
-
-
-def _clamp(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+def parse_responses(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ResponsesAdapter:
+    """Return the request in a JSON body; raises ApiError and FieldError."""
+    request = parse(body, ResponsesRequest)
+    chat = _chat_of(request)
+    try:
+        answers, size = check_chat(chat, serving.settings, tokenizer)
+    except FieldError as error:
+        raise error.renamed(chat.spelling(error.field)) from error
+    meta = ResponseMeta.new("resp", serving.settings.served_model_name)
+    return ResponsesAdapter(request, chat, tokenizer, answers, size, meta)

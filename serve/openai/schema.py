@@ -1,6 +1,6 @@
-"""The requests of the two generating endpoints, as structs of the fields that are implemented.
+"""The requests for completions and chats, as structs of the fields that are implemented.
 
-How a body becomes one is `fields.py`; what no type says of it is `request_parser.py`.
+How a body becomes one is `fields.py`; what no type says of it is checked by the structs themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says, words_for
-from serve.openai.errors import BadRequest
+from serve.openai.fields import join_path
 from serve.requests.cache_salt import CacheSalt
 from serve.requests.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.requests.structured import StructuredOutputsParams
@@ -28,6 +28,13 @@ LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 # stream's deltas leaves `index` in the calls.
 _OF_LITELLM = frozenset({"provider_specific_fields"})
 _GUIDED_KINDS = ("json", "regex", "choice", "grammar")
+_FIELDS_OF_ROLES = {
+    "tool_call_id": "tool",
+    "tool_calls": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+}
+"""Fields of a message that only one role has."""
 
 Inert = dict[str, tuple[Any, ...]]
 """Of fields that are known and not built: the values that change nothing. Null always does not."""
@@ -152,6 +159,10 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
     """The former name of `structured_outputs.choice`."""
     guided_grammar: str | None = None
     """The former name of `structured_outputs.grammar`."""
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "only with stream true", Words("stream false"))
 
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
@@ -292,6 +303,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
     """The older name of `reasoning`."""
 
+    def check(self, at: str) -> None:
+        """Refuse fields of another role, and a turn without content, of the message at `at`.
+
+        Raises:
+            FieldError: names the field.
+        """
+        for name, role in _FIELDS_OF_ROLES.items():
+            if self.role != role and getattr(self, name):
+                found = Words(f"one of role {self.role}; that is not built yet")
+                raise FieldError(join_path(at, name), f"none but of role {role}", found)
+        if self.content is None and not self.tool_calls:
+            raise FieldError(join_path(at, "content"), "a value", Words("none"))
+
     def for_template(self, takes_parts: bool) -> dict[str, Any]:
         """Return the message as the chat template takes it.
 
@@ -314,7 +338,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The content's text."""
         content = self.content or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
@@ -428,6 +451,14 @@ class ChatRequest(RequestFields, frozen=True, kw_only=True):
     include_reasoning: bool = True
     """Return what the model thought, where `reasoning_parser` divides it from the content."""
 
+    def check_turns(self) -> None:
+        """Refuse messages that are no turns of a conversation; raises FieldError."""
+        for i, message in enumerate(self.messages):
+            message.check(f"messages[{i}]")
+        if self.add_generation_prompt and self.continue_final_message:
+            wanted = "false with add_generation_prompt true"
+            raise FieldError("continue_final_message", wanted, Words("true"))
+
     def sampling_params(self) -> SamplingParams:
         """Return the checked parameters; without a limit, output ends with the model's length.
 
@@ -505,15 +536,14 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         """Return the prompts, each a text or token ids.
 
         Raises:
-            BadRequest: empty, or a mixture of texts, ids and lists.
+            FieldError: empty, or a mixture of texts, ids and lists.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
         if len(kinds) != 1:
-            found = "an empty list" if not kinds else "a mixture"
-            wanted = "a text, token ids, or a list of either"
-            raise BadRequest(f"prompt: wanted {wanted}, found {found}", param="prompt")
+            found = Words("an empty list" if not kinds else "a mixture")
+            raise FieldError("prompt", "a text, token ids, or a list of either", found)
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if not isinstance(item, int)]

@@ -21,7 +21,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from serve.admission import Place
+from serve.admission import AdmissionSlot
 from serve.openai.errors import as_api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -57,13 +57,13 @@ class Backlog:
 
 
 class _Answer(Response):
-    """An answer that is produced while its client stays. Gives its place back at the end."""
+    """An answer that is produced while its client stays. Gives its slot back at the end."""
 
-    def __init__(self, place: Place, timeout_s: float, media_type: str) -> None:
+    def __init__(self, slot: AdmissionSlot, timeout_s: float, media_type: str) -> None:
         super().__init__(media_type=media_type)
         # Its body is not known yet; Response counted an empty one.
         del self.headers["content-length"]
-        self._place = place
+        self._slot = slot
         self._timeout_s = timeout_s
         self._is_started = False
         self._backlog = Backlog()
@@ -75,7 +75,7 @@ class _Answer(Response):
         except ClientGone:
             return
         finally:
-            self._place.leave()
+            self._slot.leave()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -120,12 +120,12 @@ class EventStream(_Answer):
     def __init__(
         self,
         events: Callable[[Backlog], AsyncGenerator[msgspec.Struct, None]],
-        place: Place,
+        slot: AdmissionSlot,
         timeout_s: float,
         *,
         is_typed: bool = False,
     ) -> None:
-        super().__init__(place, timeout_s, "text/event-stream")
+        super().__init__(slot, timeout_s, "text/event-stream")
         self._is_typed = is_typed
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"
@@ -152,9 +152,12 @@ class WholeAnswer(_Answer):
     """Sends the JSON text that a coroutine returns."""
 
     def __init__(
-        self, answer: Callable[[], Coroutine[Any, Any, bytes]], place: Place, timeout_s: float
+        self,
+        answer: Callable[[], Coroutine[Any, Any, bytes]],
+        slot: AdmissionSlot,
+        timeout_s: float,
     ) -> None:
-        super().__init__(place, timeout_s, "application/json")
+        super().__init__(slot, timeout_s, "application/json")
         self._produce = answer
 
     async def _write(self, send: Send) -> None:
@@ -208,7 +211,6 @@ class _WhileRead:
             raise ClientGone from ended
 
     async def send(self, send: Send, message: Message) -> None:
-        """Send a message."""
         self._sending_since = self._loop.time()
         self._backlog.on_full = self._end
         await send(message)

@@ -12,15 +12,13 @@ from starlette.responses import Response
 
 from compile.errors import FieldError, Words
 from model.fields import Source, convert
-from serve.admission import Overloaded
 from serve.event_loop import Check
+from serve.openai.answers import Detokenized, Tokenized
 from serve.openai.body import check_num_chars, check_values
 from serve.openai.chat import check_chat, encode_chat
 from serve.openai.endpoint import Serving, admitted, json_response
-from serve.openai.errors import ApiError, BadRequest
 from serve.openai.fields import parse, parse_fields
-from serve.openai.request_parser import check_turns
-from serve.openai.responses import Detokenized, Tokenized
+from serve.openai.middleware import record_of
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
 from serve.requests.sampling import too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
@@ -58,7 +56,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the chat completion that has the same prompt; None where it is a text.
 
         Raises:
-            BadRequest: it would be refused.
+            FieldError: it would be refused.
         """
         if self.messages is None:
             return None
@@ -71,7 +69,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_kwargs=self.chat_template_kwargs,
             tools=self.tools,
         )
-        check_turns(chat)
+        chat.check_turns()
         return chat
 
 
@@ -84,25 +82,21 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids."""
 
 
-async def answer(serving: Serving, request: Request, work: Work) -> Response:
-    """Answer with what `work` makes of the body; it has one place, as a generating request has.
+async def answer(serving: Serving, work: Work, request: Request) -> Response:
+    """Answer with what `work` makes of the body; it has one slot, as a generating request has.
 
-    Raises whatever `as_api_error` knows.
+    Raises what `as_api_error` knows.
     """
-    tokenizer, place = await admitted(serving, request)
+    tokenizer, slot, body = await admitted(serving, request, record_of(request))
+
+    def encoded(check: Check) -> bytes:
+        check_values(body, serving.settings.max_model_len)
+        return msgspec.json.encode(work(serving, tokenizer, body, check))
+
     try:
-        body = await serving.bodies.read(request, place)
-
-        def encoded(check: Check) -> bytes:
-            check_values(body, serving.settings.max_model_len)
-            return msgspec.json.encode(work(serving, tokenizer, body, check))
-
         found = await serving.threads.run(len(body), encoded)
-    except (ApiError, Overloaded):
-        await serving.bodies.discard(request)
-        raise
     finally:
-        place.leave()
+        slot.leave()
     return json_response(msgspec.Raw(found))
 
 
@@ -110,7 +104,7 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
     """Return the tokens of a text or of a conversation.
 
     Raises:
-        BadRequest, FieldError: names the field.
+        ApiError, FieldError: names the field.
     """
     request = parse_tokenize(body)
     serving.require_model(request.model)
@@ -120,7 +114,8 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
         if len(token_ids) > limit:  # a short text is not counted before
             raise TooManyTokens(len(token_ids))
     except TooManyTokens as error:
-        raise _renamed(too_long_a_prompt(limit, str(error)), request) from error
+        refusal = too_long_a_prompt(limit, str(error))
+        raise refusal if request.messages is None else refusal.renamed("messages") from error
     strings: list[str] | None = None
     if request.return_token_strs:
         strings = [tokenizer.token(token_id) or "" for token_id in token_ids]
@@ -131,15 +126,14 @@ def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check
     """Return the text of tokens, special ones included.
 
     Raises:
-        BadRequest: names the field.
+        FieldError: names the field.
     """
-    request = parse_detokenize(body)
+    request = parse(body, DetokenizeRequest)
     serving.require_model(request.model)
     size = min(tokenizer.vocab_size, serving.settings.vocab_size or tokenizer.vocab_size)
     bad = next((each for each in request.tokens if not 0 <= each < size), None)
     if bad is not None:
-        message = f"tokens: wanted token ids from 0 to {size - 1}, found {bad}"
-        raise BadRequest(message, param="tokens")
+        raise FieldError("tokens", f"token ids from 0 to {size - 1}", bad)
     return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 
@@ -156,10 +150,6 @@ def _token_ids(
     return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
 
 
-def _renamed(error: FieldError, request: TokenizeRequest) -> FieldError:
-    return error if request.messages is None else error.renamed("messages")
-
-
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Return the request for tokens in `body`; raises as `fields.parse`."""
     fields = parse_fields(body, TokenizeRequest)
@@ -170,8 +160,3 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         if has_prompt and fields.get(name):
             raise FieldError(name, "none beside a prompt", Words("one"))
     return convert(fields, TokenizeRequest, Source.JSON)
-
-
-def parse_detokenize(body: bytes) -> DetokenizeRequest:
-    """Return the request for a text in `body`; raises as `fields.parse`."""
-    return parse(body, DetokenizeRequest)

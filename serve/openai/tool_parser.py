@@ -1,6 +1,6 @@
 """Tool calls in what a model writes, found while it arrives.
 
-Three formats are known. All hold JSON, and differ in what stands around it:
+Three formats are known. All hold JSON, and differ in what surrounds it:
 
     hermes       <tool_call>{"name": "f", "arguments": {...}}</tool_call>       one for each call
     llama3_json  {"name": "f", "parameters": {...}}; {...}    anywhere, or behind <|python_tag|>
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from serve.openai.json_scanner import SPACE, JsonScanner
+from serve.openai.markers import start_of_part
 
 MAX_NAME_CHARS = 64
 """Characters of a function's name, as OpenAI has it."""
@@ -85,14 +86,14 @@ class Parsed(NamedTuple):
     calls: list[CallDelta]
 
 
-class _At(Enum):
+class _CallState(Enum):
     TEXT = auto()
     OPENED = auto()
     """Behind what may begin a call."""
     OBJECT = auto()
     """In an object of a name and arguments."""
     NAME = auto()
-    """In a name that stands bare."""
+    """In a bare name."""
     NAMED = auto()
     """Behind a bare name."""
     CALL_ID = auto()
@@ -118,7 +119,7 @@ class ToolParser:
         self._names = names
         self._max_calls = None if parallel else 1
         self._opener = re.compile("|".join(map(re.escape, tool_format.openers)))
-        self._at = _At.TEXT
+        self._state = _CallState.TEXT
         self._is_list = False
         self._call = _CallObject(names)
         self._bare_name = ""
@@ -139,14 +140,14 @@ class ToolParser:
     def of_list(cls, names: Collection[str], *, parallel: bool = True) -> ToolParser:
         """Return a parser of what `calls_schema` forces a model to write: a list of calls."""
         parser = cls(ToolFormat.MISTRAL, names, parallel=parallel)
-        parser._at = _At.OPENED
+        parser._state = _CallState.OPENED
         return parser
 
     @classmethod
     def of_arguments(cls, name: str) -> ToolParser:
         """Return a parser of the bare arguments of one function."""
         parser = cls(ToolFormat.MISTRAL, [name])
-        parser._at, parser._bare_name = _At.ARGUMENTS, name
+        parser._state, parser._bare_name = _CallState.ARGUMENTS, name
         return parser
 
     def push(self, text: str) -> Parsed:
@@ -178,30 +179,30 @@ class ToolParser:
 
     def _step(self, text: str, position: int) -> int | None:
         """Read on; return where that ended, or None where it takes more text to tell."""
-        match self._at:
-            case _At.TEXT:
+        match self._state:
+            case _CallState.TEXT:
                 return self._read_text(text, position)
-            case _At.OBJECT:
+            case _CallState.OBJECT:
                 return self._read_object(text, position)
-            case _At.ARGUMENTS if self._is_begun:
+            case _CallState.ARGUMENTS if self._is_begun:
                 return self._read_arguments(text, position)
-            case _At.NAME:
+            case _CallState.NAME:
                 return self._read_name(text, position)
-            case _At.CALL_ID:
+            case _CallState.CALL_ID:
                 return self._read_call_id(text, position)
         if text[position] in SPACE:
             found = _SPACE_RUN.match(text, position)
             assert found is not None
             self._hold(text[position : found.end()])
             return found.end()
-        match self._at:
-            case _At.OPENED:
+        match self._state:
+            case _CallState.OPENED:
                 return self._read_opening(text, position)
-            case _At.NAMED:
+            case _CallState.NAMED:
                 return self._read_behind_name(text, position)
-            case _At.ARGUMENTS:
+            case _CallState.ARGUMENTS:
                 return self._begin_bare(text, position)
-            case _At.IN_LIST:
+            case _CallState.IN_LIST:
                 return self._read_list(text, position)
             case _:
                 return self._read_closer(text, position)
@@ -212,7 +213,7 @@ class ToolParser:
         found = self._opener.search(text, position)
         if found is not None:
             self._write(text[position : found.start()])
-            self._at, self._is_list = _At.OPENED, False
+            self._state, self._is_list = _CallState.OPENED, False
             if found.group() == "{":
                 return found.start()
             self._held.append(found.group())
@@ -234,13 +235,13 @@ class ToolParser:
         self._space.append(text[len(stripped) :])
 
     def _hold(self, text: str) -> None:
-        """Keep text that is dropped behind a call, and otherwise content if none comes of it."""
-        (self._space if self._at is _At.CALLED else self._held).append(text)
+        """Keep text: dropped after a call, and otherwise content unless a call comes of it."""
+        (self._space if self._state is _CallState.CALLED else self._held).append(text)
 
     def _fail(self) -> None:
-        """Go back to text, of which is what was held: no call has come of it."""
+        """Go back to text; what was held is text too, since no call has come of it."""
         held, self._held = "".join(self._held), []
-        self._at, self._is_begun = _At.TEXT, False
+        self._state, self._is_begun = _CallState.TEXT, False
         self._write(held)
 
     # --- around calls -------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class ToolParser:
     def _read_opening(self, text: str, position: int) -> int:
         char = text[position]
         if char == "{":
-            self._call, self._at = _CallObject(self._names), _At.OBJECT
+            self._call, self._state = _CallObject(self._names), _CallState.OBJECT
         elif self._format is not ToolFormat.MISTRAL or self._is_list:
             self._fail()
         elif char == "[":
@@ -256,7 +257,7 @@ class ToolParser:
             self._is_list = True
             return position + 1
         elif _NAME_CHAR.match(char):
-            self._bare_name, self._at = "", _At.NAME
+            self._bare_name, self._state = "", _CallState.NAME
         else:
             self._fail()
         return position
@@ -265,11 +266,11 @@ class ToolParser:
         match text[position]:
             case ",":
                 self._held.append(",")
-                self._at = _At.OPENED
+                self._state = _CallState.OPENED
                 return position + 1
             case "]":
                 self._held = []
-                self._at = _At.CALLED
+                self._state = _CallState.CALLED
                 return position + 1
             case _:
                 self._fail()
@@ -281,7 +282,7 @@ class ToolParser:
             if len(text) - position < len(closer):
                 return None
             position += len(closer)
-        self._at = _At.TEXT
+        self._state = _CallState.TEXT
         return position
 
     # --- calls --------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ class ToolParser:
         if len(self._bare_name) > MAX_NAME_CHARS:
             self._fail()
         elif found.end() < len(text):
-            self._at = _At.NAMED
+            self._state = _CallState.NAMED
             if self._bare_name not in self._names:
                 self._fail()
         return found.end()
@@ -315,12 +316,15 @@ class ToolParser:
     def _read_behind_name(self, text: str, position: int) -> int | None:
         """Read `[ARGS]` or `[CALL_ID]`, or find the arguments at once."""
         if text[position] == "{":
-            self._at = _At.ARGUMENTS
+            self._state = _CallState.ARGUMENTS
             return position
-        for marker, following in (("[ARGS]", _At.ARGUMENTS), ("[CALL_ID]", _At.CALL_ID)):
+        for marker, following in (
+            ("[ARGS]", _CallState.ARGUMENTS),
+            ("[CALL_ID]", _CallState.CALL_ID),
+        ):
             if text.startswith(marker, position):
                 self._held.append(marker)
-                self._at = following
+                self._state = following
                 return position + len(marker)
             if marker.startswith(text[position : position + len(marker)]):
                 return None
@@ -332,7 +336,7 @@ class ToolParser:
         assert found is not None
         self._held.append(found.group())
         if found.end() < len(text):
-            self._at = _At.NAMED
+            self._state = _CallState.NAMED
         return found.end()
 
     def _begin_bare(self, text: str, position: int) -> int:
@@ -365,7 +369,7 @@ class ToolParser:
 
     def _end_call(self) -> None:
         self._is_begun = False
-        self._at = _At.IN_LIST if self._is_list else _At.CALLED
+        self._state = _CallState.IN_LIST if self._is_list else _CallState.CALLED
 
 
 class _CallObject:
@@ -381,8 +385,8 @@ class _CallObject:
         self.is_broken = False
         self._names = names
         self._found_name: str | None = None
-        self._at = "{"
-        """The character that has to follow, or what stands in its place: a key or a value."""
+        self._state = "{"
+        """The character that has to follow, or in its place: a key or a value."""
         self._key = ""
         self._num_keys = 0
         self._scanner: JsonScanner | None = None
@@ -416,7 +420,7 @@ class _CallObject:
             self.is_broken = True
         elif scanner.is_complete:
             self._scanner = None
-            if self._at == "key":
+            if self._state == "key":
                 self._end_key()
             else:
                 self._end_value()
@@ -424,16 +428,16 @@ class _CallObject:
 
     def _step(self, char: str) -> bool:
         """Take a character between values; return whether it was consumed."""
-        match self._at:
-            case "{" | ":" if char == self._at:
-                self._at = "key" if char == "{" else "value"
+        match self._state:
+            case "{" | ":" if char == self._state:
+                self._state = "key" if char == "{" else "value"
                 return True
             case "key" if char == '"':
                 self._scanner = JsonScanner()
             case "value":
                 self._begin_value(char)
             case "," if char == ",":
-                self._at = "key"
+                self._state = "key"
                 return True
             case "," if char == "}":
                 self._end()
@@ -444,7 +448,7 @@ class _CallObject:
 
     def _end_key(self) -> None:
         self._key = _text("".join(self._raw))
-        self._raw, self._at = [], ":"
+        self._raw, self._state = [], ":"
         self._num_keys += 1
         self.is_broken = self._num_keys == 1 and self._key not in _KEYS
 
@@ -461,7 +465,7 @@ class _CallObject:
             self.is_broken = self._key in ("name", "type", "id") and char != '"'
 
     def _end_value(self) -> None:
-        raw, self._raw, self._at = "".join(self._raw), [], ","
+        raw, self._raw, self._state = "".join(self._raw), [], ","
         if self._is_arguments and not self._is_passed_on and raw not in ("null", '""'):
             self._arguments = [_object_text(raw)]
             self.is_broken = self._arguments == [""]
@@ -492,15 +496,6 @@ def _joined(deltas: list[CallDelta]) -> list[CallDelta]:
         _, arguments = joined.setdefault(delta.number, (delta.name, []))
         arguments.append(delta.arguments)
     return [CallDelta(i, name, "".join(parts)) for i, (name, parts) in joined.items()]
-
-
-def start_of_part(text: str, position: int, markers: tuple[str, ...]) -> int:
-    """Return where the end of the text begins that may be the start of a marker."""
-    longest = max(map(len, markers)) - 1
-    for start in range(max(position, len(text) - longest), len(text)):
-        if any(marker.startswith(text[start:]) for marker in markers):
-            return start
-    return len(text)
 
 
 def _text(raw: str) -> str:

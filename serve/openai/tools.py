@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from compile.errors import FieldError
+from compile.errors import FieldError, Words
 from serve.openai.body import check_values
-from serve.openai.errors import BadRequest
 from serve.openai.fields import join_path
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, ToolFormat
@@ -32,28 +31,32 @@ _MISTRAL_ID_CHARS = 9
 """The length that Mistral's templates want of an id."""
 
 
-def check_tools(request: ChatRequest) -> None:
-    """Refuse tools that are too many, too large or misnamed, and choices that are none of them.
+def check_tools(request: ChatRequest, max_model_len: int) -> int:
+    """Return the characters of tools as JSON, once they and earlier calls were checked.
 
     Raises:
-        BadRequest: names the field.
+        ApiError, FieldError: tools are too many, too large or misnamed, `tool_choice` is none of
+            them, or the arguments of calls have too many values or are nested too deep.
     """
     tools = request.tools
-    num_chars = num_tool_chars(tools)
+    num_chars = len(msgspec.json.encode(tools).decode()) if tools else 0
     if num_chars > MAX_TOOL_CHARS:
-        raise _refused("tools", f"at most {MAX_TOOL_CHARS} characters of JSON", str(num_chars))
+        raise FieldError("tools", f"at most {MAX_TOOL_CHARS} characters of JSON", num_chars)
     names: set[str] = set()
     for i, tool in enumerate(tools):
         at = f"tools[{i}]"
         name = tool.function.name
         if not _NAME.fullmatch(name):
             wanted = f"1 to {MAX_NAME_CHARS} letters, digits, _ or -"
-            raise _refused(f"{at}.function.name", wanted, name[:MAX_NAME_CHARS])
+            raise FieldError(f"{at}.function.name", wanted, Words(name[:MAX_NAME_CHARS]))
         if name in names:
-            raise _refused(f"{at}.function.name", "another name than those before", name)
+            wanted = "another name than those before"
+            raise FieldError(f"{at}.function.name", wanted, Words(name))
         names.add(name)
         check_depth(tool.function.parameters, f"{at}.function.parameters")
     _check_choice(request, names)
+    _check_calls(request.messages, max_model_len)
+    return num_chars
 
 
 def _check_choice(request: ChatRequest, names: set[str]) -> None:
@@ -63,21 +66,21 @@ def _check_choice(request: ChatRequest, names: set[str]) -> None:
     if isinstance(choice, NamedToolChoice):
         if choice.function.name not in names:
             wanted = "the name of one of tools"
-            raise _refused("tool_choice.function.name", wanted, choice.function.name)
+            raise FieldError("tool_choice.function.name", wanted, Words(choice.function.name))
     elif choice not in ("auto", "required"):
-        raise _refused("tool_choice", "none, auto, required or a function", choice)
+        raise FieldError("tool_choice", "none, auto, required or a function", Words(choice))
     if not names:
-        raise _refused("tool_choice", "tools with it", "none")
+        raise FieldError("tool_choice", "tools with it", Words("none"))
 
 
 def check_depth(value: Any, at: str) -> None:
-    """Refuse JSON that is nested more than `MAX_DEPTH` deep; raises BadRequest."""
+    """Refuse JSON that is nested more than `MAX_DEPTH` deep; raises FieldError."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _children(outer)]
         if not level:
             return
-    raise _refused(at, f"at most {MAX_DEPTH} levels of lists and objects", "more")
+    raise FieldError(at, f"at most {MAX_DEPTH} levels of lists and objects", Words("more"))
 
 
 def _children(value: Any) -> list[Any]:
@@ -86,18 +89,11 @@ def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def num_tool_chars(tools: Sequence[Tool]) -> int:
-    """Return the characters of tools as JSON."""
-    return len(msgspec.json.encode(tools).decode()) if tools else 0
-
-
-def check_calls(messages: Sequence[Message], max_model_len: int) -> None:
-    """Refuse calls of earlier turns whose arguments, which are JSON within JSON, are too much.
-
-    Raises:
-        BadRequest: they have too many values, or are nested too deep.
-    """
+def _check_calls(messages: Sequence[Message], max_model_len: int) -> None:
+    """Check the arguments of calls of earlier turns, which are JSON within JSON."""
     calls = [call.function.arguments for message in messages for call in message.tool_calls]
+    if not calls:
+        return
     check_values("".join(calls).encode("utf-8", "replace"), max_model_len)
     for i, message in enumerate(messages):
         for j, call in enumerate(message.tool_calls):
@@ -120,21 +116,21 @@ def tool_format(tokenizer: Tokenizer, wanted: str, chat_template: str | None) ->
         wanted: the name of a format, or auto: found by having the template write a call.
 
     Raises:
-        BadRequest: the template does not write tools, or calls in a format that is not known.
+        FieldError: the template does not write tools, or calls in a format that is not known.
     """
     written = tokenizer.written_tools(chat_template)
     if not written.has_tools:
-        wanted_none = "wanted none, since the model's chat template does not write them"
-        raise BadRequest(f"tools: {wanted_none}, found some", param="tools")
+        wanted_none = "none, since the model's chat template does not write them"
+        raise FieldError("tools", wanted_none, Words("some"))
     if wanted != AUTO:
         return ToolFormat(wanted)
     found = format_of(written.call)
     if found is None:
-        message = (
-            "tools: wanted a model whose chat template writes calls in a known format, or "
-            "tool_call_parser given when the server starts, found neither"
+        known = (
+            "a model whose chat template writes calls in a known format, or tool_call_parser given "
+            "when the server starts"
         )
-        raise BadRequest(message, param="tools")
+        raise FieldError("tools", known, Words("neither"))
     return found
 
 
@@ -157,20 +153,18 @@ def new_call_id(tool_format: ToolFormat) -> str:
 
 
 def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingParams:
-    """Hold the text to the calls that `tool_choice` forces; if it forces none, leave it free.
+    """Hold the text to the calls that `tool_choice` forces.
 
     A `response_format` is of texts that are answers, as with OpenAI: beside forced calls there is
     none.
 
     Raises:
-        BadRequest, FieldError: the text is held to something else already, or what the tools
+        FieldError: the text is held to something else already, or what the tools
             define contradicts itself or is too much.
     """
-    if not request.forces_calls:
-        return params
     if params.structured_outputs is not None and not request.formats_text:
         wanted = "none or auto beside a form of the whole output"
-        raise _refused("tool_choice", wanted, "calls that are forced")
+        raise FieldError("tool_choice", wanted, Words("calls that are forced"))
     assert request.tool_choice is not None
     schema = calls_schema(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
     try:
@@ -213,7 +207,7 @@ def _call_schema(tool: Tool, definitions: dict[str, dict[str, Any]]) -> dict[str
     References are absolute, so they still lead there.
 
     Raises:
-        BadRequest: two tools define one name differently.
+        FieldError: two tools define one name differently.
     """
     parameters = dict(_parameters(tool))
     for keyword in ("$defs", "definitions"):
@@ -222,7 +216,7 @@ def _call_schema(tool: Tool, definitions: dict[str, dict[str, Any]]) -> dict[str
         for name, definition in moved.items():
             if known.setdefault(name, definition) != definition:
                 wanted = f"the same {keyword}.{name} in all of them"
-                raise _refused("tools", wanted, "two")
+                raise FieldError("tools", wanted, Words("two"))
     properties = {"name": {"const": tool.function.name}, "parameters": parameters}
     return {
         "type": "object",
@@ -230,7 +224,3 @@ def _call_schema(tool: Tool, definitions: dict[str, dict[str, Any]]) -> dict[str
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _refused(param: str, wanted: str, found: str) -> BadRequest:
-    return BadRequest(f"{param}: wanted {wanted}, found {found}", param=param)

@@ -34,7 +34,7 @@ from cluster.wire.sockets import (
     listening_socket,
     pack,
 )
-from serve.event_loop import SharedTick, breathe, frames, has_waiting, loop_budget
+from serve.event_loop import StreamBatcher, frames, has_waiting, loop_budget, yield_if_over_budget
 
 log = logging.getLogger("lockstep.tokens")
 
@@ -60,7 +60,7 @@ class Mailbox:
     and those that only bring tokens become one output meanwhile.
     """
 
-    def __init__(self, request_id: str, tick: SharedTick) -> None:
+    def __init__(self, request_id: str, tick: StreamBatcher) -> None:
         self.request_id = request_id
         self.inboxes: list[str] = []
         """Of the engines that have sent outputs of the request in its present stage."""
@@ -133,7 +133,7 @@ class TokenSocket:
     no output arrives.
     """
 
-    def __init__(self, host: str, credentials: Credentials, tick: SharedTick) -> None:
+    def __init__(self, host: str, credentials: Credentials, tick: StreamBatcher) -> None:
         self.tick = tick
         """Which the outputs of its mailboxes wait for."""
         self._context = zmq.asyncio.Context()
@@ -254,7 +254,7 @@ class TokenSocket:
                 self._check_epoch(frame)
                 for output in frame.outputs:
                     self._deliver(frame.inbox, decode(output, EngineOutput))
-                    await breathe(budget)
+                    await yield_if_over_budget(budget)
             except FrameError as error:
                 log.error("tokens: dropped a frame: %s", error)
 

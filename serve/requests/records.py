@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.observe.counts import Counts, Histogram
-from cluster.observe.metrics import BY_NAME
+from cluster.observe.metrics import HISTOGRAM, METRICS
+from serve.clients import UNKNOWN, Client
 
 ABORTED, FAILED = "abort", "error"
 """How a sequence ends whose client left or whose time was up, and one that failed."""
@@ -64,7 +65,6 @@ class SequenceRecord:
 
     @property
     def submitted_at(self) -> float:
-        """When it was submitted first."""
         return self.attempts[0].submitted_at if self.attempts else 0.0
 
     @property
@@ -100,7 +100,7 @@ class SequenceRecord:
         self.num_attempts += 1
 
     def on_engine_output(self, queued_us: int) -> None:
-        """An engine's first output has come, and tells how long it waited there."""
+        """An engine's first output has come, and says how long it waited there."""
         attempt, now = self.attempts[-1], time.monotonic()
         if attempt.handed_over_at:
             attempt.kv_wait_s, attempt.resumed_at = queued_us / 1e6, now
@@ -108,11 +108,10 @@ class SequenceRecord:
             attempt.queued_s, attempt.first_at = queued_us / 1e6, now
 
     def on_handover(self) -> None:
-        """A prefill engine has ended, and a decode engine goes on."""
+        """A prefill engine has ended, and a decode engine continues."""
         self.attempts[-1].handed_over_at = time.monotonic()
 
     def on_engines(self, names: list[str]) -> None:
-        """These have sent outputs."""
         self.attempts[-1].engines = names
 
     def on_lost(self, how: str) -> None:
@@ -144,17 +143,22 @@ class RequestRecord:
     traceparent: str = ""
     tracestate: str = ""
     """The client's trace, as in its headers; empty without one, and where nothing is traced."""
+    client: Client = UNKNOWN
+    """Who asks."""
     sequences: list[SequenceRecord] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens; a prompt counts once, whatever `n` is."""
+        """Prompt tokens; a prompt counts once for all `n`."""
         return sum(each.num_prompt_tokens for each in self.sequences if each.is_first_choice)
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of all sequences."""
         return sum(each.num_tokens for each in self.sequences)
+
+
+_ELSEWHERE = ("iteration_tokens_total", "time_per_output_token_seconds")
+"""Histograms that engines count, or that are another's older name."""
 
 
 class IngressCounts:
@@ -162,14 +166,15 @@ class IngressCounts:
 
     def __init__(self, max_model_len: int) -> None:
         self._histograms = {
-            name: Histogram(name, BY_NAME[name].bounds_for(max_model_len)) for name in _HISTOGRAMS
+            metric.name: Histogram(metric.name, metric.bounds_for(max_model_len))
+            for metric in METRICS
+            if metric.kind == HISTOGRAM and metric.name not in _ELSEWHERE
         }
         self._counters: Counter[tuple[str, ...]] = Counter()
         self._first_token = self._histograms["time_to_first_token_seconds"]
         self._token = self._histograms["inter_token_latency_seconds"]
 
     def on_response(self, path: str, status: int) -> None:
-        """Count an answer."""
         self._counters["http_responses_total", path, str(status)] += 1
 
     def on_parsed(self, n: int, max_tokens: int | None) -> None:
@@ -217,7 +222,6 @@ class IngressCounts:
             self._observe("request_time_per_output_token_seconds", mean_s)
 
     def counts(self) -> Counts:
-        """Return all that was counted by now."""
         counts: Counts = dict(self._counters)
         for histogram in self._histograms.values():
             histogram.put_into(counts)
@@ -234,21 +238,3 @@ class IngressCounts:
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
-
-
-_HISTOGRAMS = (
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_inference_time_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "request_max_num_generation_tokens",
-    "request_params_n",
-    "request_params_max_tokens",
-    "request_kv_wait_time_seconds",
-)

@@ -137,9 +137,8 @@ class SamplingParams(_Bounded, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _Bounded.__struct_fields__}
         for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-            # msgspec takes any sequence for a list.
-            words = words_for(hints_of(_Bounded)[name])
-            _require(not isinstance(given[name], tuple), name, words, given[name])
+            if isinstance(given[name], tuple):  # msgspec takes any sequence for a list
+                raise FieldError(name, words_for(hints_of(_Bounded)[name]), given[name])
         given = {name: each for name, each in given.items() if each is not UNSET}
         convert(given, _Bounded, Source.PYTHON)
         if self.seed is not None:

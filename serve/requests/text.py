@@ -25,9 +25,8 @@ class TextDelta(NamedTuple):
     """What some tokens added to the text."""
 
     text: str
-    stopped: bool
-    """A stop string is complete: the text has ended."""
     stop_string: str | None
+    """One that is complete: the text has ended."""
     num_tokens_used: int
     """Tokens up to the one that completed the stop string; all where none did."""
     offsets: list[int]
@@ -37,56 +36,34 @@ class TextDelta(NamedTuple):
 class TextStream:
     """The text of one sequence.
 
-    With `include_stop` the text ends with the stop string, or with the text of the token that
-    ended the sequence; otherwise it ends before. A stop string that is complete within the first
-    `min_tokens` tokens is text like any other.
+    With `include_stop_str_in_output` the text ends with the stop string, or with the text of the
+    token that ended the sequence; otherwise it ends before. A stop string that is complete within
+    the first `min_tokens` tokens is text like any other.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        *,
+        params: SamplingParams,
         stop: StopStrings,
-        include_stop: bool,
-        skip_special_tokens: bool,
-        min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._num_unstoppable = min_tokens
+        """Begin the text of one choice after its prompt.
+
+        Args:
+            stop: made of the stop strings of `params`, once for all choices.
+            shown_token_ids: special tokens that are text in any case.
+        """
+        skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._num_unstoppable = params.min_tokens
         self._detokenizer = detokenizer(tokenizer, skipped - shown_token_ids, prompt_token_ids)
-        self._matcher = StopMatcher(stop, include_stop)
-        self._include_stop = include_stop
+        self._include_stop = params.include_stop_str_in_output
+        self._matcher = StopMatcher(stop, self._include_stop)
         self._is_finished = False
         self._num_chars = 0
         self.stop_string: str | None = None
         """The stop string that ended the text, once one is complete."""
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        stop: StopStrings,
-        prompt_token_ids: Sequence[int],
-        shown_token_ids: frozenset[int] = frozenset(),
-    ) -> TextStream:
-        """Return the text of one choice behind its prompt as its request wants it.
-
-        Args:
-            stop: made of the request's stop strings, once for all its choices.
-            shown_token_ids: special tokens that are text in any case.
-        """
-        return cls(
-            tokenizer,
-            stop=stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-            prompt_token_ids=prompt_token_ids,
-            shown_token_ids=shown_token_ids,
-        )
 
     def push(self, token_ids: Sequence[int], *, stop_token_id: int = -1) -> TextDelta:
         """Add tokens and return the text that is now certain.
@@ -96,7 +73,7 @@ class TextStream:
         parts: list[str] = []
         offsets: list[int] = []
         if self._is_finished:
-            return TextDelta("", False, None, 0, offsets)
+            return TextDelta("", None, 0, offsets)
         for used, token_id in enumerate(token_ids, start=1):
             offsets.append(self._num_chars)
             is_end = token_id == stop_token_id and used == len(token_ids)
@@ -110,13 +87,13 @@ class TextStream:
             parts.append(text)
             if stop_string is not None:
                 self._is_finished, self.stop_string = True, stop_string
-                return TextDelta("".join(parts), True, stop_string, used, offsets)
-        return TextDelta("".join(parts), False, None, len(token_ids), offsets)
+                return TextDelta("".join(parts), stop_string, used, offsets)
+        return TextDelta("".join(parts), None, len(token_ids), offsets)
 
     def finish(self) -> str:
         """Return the text held back so far: no token follows. Empty after a stop string.
 
-        The text held back may itself complete a stop string; `stop_string` tells.
+        The text held back may itself complete a stop string: then `stop_string` is set.
         """
         if self._is_finished:
             return ""
@@ -126,7 +103,7 @@ class TextStream:
 
 
 class StopStrings:
-    """The stop strings of a request, as an automaton that reads a text once, whatever they are.
+    """The stop strings of a request, as an automaton that reads a text once.
 
     A node is a prefix of a stop string, the root the empty one; `step` leads from the longest
     prefix that the text so far ends with to that of the text with one more character. Source: Aho
@@ -149,11 +126,10 @@ class StopStrings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no stop string."""
         return len(self._next) == 1
 
     def step(self, node: int, char: str) -> int:
-        """Return the node behind one more character."""
+        """Return the node after one more character."""
         following = self._next
         while char not in following[node]:
             if node == self.ROOT:
@@ -162,7 +138,7 @@ class StopStrings:
         return following[node][char]
 
     def unfinished(self, node: int) -> int:
-        """Return the longest end of a node that a stop string goes on from."""
+        """Return the longest end of a node that a stop string continues."""
         while node != self.ROOT and not self._next[node]:
             node = self._fallback[node]
         return node
@@ -234,7 +210,6 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """Return what is left when no token follows."""
-        ...
 
 
 def detokenizer(
@@ -309,7 +284,7 @@ class WindowDetokenizer:
     def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
 
-        The output may go on with such a run, and change what it says.
+        The output may continue such a run, and change what it says.
         """
         end: list[int] = []
         for token_id in reversed(prompt_token_ids):

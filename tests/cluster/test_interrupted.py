@@ -33,7 +33,7 @@ from cluster.wire.messages import (
     Submit,
 )
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
 
@@ -287,7 +287,7 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
             return [output async for output in outputs]
 
     async def all_of_them() -> list[list[EngineOutput]]:
-        socket = TokenSocket("127.0.0.1", CREDENTIALS, SharedTick())
+        socket = TokenSocket("127.0.0.1", CREDENTIALS, StreamBatcher())
         router = Router(dict(pools), socket)
         try:
             return await asyncio.gather(*(one(router, request) for request in requests))

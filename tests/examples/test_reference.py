@@ -14,9 +14,9 @@ from cluster.observe.metrics import METRICS, PREFIX
 from compile import environment
 from compile.config import FIELDS
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.openai.errors import ApiError
+from serve.openai.errors import STATUSES
 from serve.openai.fields import ignored_fields, inert_fields
-from serve.openai.responses_request import ResponsesRequest
+from serve.openai.responses import ResponsesRequest
 from serve.openai.schema import (
     CalledFunction,
     ChatRequest,
@@ -115,7 +115,7 @@ def test_every_metric_is_listed_with_its_meaning() -> None:
 
 def test_every_status_is_listed_with_its_type() -> None:
     listed = {int(row[0]): row[1].strip("`") for row in rows("errors")[1:]}
-    assert listed == {kind.status: kind.type for kind in ApiError.__subclasses__()}
+    assert listed == {code: status.type for code, status in STATUSES.items()}
 
 
 def test_every_variable_that_is_read_is_listed() -> None:

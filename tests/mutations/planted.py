@@ -533,8 +533,8 @@ MUTATIONS = (
         "What a handle asks to complete is read as a conversation (R03).",
         "serve/ingress.py",
         {
-            "direct.answer(self._serving, parse_completion_shape, body)": (
-                "direct.answer(self._serving, parse_chat_shape, body)"
+            "direct.answer(self._serving, parse_completion, body)": (
+                "direct.answer(self._serving, parse_chat, body)"
             )
         },
         (WIRED,),

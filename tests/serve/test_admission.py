@@ -16,8 +16,8 @@ from serve.admission import (
     MIN_ENDS,
     PATIENCE_S,
     Admission,
+    AdmissionSlot,
     Overloaded,
-    Place,
 )
 from serve.clients import Client
 
@@ -63,7 +63,7 @@ def test_places_are_taken_and_given_back() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["enter", "grow", "end", "leave"]), st.integers(1, 5))))
 def test_what_is_counted_is_what_places_hold(steps: list[tuple[str, int]]) -> None:
     admitting = admission()
-    places: list[Place] = []
+    places: list[AdmissionSlot] = []
     for what, number in steps:
         try:
             if what == "enter":
@@ -149,7 +149,9 @@ def test_a_rate_is_believed_only_of_enough_ends_while_others_waited() -> None:
         admitting.enter(ONE)
 
 
-def reading(admitting: Admission, evicted: list[int], name: int, client: Client = ONE) -> Place:
+def reading(
+    admitting: Admission, evicted: list[int], name: int, client: Client = ONE
+) -> AdmissionSlot:
     place = admitting.enter(client)
     place.on_evicted = lambda: evicted.append(name)
     return place
@@ -279,7 +281,7 @@ def test_what_ends_goes_to_the_client_that_was_refused() -> None:
     clock = Clock()
     admitting = admission(clock, max_running=4, max_queued=60)
     greedy = [admitting.enter(ONE) for _ in range(64)]
-    mine: list[Place] = []
+    mine: list[AdmissionSlot] = []
     for tick in range(8000):
         clock.now += 0.001
         if tick % 100 == 0:  # ten a second end, in their order
@@ -325,7 +327,7 @@ def test_a_client_that_holds_less_than_all_others_is_not_kept_out_by_bodies(
     """As long as others only send, there is always room for a client that holds nothing."""
     clock = Clock()
     admitting = admission(clock, max_body_bytes=1000, max_queued=8)
-    places: list[Place] = []
+    places: list[AdmissionSlot] = []
     for name, what, number in steps:
         try:
             if what == "enter":

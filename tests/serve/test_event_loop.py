@@ -17,8 +17,8 @@ from serve.event_loop import (
     MAX_INLINE,
     Abandoned,
     Check,
-    Pace,
-    SharedTick,
+    LoopThrottle,
+    StreamBatcher,
     WorkThreads,
 )
 
@@ -96,7 +96,7 @@ def test_work_that_nobody_waits_for_stops_at_its_next_check(
 
 
 async def turns_of(
-    pace: Pace, num: int, cancelled: frozenset[int] = frozenset()
+    pace: LoopThrottle, num: int, cancelled: frozenset[int] = frozenset()
 ) -> list[list[int]]:
     """Return who came through in each turn of the loop, where all came at once."""
     turns: list[list[int]] = [[]]
@@ -118,21 +118,21 @@ async def turns_of(
 
 @pytest.mark.parametrize("num", [1, 4, 5, 103])
 def test_few_come_through_at_once_and_all_in_order(num: int) -> None:
-    turns = asyncio.run(turns_of(Pace(4), num))
+    turns = asyncio.run(turns_of(LoopThrottle(4), num))
     assert [i for turn in turns for i in turn] == list(range(num))
     assert all(len(turn) == 4 for turn in turns[:-1])
 
 
 def test_who_gives_up_takes_nobodys_turn() -> None:
     gone = frozenset({5, 6, 7, 8, 20})
-    turns = asyncio.run(turns_of(Pace(4), 30, gone))
+    turns = asyncio.run(turns_of(LoopThrottle(4), 30, gone))
     assert [i for turn in turns for i in turn] == [i for i in range(30) if i not in gone]
     assert all(len(turn) == 4 for turn in turns[:-1])
 
 
 def test_who_comes_later_waits_behind_the_others() -> None:
     async def run() -> list[str]:
-        pace, seen = Pace(1), list[str]()
+        pace, seen = LoopThrottle(1), list[str]()
 
         async def come(name: str) -> None:
             await pace.wait()
@@ -150,7 +150,7 @@ def test_who_comes_later_waits_behind_the_others() -> None:
 
 def test_an_idle_pace_keeps_nobody_waiting() -> None:
     async def run() -> None:
-        pace = Pace(2)
+        pace = LoopThrottle(2)
         for _ in range(5):
             async with asyncio.timeout(0):  # ends at the first turn of the loop
                 await pace.wait()
@@ -164,7 +164,7 @@ def test_an_idle_pace_keeps_nobody_waiting() -> None:
 
 
 def test_a_tick_comes_at_once_for_few_streams_and_ever_later_for_more() -> None:
-    tick, periods = SharedTick(), list[float]()
+    tick, periods = StreamBatcher(), list[float]()
     for num in (0, 1, 4, 5, 8, 32, 64, 10_000):
         with tick.streaming(num):
             periods.append(tick.period_s)
@@ -175,7 +175,7 @@ def test_a_tick_comes_at_once_for_few_streams_and_ever_later_for_more() -> None:
 
 
 def test_a_tick_takes_the_same_share_of_a_core_however_cheap_chunks_are() -> None:
-    ticks = SharedTick(CHUNK_COST), SharedTick(HAPROXY_CHUNK_COST)
+    ticks = StreamBatcher(CHUNK_COST), StreamBatcher(HAPROXY_CHUNK_COST)
     for num in (5, 8, 16):
         for tick, cost in zip(ticks, (CHUNK_COST, HAPROXY_CHUNK_COST), strict=True):
             with tick.streaming(num):
@@ -188,7 +188,7 @@ def test_all_streams_wait_for_the_same_tick_whenever_they_come(
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 1.0)
 
     async def run() -> list[float]:
-        tick, began = SharedTick(), time.monotonic()
+        tick, began = StreamBatcher(), time.monotonic()
         tick.num_streams = 10_000
         called_at: list[float] = []
         for _ in range(3):
@@ -207,5 +207,5 @@ def test_all_streams_wait_for_the_same_tick_whenever_they_come(
 
 def test_with_few_streams_nothing_waits() -> None:
     called: list[int] = []
-    SharedTick().call(lambda: called.append(1))
+    StreamBatcher().call(lambda: called.append(1))
     assert called == [1]

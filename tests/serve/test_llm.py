@@ -66,16 +66,6 @@ def test_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
     assert not llm.engine.has_unfinished
 
 
-def test_a_limit_that_nobody_gave_gives_way_to_a_long_prompt(llm: LLM) -> None:
-    prompt = [65] * (llm.config.max_model_len - 5)
-    [output] = llm.generate([prompt], SamplingParams(ignore_eos=True))
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
-    with pytest.raises(ValueError, match=r"^max_tokens: wanted at most 5 .*found 16"):
-        llm.generate([prompt], SamplingParams(max_tokens=16))
-    with pytest.raises(ValueError, match=r"^prompt: wanted at most .* tokens"):
-        llm.generate([prompt + [65] * 5])
-
-
 def test_stop_strings_and_stop_tokens_are_told_apart(llm: LLM) -> None:
     prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Count from 3 to 9."}])
     [by_string] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=30, stop=["6"]))

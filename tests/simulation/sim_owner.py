@@ -22,7 +22,7 @@ from cluster.actors.failed_starts import FailedStart
 from cluster.actors.rank_group import RankGroup
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import Abort, EngineOutput, encode
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
 from serve.pools.pool import Pool, hold_s
 from serve.pools.routing import LeaderRouter, Routing
@@ -102,7 +102,7 @@ class SimTokens(TokenSocket):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.tick = SharedTick()
+        self.tick = StreamBatcher()
         # In half of the schedules tokens wait for ticks, as among many streams.
         self.tick.num_streams = NUM_STREAMS * (world.schedule.seed % 2)
         self.address = "tcp://10.0.0.1:1"

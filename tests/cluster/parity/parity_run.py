@@ -40,7 +40,7 @@ from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.wire.messages import EngineOutput, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
 
@@ -275,7 +275,7 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
 
 
 async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
-    socket, rng = TokenSocket(HOST, CREDENTIALS, SharedTick()), random.Random(2)
+    socket, rng = TokenSocket(HOST, CREDENTIALS, StreamBatcher()), random.Random(2)
     router = Router(dict(pools), socket)
 
     async def ask(i: int, request: Request) -> None:

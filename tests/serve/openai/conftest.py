@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -64,6 +65,26 @@ class ScriptedBackend:
         self.ledger = Ledger()
         self.num_open = 0
         self.closed_at: list[float] = []
+
+    def writes(
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        *,
+        rng: random.Random | None = None,
+        finish_reason: str = "stop",
+    ) -> None:
+        """Say a text, token by token or in random groups of tokens, and an end token to stop."""
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        eos, is_stop = tokenizer.eos_token_ids[0], finish_reason == "stop"
+        token_ids += [eos] * is_stop
+        self.finish_reason, self.stop_token_id = finish_reason, eos if is_stop else -1
+        pieces = []
+        while token_ids:
+            size = rng.randrange(1, 6) if rng is not None else 1
+            pieces.append(token_ids[:size])
+            token_ids = token_ids[size:]
+        self.pieces = pieces or [[]]
 
     def is_ready(self) -> bool:
         return self.ready
@@ -207,12 +228,23 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture
+def with_template(checkpoint: Path, tmp_path: Path) -> Callable[[str], Tokenizer]:
+    """Return the tokenizer with another chat template: `with_template(text)`."""
+
+    def make(template: str) -> Tokenizer:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return Tokenizer.from_dir(tmp_path)
+
+    return make
+
+
+@pytest.fixture
 def backend(tokenizer: Tokenizer) -> ScriptedBackend:
     """Says «hello world» token by token, then the end token."""
     scripted = ScriptedBackend()
-    eos = tokenizer.eos_token_ids[0]
-    scripted.pieces = [[t] for t in (*tokenizer.encode("hello world"), eos)]
-    scripted.stop_token_id = eos
+    scripted.writes(tokenizer, "hello world")
     return scripted
 
 

@@ -17,8 +17,9 @@ from serve.clients import UNKNOWN, Client, of_key
 from serve.config import AccessConfig, deploy_config
 from serve.ingress import Ingress
 from serve.keys import ApiKeys
-from serve.openai.app import build_app, is_local_name
+from serve.openai.app import build_app
 from serve.openai.endpoint import Serving
+from serve.openai.middleware import is_local_name
 
 OPEN = ("/health", "/ready", "/version")
 

@@ -144,21 +144,6 @@ def test_finish_reason_reaches_the_client(call: Any, backend: Any, finish_reason
     assert (found["finish_reason"], found["stop_reason"]) == (finish_reason, None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_characters_split_over_tokens_arrive_whole(
-    call: Any, backend: Any, tokenizer: Any, stream: bool
-) -> None:
-    text = "日本 👩‍👩‍👧 é"
-    backend.pieces = [[token_id] for token_id in tokenizer.encode(text)]
-    backend.stop_token_id = -1
-    answer = call("POST", "/v1/chat/completions", json={"messages": HI, "stream": stream})
-    if not stream:
-        assert answer.json()["choices"][0]["message"]["content"] == text
-        return
-    deltas = [e["choices"][0]["delta"].get("content", "") for e in events(answer)]
-    assert "".join(deltas) == text and not any("�" in delta for delta in deltas)
-
-
 def test_chat_logprobs_fit_the_official_client(client: openai.OpenAI, tokenizer: Any) -> None:
     found = client.chat.completions.create(
         model="scripted",
@@ -229,22 +214,6 @@ def test_token_ids_are_returned_when_asked(call: Any, backend: Any, stream: bool
     assert [t for e in found for t in e["choices"][0].get("token_ids", [])] == output
 
 
-def test_chat_prompt_is_the_template_over_joined_parts(
-    call: Any, backend: Any, tokenizer: Any
-) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    call("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
-    expected = "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
-    ids = backend.requests[0].prompt_token_ids
-    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-
-
-def test_an_assistants_message_can_be_sent_back(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(model="scripted", messages=HI)  # type: ignore[arg-type]
-    history = [*HI, found.choices[0].message.model_dump(), *HI]
-    client.chat.completions.create(model="scripted", messages=history)  # type: ignore[arg-type]
-
-
 def test_sampling_reaches_the_backend(call: Any, backend: Any) -> None:
     body = {"messages": HI, "temperature": 0, "top_k": 5, "top_p": 0.5, "seed": 7}
     call("POST", "/v1/chat/completions", json={**body, "ignore_eos": True, "stop_token_ids": [9]})
@@ -278,15 +247,6 @@ def test_models_names_the_served_model_and_its_length(client: openai.OpenAI) -> 
     assert (card.id, card.object) == ("scripted", "model")
     assert card.model_dump()["max_model_len"] == 256
     assert client.models.retrieve("scripted").id == "scripted"
-
-
-def test_long_prompts_are_tokenized_beside_the_loop(
-    call: Any, backend: Any, tokenizer: Any
-) -> None:
-    text = "the cat sat on the mat " * 140
-    answer = call("POST", "/v1/completions", json={"prompt": text})
-    assert answer.status_code == 400
-    assert f"found {len(tokenizer.encode(text))} tokens" in answer.json()["error"]["message"]
 
 
 @pytest.mark.feature("R06")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from transformers import AutoTokenizer
 
 from serve.admission import Admission
@@ -71,7 +69,7 @@ def template(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def with_template(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+def with_templates(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a checkpoint with another template, or several named ones."""
 
     def make(template: str, **named: str) -> Path:
@@ -97,16 +95,18 @@ class Api:
         path: Path,
         backend: Any,
         admission: Admission,
-        call_app: Callable[..., httpx.Response],
+        send: Callable[..., httpx.Response],
     ) -> None:
         self.oracle = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         self._tokenizer = Tokenizer.from_dir(path)
         settings = ApiSettings(served_model_name="m", max_model_len=512)
         self._app = build_app(Serving(settings, backend, lambda: self._tokenizer, admission))
-        self._call = call_app
+        self._send = send
 
     def post(self, **body: Any) -> httpx.Response:
-        return self._call(self._app, json={"return_token_ids": True, "max_tokens": 3, **body})
+        return self._send(
+            self._app, "POST", CHAT, json={"return_token_ids": True, "max_tokens": 3, **body}
+        )
 
     def ids(self, **body: Any) -> list[int]:
         answer = self.post(**body)
@@ -122,18 +122,10 @@ class Api:
 
 @pytest.fixture
 def api(
-    backend: Any, admission: Admission, with_template: Callable[..., Path]
+    backend: Any, admission: Admission, with_templates: Callable[..., Path], send_to: Any
 ) -> Callable[..., Api]:
-    async def send(app: Starlette, body: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(CHAT, json=body)
-
-    def call_app(app: Starlette, json: Any) -> httpx.Response:
-        return asyncio.run(send(app, json))
-
     return lambda template, **named: Api(
-        with_template(template, **named), backend, admission, call_app
+        with_templates(template, **named), backend, admission, send_to
     )
 
 
@@ -283,9 +275,9 @@ def test_special_tokens_are_added_when_asked(tmp_path: Path, tiny_checkpoint: Pa
     assert tokenizer.apply_chat_template(TURNS, add_special_tokens=True) == [0, *plain]
 
 
-def test_templates_run_in_a_sandbox(with_template: Callable[..., Path]) -> None:
+def test_templates_run_in_a_sandbox(with_templates: Callable[..., Path]) -> None:
     """Those of a checkpoint: transformers' environment gives them no way into Python."""
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    tokenizer = Tokenizer.from_dir(with_template(escape))
+    tokenizer = Tokenizer.from_dir(with_templates(escape))
     with pytest.raises(ChatTemplateError, match="refuses"):
         tokenizer.apply_chat_template(TURNS)

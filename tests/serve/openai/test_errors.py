@@ -18,7 +18,7 @@ from serve.admission import Admission, Overloaded
 from serve.clients import UNKNOWN
 from serve.openai import body as body_module
 from serve.openai import direct
-from serve.openai.completions import parse_completion_shape
+from serve.openai.completions import parse_completion
 from serve.openai.endpoint import Serving
 from serve.openai.errors import MAX_MESSAGE_CHARS
 
@@ -63,25 +63,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [*HI, {"role": "system", "content": "late"}]}, "messages", "comes first"),
     ({"messages": HI, "temperature": "hot"}, "temperature", "wanted float, found str"),
-    ({"messages": HI, "temperature": True}, "temperature", "found bool"),
     ({"messages": HI, "temperature": -1}, "temperature", "found -1"),
-    ({"messages": HI, "top_p": 0}, "top_p", "found 0"),
-    ({"messages": HI, "top_p": 1.1}, "top_p", "found 1.1"),
     ({"messages": HI, "top_k": -2}, "top_k", "found -2"),
-    ({"messages": HI, "top_k": 1.5}, "top_k", "found float"),
     ({"messages": HI, "seed": 2**64}, "seed", "64 bits"),
     ({"messages": HI, "max_tokens": 0}, "max_tokens", "found 0"),
     ({"messages": HI, "max_tokens": 1000}, "max_tokens", "length is 256"),
-    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens", "found 0"),
     ({"messages": HI, "max_completion_tokens": 1000}, "max_completion_tokens", "found 1000"),
     ({"messages": HI, "stop": 3}, "stop", "found int"),
     ({"messages": HI, "stop": [""]}, "stop", "empty"),
     ({"messages": HI, "stop": ["a"] * 65}, "stop", "at most 64"),
-    ({"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids", "found -1"),
     ({"messages": HI, "stop_token_ids": list(range(257))}, "stop_token_ids", "at most 256"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs", "logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
-    ({"messages": HI, "logprobs": 3}, "logprobs", "wanted bool, found int"),
     ({"messages": HI, "stream": "yes"}, "stream", "wanted bool, found str"),
     ({"messages": HI, "stream_options": {}}, "stream_options", "stream true"),
     (
@@ -99,38 +92,25 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": HI * 257}, "messages", "at most 256, a token"),
 ]
 
+# Types and bounds of each field are those of tests/serve/requests/test_sampling.py; here is what
+# only JSON has, and each form of message once.
 BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("n", 0, "1 to 128"),
-    ("n", 129, "1 to 128"),
     ("n", True, "found bool"),
-    ("n", 1.5, "found float"),
-    ("min_p", -0.1, "found -0.1"),
-    ("min_p", 1.1, "found 1.1"),
     ("min_p", "a", "found str"),
     ("presence_penalty", 2.1, "-2 to 2"),
-    ("presence_penalty", True, "found bool"),
-    ("frequency_penalty", -2.1, "-2 to 2"),
-    ("frequency_penalty", "a", "found str"),
     ("repetition_penalty", 0, "from 0.001 to 1000"),
-    ("repetition_penalty", -1, "from 0.001 to 1000"),
-    ("repetition_penalty", [], "found array"),
     ("logit_bias", {"7": 101}, "-100 to 100"),
     ("logit_bias", {"7": "much"}, "found str"),
     ("logit_bias", {"the": 1}, "token ids as keys"),
-    ("logit_bias", {"-1": 1}, "token ids as keys"),
     ("logit_bias", {"9" * 5000: 1}, "token ids as keys"),
     ("logit_bias", {"100000": 1}, "found 100000"),
     ("logit_bias", [1], "found array"),
     ("allowed_token_ids", [], "list of token ids"),
     ("allowed_token_ids", [100_000], "found 100000"),
-    ("allowed_token_ids", [-1], "found -1"),
     ("allowed_token_ids", ["a"], "found str"),
-    ("min_tokens", -1, "found -1"),
     ("min_tokens", 9, "max_tokens=8"),
-    ("min_tokens", 0.5, "found float"),
-    ("prompt_logprobs", -1, "0 to 20"),
     ("prompt_logprobs", 21, "0 to 20"),
-    ("prompt_logprobs", True, "found bool"),
 ]
 
 BAD_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
@@ -148,8 +128,6 @@ BAD_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
         "continue_final_message",
         "found true",
     ),
-    ({"messages": HI, "continue_final_message": 1}, "continue_final_message", "found int"),
-    ({"messages": HI, "add_special_tokens": 1}, "add_special_tokens", "found int"),
 ]
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
@@ -158,7 +136,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt", "empty list"),
     ({"prompt": [[]]}, "prompt", "at least one token"),
     ({"prompt": ["a", 1]}, "prompt", "mixture"),
-    ({"prompt": [1, "a"]}, "prompt", "mixture"),
     ({"prompt": {"a": 1}}, "prompt", "found object"),
     ({"prompt": [1.5]}, "prompt[0]", "found float"),
     ({"prompt": [[1, "a"]]}, "prompt[0][1]", "found str"),
@@ -169,7 +146,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "cat " * 2000}, "prompt", "at most 3328 characters"),
     ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", "at most 6"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "0 to 20"),
-    ({"prompt": "a", "logprobs": True}, "logprobs", "found bool"),
     ({"prompt": ["a"] * 9, "n": 120}, "n", "at most 113"),
     (
         {"prompt": "a", "stream": True, "prompt_logprobs": 1},
@@ -232,11 +208,6 @@ def test_good_sampling_field_reaches_the_backend(
         answer = call("POST", path, json={**body, "max_tokens": 8, name: value})
         assert answer.status_code == 200, answer.text
     assert len(backend.requests) == 2 * (value if name == "n" else 1)
-
-
-def test_streamed_requests_are_refused_with_the_same_status(call: Any) -> None:
-    body = {"messages": HI, "stream": True, "max_tokens": 1000}
-    error_of(call("POST", CHAT, json=body), 400, INVALID, "max_tokens")
 
 
 @pytest.mark.feature("R12")
@@ -535,8 +506,8 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
 ) -> None:
     async def ask() -> Any:
         if streamed:
-            return [c async for c in direct.stream(serving, parse_completion_shape, body)]
-        return await direct.answer(serving, parse_completion_shape, body)
+            return [c async for c in direct.stream(serving, parse_completion, body)]
+        return await direct.answer(serving, parse_completion, body)
 
     with pytest.raises(direct.RequestRefused, match=message) as caught:
         asyncio.run(ask())
@@ -545,6 +516,6 @@ def test_bodies_of_handle_calls_are_refused_as_over_http(
 
 def test_answers_to_handle_calls_have_the_keys_of_http(call: Any, serving: Serving) -> None:
     body = {"prompt": "the cat", "prompt_logprobs": 1, "temperature": 0}
-    found = asyncio.run(direct.answer(serving, parse_completion_shape, body))
+    found = asyncio.run(direct.answer(serving, parse_completion, body))
     answer = call("POST", TEXT, json=body).json()
     assert found["choices"] == answer["choices"]

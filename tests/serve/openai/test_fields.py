@@ -11,14 +11,14 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from serve.openai.errors import as_api_error
 from serve.openai.fields import ignored_fields, inert_fields, known_fields
-from serve.openai.request_parser import parse_chat, parse_completion
+from serve.openai.fields import parse as parse_body
 from serve.openai.schema import ChatRequest, CompletionRequest
 
 MINIMAL: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
     "completion": {"prompt": "hi"},
 }
-STRUCTS = {"chat": ChatRequest, "completion": CompletionRequest}
+STRUCTS: dict[str, type[msgspec.Struct]] = {"chat": ChatRequest, "completion": CompletionRequest}
 INERT = [
     (kind, name, accepted)
     for kind, struct in STRUCTS.items()
@@ -28,7 +28,10 @@ INERT = [
 
 def parse(kind: str, fields: dict[str, Any]) -> Any:
     body = msgspec.json.encode({**MINIMAL[kind], **fields})
-    return parse_chat(body) if kind == "chat" else parse_completion(body)
+    request = parse_body(body, STRUCTS[kind])
+    if isinstance(request, ChatRequest):
+        request.check_turns()
+    return request
 
 
 def refused(kind: str, fields: dict[str, Any]) -> tuple[str, str | None]:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from compile.errors import FieldError
 from serve.openai.answer_parser import AnswerFormat, AnswerParser
-from serve.openai.errors import BadRequest
 from serve.openai.schema import Function, FunctionName, NamedToolChoice, Tool
 from serve.openai.tool_parser import CallDelta, ToolFormat
 from serve.openai.tools import calls_schema
@@ -43,7 +43,7 @@ def test_a_named_function_is_its_parameters() -> None:
 
 def test_definitions_that_contradict_each_other_are_refused() -> None:
     other = Function(name="b", parameters={"$defs": {"Unit": {"enum": ["K"]}}})
-    with pytest.raises(BadRequest, match=r"the same \$defs.Unit"):
+    with pytest.raises(FieldError, match=r"the same \$defs.Unit"):
         calls_schema([*TOOLS, Tool(type="function", function=other)], "required")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -44,15 +43,8 @@ class Thinker:
 
     def ask(self, parser: str, text: str, seed: int | None = None, **body: Any) -> dict[str, Any]:
         """Return the message of an answer, or the one that a stream's deltas make up."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        eos = self.tokenizer.eos_token_ids[0]
-        rng = random.Random(seed)
-        pieces = []
-        while ids:
-            size = 1 if seed is None else rng.randrange(1, 6)
-            pieces.append(ids[:size])
-            ids = ids[size:]
-        self.backend.pieces, self.backend.stop_token_id = [*pieces, [eos]], eos
+        rng = None if seed is None else random.Random(seed)
+        self.backend.writes(self.tokenizer, text, rng=rng)
         options = ApiSettings(
             served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser=parser)
         )
@@ -71,13 +63,8 @@ class Thinker:
 
 
 @pytest.fixture
-def thinker(
-    checkpoint: Path, tmp_path: Path, backend: Any, admission: Any, send_to: Ask
-) -> Iterator[Thinker]:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    yield Thinker(backend, Tokenizer.from_dir(tmp_path), admission, send_to)
+def thinker(with_template: Any, backend: Any, admission: Any, send_to: Ask) -> Thinker:
+    return Thinker(backend, with_template(TEMPLATE), admission, send_to)
 
 
 CASES = [

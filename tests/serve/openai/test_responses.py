@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +12,6 @@ from serve.arguments import DeployArgs
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
-from serve.requests.tokenizer import Tokenizer
 
 PATH = "/v1/responses"
 TEMPLATE = (
@@ -28,12 +26,8 @@ CALL = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
 
 
 @pytest.fixture
-def app(checkpoint: Path, tmp_path: Path, backend: Any, admission: Any) -> Any:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    tokenizer = Tokenizer.from_dir(tmp_path)
-    backend.tokenizer = tokenizer
+def app(with_template: Any, backend: Any, admission: Any) -> Any:
+    tokenizer = backend.tokenizer = with_template(TEMPLATE)
     settings = ApiSettings(
         served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser="qwen3")
     )
@@ -41,11 +35,7 @@ def app(checkpoint: Path, tmp_path: Path, backend: Any, admission: Any) -> Any:
 
 
 def writes(backend: Any, text: str, finish_reason: str = "stop") -> None:
-    eos = backend.tokenizer.eos_token_ids[0]
-    is_stop = finish_reason == "stop"
-    token_ids = backend.tokenizer.encode(text, add_special_tokens=False)
-    backend.pieces = [[i] for i in (*token_ids, *[eos] * is_stop)]
-    backend.finish_reason, backend.stop_token_id = finish_reason, eos if is_stop else -1
+    backend.writes(backend.tokenizer, text, finish_reason=finish_reason)
 
 
 def prompt_of(backend: Any) -> str:
@@ -124,8 +114,6 @@ def test_the_events_make_up_the_items_of_the_whole_answer(
     call: Any, backend: Any, text: str, finish_reason: str
 ) -> None:
     writes(backend, text, finish_reason)
-    if not text:
-        backend.pieces = backend.pieces or [[]]
     body = {"input": "hi", "tools": [NOW]}
     whole = call("POST", PATH, json=body).json()
     raw = call("POST", PATH, json={**body, "stream": True}).text

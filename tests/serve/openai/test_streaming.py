@@ -15,7 +15,7 @@ import pytest
 
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.arguments import DeployArgs
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import BEGUN_AT_ONCE, Serving
@@ -159,7 +159,7 @@ def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_l
 class Mailed:
     """A backend whose outputs wait in a mailbox, as those of engines do."""
 
-    def __init__(self, backend: Any, tick: SharedTick) -> None:
+    def __init__(self, backend: Any, tick: StreamBatcher) -> None:
         self.tick = tick
         self._backend = backend
 
@@ -194,7 +194,7 @@ def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
     backend.pieces = [[40 + i % 50] for i in range(100)]
     backend.pause_s = 0.005
     backend.stop_token_id = -1
-    mailed = Mailed(backend, SharedTick())
+    mailed = Mailed(backend, StreamBatcher())
     serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
     serving.tick.num_streams = num_others
     chunks = asyncio.run(streamed(build_app(serving)))
@@ -218,7 +218,7 @@ def test_the_last_chunk_waits_for_no_tick(
 ) -> None:
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 60.0)
     backend.pause_s = 0.002
-    mailed = Mailed(backend, SharedTick())
+    mailed = Mailed(backend, StreamBatcher())
     serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
     serving.tick.num_streams = 100_000
     chunks = asyncio.run(streamed(build_app(serving)))

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from serve.clients import UNKNOWN
 from serve.openai.app import NO_TEXT
 from serve.openai.fields import known_fields
-from serve.openai.responses_request import ResponsesRequest
+from serve.openai.responses import ResponsesRequest
 from serve.openai.schema import ChatRequest, CompletionRequest
 from serve.openai.tokenizing import TokenizeRequest
 from serve.requests.tokenizer import Tokenizer

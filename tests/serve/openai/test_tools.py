@@ -117,18 +117,7 @@ class Model:
         self, text: str, *, rng: random.Random | None = None, finish_reason: str = "stop"
     ) -> None:
         """Let the model write a text, token by token or in random groups of tokens."""
-        eos = self.tokenizer.eos_token_ids[0]
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        is_stop = finish_reason == "stop"
-        token_ids += [eos] * is_stop
-        self.backend.finish_reason = finish_reason
-        self.backend.stop_token_id = eos if is_stop else -1
-        pieces = []
-        while token_ids:
-            size = rng.randrange(1, 6) if rng is not None else 1
-            pieces.append(token_ids[:size])
-            token_ids = token_ids[size:]
-        self.backend.pieces = pieces or [[]]
+        self.backend.writes(self.tokenizer, text, rng=rng, finish_reason=finish_reason)
 
     def post(self, path: str = CHAT, **body: Any) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -31,7 +31,7 @@ from cluster.wire.messages import (
     encode,
 )
 from cluster.wire.sockets import CurveHandshake, Part, connecting_socket, listening_socket, pack
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.pools import mailboxes as tokens_module
 from serve.pools.mailboxes import Mailbox, TokenSocket
 
@@ -62,7 +62,7 @@ def receiver(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 @asynccontextmanager
 async def token_socket() -> AsyncIterator[tuple[TokenSocket, zmq.Socket[bytes]]]:
     """Open a token socket, and an engine's end that leads to it."""
-    tokens = TokenSocket("127.0.0.1", CREDENTIALS, SharedTick())
+    tokens = TokenSocket("127.0.0.1", CREDENTIALS, StreamBatcher())
     with (
         zmq.Context() as context,
         connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000) as engine,
@@ -401,7 +401,7 @@ def test_whatever_comes_between_two_ticks_is_taken_in_order_and_once(
     """An output that does not continue the one before it stays by itself, so a gap still shows."""
 
     async def run() -> list[EngineOutput]:
-        tick = SharedTick()
+        tick = StreamBatcher()
         tick.num_streams = num_streams
         mailbox, taken = Mailbox("r", tick), list[EngineOutput]()
 
@@ -443,7 +443,7 @@ def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 1.0)
 
     async def run() -> tuple[list[float], list[int]]:
-        tick = SharedTick()
+        tick = StreamBatcher()
         tick.num_streams = 100_000
         mailbox, began = Mailbox("r", tick), time.monotonic()
         taken_at, sizes = list[float](), list[int]()

@@ -19,7 +19,7 @@ from cluster.wire.messages import (
     Submit,
     decode,
 )
-from serve.event_loop import SharedTick
+from serve.event_loop import StreamBatcher
 from serve.pools import quarantine as dock_module
 from serve.pools import router as router_module
 from serve.pools.mailboxes import Mailbox
@@ -75,7 +75,7 @@ class Tokens:
         return []
 
     def open(self, request_id: str) -> Mailbox:
-        self.mailboxes[request_id] = Mailbox(request_id, SharedTick())
+        self.mailboxes[request_id] = Mailbox(request_id, StreamBatcher())
         return self.mailboxes[request_id]
 
     def close(self, mailbox: Mailbox) -> None:

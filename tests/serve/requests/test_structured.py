@@ -267,12 +267,11 @@ def run(llm: LLM, request: GenerateRequest) -> list[EngineOutput]:
 
 def request_of(llm: LLM, wanted: dict[str, Any], max_tokens: int = 60) -> GenerateRequest:
     """Return what the front end makes of a request."""
-    found: list[GenerateRequest] = []
     params = SamplingParams(
         structured_outputs=StructuredOutputsParams(**wanted), max_tokens=max_tokens, seed=3
     )
-    llm._prepare(PROMPTS[0], params, {}, found)
-    return found[0]
+    _, [choice] = llm._prepare(PROMPTS[0], params)
+    return choice.request
 
 
 @pytest.mark.feature("R09")

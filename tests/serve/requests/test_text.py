@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from serve.requests.sampling import SamplingParams
 from serve.requests.text import StopMatcher, StopStrings, TextStream
 from serve.requests.tokenizer import Tokenizer
 
@@ -71,13 +72,12 @@ def stream(
     prompt: Sequence[int] = (),
 ) -> tuple[list[str], str | None, int]:
     """Push in pieces; return the deltas, the stop string, and how many tokens were used."""
-    text = TextStream(
-        tokenizer,
-        stop=StopStrings(stop or []),
-        include_stop=include_stop,
+    params = SamplingParams(
+        stop=stop or [],
+        include_stop_str_in_output=include_stop,
         skip_special_tokens=skip_special_tokens,
-        prompt_token_ids=prompt,
     )
+    text = TextStream(tokenizer, params, StopStrings(params.stop_strings), prompt)
     deltas: list[str] = []
     num_used = 0
     while num_used < len(token_ids):
@@ -85,7 +85,7 @@ def stream(
         delta = text.push(token_ids[num_used : num_used + size])
         deltas.append(delta.text)
         num_used += delta.num_tokens_used
-        if delta.stopped:
+        if delta.stop_string is not None:
             assert (text.finish(), text.stop_string) == ("", delta.stop_string)
             return deltas, delta.stop_string, num_used
     return [*deltas, text.finish()], text.stop_string, num_used
@@ -248,9 +248,9 @@ def test_token_that_completes_a_stop_string_is_the_last_one_used() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = tokenizer.encode("hi END more", add_special_tokens=False)
     end = StopStrings(["END"])
-    text = TextStream(tokenizer, stop=end, include_stop=False, skip_special_tokens=True)
+    text = TextStream(tokenizer, SamplingParams(), end)
     delta = text.push(token_ids)
-    assert (delta.text, delta.stopped, delta.stop_string) == ("hi ", True, "END")
+    assert (delta.text, delta.stop_string) == ("hi ", "END")
     assert tokenizer.decode(token_ids[: delta.num_tokens_used]) == "hi END"
     assert text.push(token_ids).num_tokens_used == 0
 
@@ -260,7 +260,8 @@ def test_token_that_ended_the_sequence_has_text_only_when_included(include: bool
     tokenizer = TOKENIZERS["byte_level"]
     (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     none = StopStrings([])
-    text = TextStream(tokenizer, stop=none, include_stop=include, skip_special_tokens=False)
+    params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
+    text = TextStream(tokenizer, params, none)
     delta = text.push([*tokenizer.encode("h", add_special_tokens=False), end], stop_token_id=end)
     assert delta.text + text.finish() == ("h<|im_end|>" if include else "h")
     assert delta.num_tokens_used == 2
@@ -314,13 +315,8 @@ def test_stop_strings_wait_for_min_tokens(stop: list[str], min_tokens: int, want
     # One token per character, so that the tokens are easy to count.
     ids = [tokenizer.encode(char)[0] for char in "hello, hello"]
     for size in (1, 5, len(ids)):
-        stream = TextStream(
-            tokenizer,
-            stop=StopStrings(stop),
-            include_stop=False,
-            skip_special_tokens=True,
-            min_tokens=min_tokens,
-        )
+        params = SamplingParams(min_tokens=min_tokens, max_tokens=None)
+        stream = TextStream(tokenizer, params, StopStrings(stop))
         text = ""
         for start in range(0, len(ids), size):
             text += stream.push(ids[start : start + size]).text
@@ -330,9 +326,7 @@ def test_stop_strings_wait_for_min_tokens(stop: list[str], min_tokens: int, want
 def test_offsets_count_characters_and_not_what_stands_for_their_pieces() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("é日本hi", add_special_tokens=False)
-    stream = TextStream(
-        tokenizer, stop=StopStrings(["zz"]), include_stop=False, skip_special_tokens=True
-    )
+    stream = TextStream(tokenizer, SamplingParams(), StopStrings(["zz"]))
     found = [offset for token_id in ids for offset in stream.push([token_id]).offsets]
     assert found == [0, 1, 1, 1, 2, 2, 2, 3, 4]
 

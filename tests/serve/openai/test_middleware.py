@@ -20,9 +20,9 @@ from serve.ingress import _why_down
 from serve.observe.request_log import RequestLog
 from serve.openai import direct
 from serve.openai.app import build_app
-from serve.openai.completions import parse_completion_shape
+from serve.openai.completions import parse_completion
 from serve.openai.endpoint import Serving
-from serve.openai.observed import MAX_ID_CHARS, MAX_TRACE_CHARS
+from serve.openai.middleware import MAX_ID_CHARS, MAX_TRACE_CHARS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -163,7 +163,7 @@ def test_requests_that_fail_are_logged_too_and_reads_are_not(
 @pytest.mark.feature("R15")
 def test_calls_by_handle_are_logged_and_counted(serving: Serving, lines: Lines) -> None:
     body = {"prompt": SECRET, "max_tokens": 4}
-    answer = asyncio.run(direct.answer(serving, parse_completion_shape, body))
+    answer = asyncio.run(direct.answer(serving, parse_completion, body))
     told: dict[str, Any] = lines.next().fields  # type: ignore[attr-defined]
     assert told["path"] == "handle" and told["id"] == answer["id"] and told["status"] == 200
     assert serving.counts.counts()["request_success_total", "stop"] == 1

@@ -1,0 +1,226 @@
+"""What happens to every HTTP request before its handler: an id, a record, and who may ask.
+
+A client's `X-Request-Id` is taken if it is one; every answer has it, errors included. Ray Serve's
+HTTP server gives a request without one an id, and appends it to every answer, so there it is only
+read here.
+
+Requests need a bearer key or, where no keys are set, may be any but those of foreign web pages. A
+browser lets any page send requests to an address that its user can reach, and a page whose name was
+made to resolve to this machine (DNS rebinding) may even read the answers. So without keys a request
+has to name this server by an address or by a name that no public DNS has, or by one of
+`allowed_hosts`; and a request of a page has to come from this server's own, or from one of
+`allowed_origins`, for which CORS is on.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve import clients
+from serve.config import AccessConfig
+from serve.keys import ApiKeys
+from serve.openai.errors import ApiError
+from serve.requests.records import IngressCounts, RequestRecord
+
+logger = logging.getLogger(__name__)
+
+HEADER = "X-Request-Id"
+MAX_ID_CHARS = 128
+"""Of a client's request id; a longer one gets 400."""
+_ID = re.compile(rf"[A-Za-z0-9._:/+=@~-]{{1,{MAX_ID_CHARS}}}")
+_RECORD = "lockstep.record"
+OTHER = "other"
+MAX_TRACE_CHARS = 512
+"""Of `traceparent` and of `tracestate`; a longer header is taken for none."""
+ANY = "*"
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
+"""Ends of names that cannot be registered in public DNS."""
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(16)
+
+
+def record_of(request: Request) -> RequestRecord:
+    record: RequestRecord = request.scope[_RECORD]
+    return record
+
+
+class RequestMiddleware:
+    """ASGI middleware: records every request, and answers those that may not ask (401, 403)."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: AccessConfig,
+        keys: ApiKeys,
+        is_peer_known: bool,
+        counts: IngressCounts,
+        routes: Iterable[str],
+        on_end: Iterable[Callable[[RequestRecord], None]],
+        is_traced: bool,
+        sends_id: bool,
+    ) -> None:
+        """Stand in front of an app.
+
+        Args:
+            keys: those of `access`.
+            is_peer_known: as of `clients.of_address`.
+            routes: their paths; what follows a `{` is any text.
+            on_end: called with each request that generated or was to.
+            is_traced: note the trace that a client names.
+            sends_id: put the id into answers, which no server in front does.
+        """
+        self._app = app
+        self._guarded: ASGIApp = self._guard
+        if access.allowed_origins:
+            # Outside of the guard: a browser asks whether it may, without a key.
+            self._guarded = CORSMiddleware(
+                self._guard,
+                allow_origins=access.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[HEADER],
+            )
+        self._needs_key = access.needs_key
+        self._keys = keys
+        self._open_paths = frozenset(access.open_paths)
+        self._allowed_hosts = frozenset(host.lower() for host in access.allowed_hosts)
+        self._allowed_origins = frozenset(origin.lower() for origin in access.allowed_origins)
+        self._trusted_proxies = access.trusted_proxies
+        self._is_peer_known = is_peer_known
+        self._counts = counts
+        self._exact = {route for route in routes if "{" not in route}
+        self._prefixes = tuple(route.partition("{")[0] for route in routes if "{" in route)
+        self._on_end = tuple(on_end)
+        self._is_traced = is_traced
+        self._sends_id = sends_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(HEADER)
+        is_bad = given is not None and not _ID.fullmatch(given)
+        request_id = new_request_id() if given is None or is_bad else given
+        record = scope[_RECORD] = RequestRecord(request_id, self._route(_path_of(scope)))
+        if self._is_traced:
+            record.traceparent = _trace_header(headers, "traceparent")
+            record.tracestate = _trace_header(headers, "tracestate")
+
+        async def record_status(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if self._sends_id:
+                    MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        async def receive_or_end() -> Message:
+            try:
+                return await receive()
+            except Exception as error:
+                # Ray's proxy drops a request whose client left, and the call for more of its body
+                # fails (TaskCancelledError).
+                logger.debug("a request ended while it was received", exc_info=error)
+                return {"type": "http.disconnect"}
+
+        try:
+            app = self._guarded
+            if is_bad:
+                wanted = f"1 to {MAX_ID_CHARS} letters, digits and ._:/+=@~-"
+                message = f"x-request-id: wanted {wanted}, found something else"
+                app = ApiError(400, message).response()
+            await app(scope, receive_or_end, record_status)
+        finally:
+            self._counts.on_response(record.path, record.status)
+            if record.is_generating:
+                for call in self._on_end:
+                    call(record)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope, scope[_RECORD])
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+
+    def _refusal(self, scope: Scope, record: RequestRecord) -> ApiError | None:
+        """Return why a request may not ask; None: it may, and who asks is noted."""
+        headers = Headers(scope=scope)
+        record.client = clients.of_address(
+            scope, trusted_proxies=self._trusted_proxies, is_peer_known=self._is_peer_known
+        )
+        if not self._needs_key:
+            return self._page_refusal(headers)
+        if _path_of(scope) in self._open_paths:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return _unauthorized("a header «Bearer KEY», found none")
+        if not self._keys.has(key.strip()):
+            return _unauthorized("a key that is known, found another one")
+        record.client = clients.of_key(key.strip())
+        return None
+
+    def _page_refusal(self, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "").lower()
+        name = _name_of(host)
+        if not (is_local_name(name) or self._allowed_hosts & {ANY, host, name}):
+            wanted = "an address, a name that only a private network has, or one of allowed_hosts"
+            return ApiError(403, f"host: wanted {wanted}, found {host}")
+        origin = headers.get("origin", "").lower()
+        if not origin or self._allowed_origins & {ANY, origin}:
+            return None
+        if origin in (f"http://{host}", f"https://{host}"):
+            return None
+        wanted = "a page of this server or of one of allowed_origins"
+        return ApiError(403, f"origin: wanted {wanted}, found {origin}")
+
+    def _route(self, path: str) -> str:
+        if path in self._exact:
+            return path
+        found = next((prefix for prefix in self._prefixes if path.startswith(prefix)), None)
+        return OTHER if found is None else found + "{}"
+
+
+def _unauthorized(wanted: str) -> ApiError:
+    message = f"authorization: wanted {wanted}"
+    return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+@functools.lru_cache(maxsize=64)  # clients choose the names, and how long they are
+def is_local_name(name: str) -> bool:
+    """Return whether a host is an address, or a name that cannot be had in public DNS."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        # A request of HTTP/1.0 names no host, and browsers send none of those.
+        return "." not in name.rstrip(".") or name.rstrip(".").endswith(PRIVATE_SUFFIXES)
+    return True
+
+
+def _name_of(host: str) -> str:
+    """Return a host without its port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path below the address at which Ray Serve puts the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _trace_header(headers: Headers, name: str) -> str:
+    value = headers.get(name, "")
+    return value if len(value) <= MAX_TRACE_CHARS else ""
