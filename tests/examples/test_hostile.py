@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCH / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, int]:
     """The report of five quick attacks, what was printed, and the exit code."""
     out = tmp_path_factory.mktemp("hostile") / "out.json"
     attacks = "odd-texts,methods,model-name,schema-references,grammar-chains"
-    done = run("hostile.py", "--only", attacks, "--seconds", "4", "--out", str(out), "O=0")
+    lengths = ("--seconds", "4", "--calm-s", "3")
+    done = run("hostile.py", "--only", attacks, *lengths, "--out", str(out), "O=0")
     assert out.exists(), done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout, done.returncode
 
