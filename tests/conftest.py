@@ -47,7 +47,7 @@ pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).resolve().parent
 NUM_WORKERS = 2
-"""Processes that share the files of a whole run; one of them has all that need its Ray cluster."""
+"""Processes that share the files of a whole run; one of them has all that start Ray."""
 
 # A plain run draws the same examples every time, from seeds that hypothesis derives from each
 # test's source. `--hypothesis-profile=explore` draws new ones and prints how to repeat a failure.
@@ -79,7 +79,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files that share a Ray cluster to one worker; another would start it again."""
+    """Give all files that start Ray to one worker.
+
+    Another would start the cluster and its application again, and the processes of two at once
+    would only wait for each other.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     if config.getoption("dist") != "loadfile":
@@ -88,14 +92,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "ray" if _shares_ray(config.rootpath / file) else file
+            return "ray" if _starts_ray(config.rootpath / file) else file
 
     return Scheduling(config, log)
 
 
 @functools.cache
-def _shares_ray(file: Path) -> bool:
-    """Return whether tests of a file use the run's cluster, by what is written in it."""
+def _starts_ray(file: Path) -> bool:
+    """Return whether tests of a file start Ray, by what is written in it."""
     return re.search(r"mark\.ray\b|\b(ray_cluster|running_group): ", file.read_text()) is not None
 
 
@@ -103,11 +107,11 @@ def _shares_ray(file: Path) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start Ray, before `-m` selects, and skip those that need a missing GPU.
 
-    What shares the cluster and the simulator's files take longest: they come first, so that no
+    What starts Ray and the simulator's files take longest: they come first, so that no
     worker is left with one of them alone.
     """
     simulation = TESTS / "simulation"
-    items.sort(key=lambda item: (not _shares_ray(item.path), item.path.parent != simulation))
+    items.sort(key=lambda item: (not _starts_ray(item.path), item.path.parent != simulation))
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
