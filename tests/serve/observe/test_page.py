@@ -7,6 +7,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def get(url: str, key: str = "") -> tuple[int, Any, bytes]:
 
 def watched(app: Any) -> dict[str, Any]:
     """Return what `/status` has once it has figures, which are fetched for who looks."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         body: dict[str, Any] = json.loads(get(app.url + "/status")[2])
         if body["figures"] and body["figures"]["engines"]:
@@ -115,3 +116,47 @@ def test_every_field_that_the_page_reads_is_answered(server: Any) -> None:
     assert sum(engine["scheduled_tokens_total"] for engine in decoding) > 0
     assert any(engine["replays"] for engine in decoding)
     assert body["figures"]["ingress"]["generation_tokens_total"] > 0
+
+
+@pytest.mark.feature("R19", "R20")
+@pytest.mark.slow
+def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
+    start_app: Callable[..., Any], tmp_path: Path
+) -> None:
+    """While pieces are compiled: lines in the log, and growing times in `/ready`."""
+    cold = f"compilation.cache_dir={tmp_path}"
+    app = start_app("page", "pools=mixed", "api_keys=sesame", cold, is_compiled=False)
+    for path in (*FILES, "/status"):
+        assert get(app.url + path)[0] == 200
+    assert json.loads(get(app.url + "/status")[2])["needs_key"] is True
+    assert get(app.url + "/v1/models")[0] == 401
+    assert get(app.url + "/v1/models", "sesame")[0] == 200
+    seen: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 900
+    while True:
+        _, body = app.get("/ready")
+        seen += body["loading"]
+        if body["status"] == "ready" and not body["compiling"]:
+            break
+        assert time.monotonic() < deadline, body
+        time.sleep(0.1)
+    compiling = [entry for entry in seen if entry["what"] == "mixed: compiling"]
+    script = (PAGE / "page.js").read_text()
+    for name, field in READ.findall(script):
+        assert name != "entry" or all(field in entry for entry in seen), field
+    assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
+    assert compiling[-1]["done"] > 0 and (compiling[0]["dp_rank"], compiling[0]["tp_rank"]) == (
+        0,
+        0,
+    )
+    said = (
+        r"loading, \d+ s: .* for \d+ s",
+        r"serves after [\d.]+ s, and compiles meanwhile",
+        r"compiling while it serves, \d+ s: mixed: compiling \d+/\d+ for \d+ s",
+        r"ready after [\d.]+ s",
+    )
+    deadline = time.monotonic() + 300  # what an ingress logs reaches the console a little later
+    for line in said:
+        while not re.search(rf"lockstep\.ingress: {line}", app.log.read_text()):
+            assert time.monotonic() < deadline, (line, app.log.read_text())
+            time.sleep(0.1)

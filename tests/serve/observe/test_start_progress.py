@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -13,19 +12,13 @@ import subprocess
 import sys
 import termios
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve.observe.page import FILES
-
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "serve" / "observe" / "page"
 SERVE = Path(sys.executable).with_name("serve")
 COLUMNS = 100
 PREFIX = "\x1b[36m(ServeReplica:default:Ingress pid=1)\x1b[0m 2026-11-24 02:22:50,923 INFO"
@@ -112,11 +105,10 @@ def test_a_pipe_gets_every_line(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.feature("R19", "R20")
-def test_a_cold_start_tells_how_far_it_is_in_one_line_and_on_a_page_that_needs_no_key(
+@pytest.mark.feature("R20")
+def test_a_start_on_a_terminal_is_one_line(
     ray_cluster: Any, http_port: int, terminal: Terminal, tmp_path: Path
 ) -> None:
-    """While pieces are compiled the times in `/ready` grow. A warm start may be over too soon."""
     from ray import serve as ray_serve
 
     env = os.environ | {
@@ -124,7 +116,8 @@ def test_a_cold_start_tells_how_far_it_is_in_one_line_and_on_a_page_that_needs_n
         "COLUMNS": str(COLUMNS),
     }
     options = ["--name", "drawn", "--route-prefix", "/drawn"]
-    arguments = ["pools=mixed", "api_keys=sesame", f"compilation.cache_dir={tmp_path}"]
+    # A warm start may be over before there is a second line.
+    arguments = ["pools=mixed", f"compilation.cache_dir={tmp_path}"]
     started = subprocess.Popen(
         [SERVE, "run", *options, "serve.app:deploy", *arguments],
         cwd=ROOT,
@@ -132,26 +125,16 @@ def test_a_cold_start_tells_how_far_it_is_in_one_line_and_on_a_page_that_needs_n
         stdout=terminal.slave,
         stderr=terminal.slave,
     )
-    url = f"http://127.0.0.1:{http_port}/drawn"
-    seen: list[dict[str, Any]] = []
     try:
-        deadline = time.monotonic() + 900
-        is_checked = False
+        deadline = time.monotonic() + 300
         while "lockstep.ingress: ready after" not in terminal.read():
             assert started.poll() is None and time.monotonic() < deadline, terminal.written
-            status, body = get(f"{url}/ready")
-            if status == 200 and not is_checked:
-                assert_needs_no_key(url)
-                is_checked = True
-            with suppress(ValueError, KeyError):  # as long as the proxy answers by itself
-                seen += json.loads(body)["loading"]
             time.sleep(0.1)
-        assert is_checked
         time.sleep(1)
         terminal.read()
     finally:
         started.send_signal(signal.SIGTERM)
-        started.wait(timeout=600)
+        started.wait(timeout=60)
         ray_serve.delete("drawn")
     drawn = re.findall(
         r"\r\x1b\[2K((?:loading|compiling while it serves), \d+ s: [^\r\n]*)", terminal.written
@@ -160,40 +143,3 @@ def test_a_cold_start_tells_how_far_it_is_in_one_line_and_on_a_page_that_needs_n
     screen = terminal.screen()
     assert not [line for line in screen if re.search(r"(loading|it serves), \d+ s: ", line)]
     assert [line for line in screen if "lockstep.ingress: ready after" in line]
-    said = (
-        r"\nloading, \d+ s: .* for \d+ s",
-        r"serves after [\d.]+ s, and compiles meanwhile",
-        r"\ncompiling while it serves, \d+ s: mixed: compiling \d+/\d+ for \d+ s",
-        r"ready after [\d.]+ s",
-    )
-    lines = "\n".join(["", *drawn, *screen])
-    assert [line for line in said if not re.search(line, lines)] == [], lines
-    compiling = [entry for entry in seen if entry["what"] == "mixed: compiling"]
-    assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
-    assert compiling[-1]["done"] > 0
-    assert (compiling[0]["dp_rank"], compiling[0]["tp_rank"]) == (0, 0)
-    for field in re.findall(r'\bread\(entry, "(\w+)"\)', (PAGE / "page.js").read_text()):
-        assert all(field in entry for entry in seen), field
-
-
-def assert_needs_no_key(url: str) -> None:
-    """The page is there for everybody, and tells that the rest needs a key."""
-    for path in (*FILES, "/status"):
-        assert get(url + path)[0] == 200
-    assert json.loads(get(url + "/status")[1])["needs_key"] is True
-    assert get(url + "/v1/models")[0] == 401
-    assert get(url + "/v1/models", "sesame")[0] == 200
-
-
-def get(url: str, key: str = "") -> tuple[int, bytes]:
-    """Return code and body; code 0 where nothing answers."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-    except OSError:
-        return 0, b""
