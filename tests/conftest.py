@@ -30,8 +30,10 @@ os.environ.update(
 )
 
 import contextlib
+import functools
 import importlib.util
 import random
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -45,8 +47,7 @@ pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).resolve().parent
 NUM_WORKERS = 2
-"""Processes that share the files of a whole run. Each starts a Ray cluster when it comes to tests
-that need one, and much of what tests do is to wait for processes."""
+"""Processes that share the files of a whole run; one of them has all that start Ray."""
 
 # A plain run draws the same examples every time, from seeds that hypothesis derives from each
 # test's source. `--hypothesis-profile=explore` draws new ones and prints how to repeat a failure.
@@ -76,13 +77,41 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if is_named else min(NUM_WORKERS, os.cpu_count() or 1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all files that start Ray to one worker.
+
+    Another would start the cluster and its application again, and the processes of two at once
+    would only wait for each other.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.getoption("dist") != "loadfile":
+        return None
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ray" if _starts_ray(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _starts_ray(file: Path) -> bool:
+    """Return whether tests of a file start Ray, by what is written in it."""
+    return re.search(r"mark\.ray\b|\b(ray_cluster|running_group): ", file.read_text()) is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start Ray, before `-m` selects, and skip those that need a missing GPU.
 
-    The simulator's file, one of the longest, comes first, so that no worker is left with it alone.
+    What starts Ray and the simulator's files take longest: they come first, so that no
+    worker is left with one of them alone.
     """
-    items.sort(key=lambda item: item.path.parent != TESTS / "simulation")
+    simulation = TESTS / "simulation"
+    items.sort(key=lambda item: (not _starts_ray(item.path), item.path.parent != simulation))
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
@@ -109,16 +138,26 @@ def ray_cluster() -> Iterator[Any]:
     """The one Ray cluster of the run; its value is ray's context with the addresses."""
     import ray
 
-    context = ray.init(
-        address="local",
-        num_cpus=32,
-        object_store_memory=200 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    yield context
+    yield _start_ray(ray)
     ray.shutdown()
+
+
+def _start_ray(ray: Any, num_attempts: int = 5) -> Any:
+    """Start a cluster; Ray gives up after 30 s, which a busy machine may need."""
+    try:
+        return ray.init(
+            address="local",
+            num_cpus=32,
+            object_store_memory=200 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:  # Ray raises no other
+        if "timed out during startup" not in str(error) or num_attempts == 1:
+            raise
+        ray.shutdown()
+        return _start_ray(ray, num_attempts - 1)
 
 
 @pytest.fixture(autouse=True)

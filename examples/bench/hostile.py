@@ -1,7 +1,7 @@
 """Attack the default application as hostile clients would, and see what other clients notice.
 
-    python examples/bench/hostile.py [--only NAME,...] [--seconds 3] [--out FILE] [--haproxy]
-                                     [--bare]
+    python examples/bench/hostile.py [--only NAME,...] [--seconds 3] [--calm-s 60] [--out FILE]
+                                     [--haproxy] [--bare]
 
 An honest client streams the same long answer over and over, `/health` is asked ten times a second,
 and the attacks (`hostile_bodies.py`, `hostile_prompts.py`, `hostile_shapes.py`, `hostile_wire.py`,
@@ -46,9 +46,7 @@ ATTACKER = Path(__file__).with_name("hostile_attacks.py")
 BARE = "examples.bench.bare_app:deploy"
 NOTHING = "nothing"
 ATTACKER_FAILED = "attacker failed"
-CALM_S = 60.0
-"""How long the rest of an attack may take to end before the next one begins."""
-START_S = 30.0
+START_S = 120.0
 """How long an attacker's process may take to start on a busy machine."""
 
 MAX_LOOP_GAP_S = 0.1
@@ -218,13 +216,13 @@ async def measure(watch: Watch, app: DefaultApp, name: str, seconds: float) -> R
 
 
 async def run_until_sick(
-    app: DefaultApp, names: list[str], seconds: float, rows: list[Row]
+    app: DefaultApp, names: list[str], seconds: float, calm_s: float, rows: list[Row]
 ) -> None:
     """Run attacks in order, up to one behind which nothing is answered any more; add their rows."""
     async with Watch(app) as watch:
         await watch.settle()
         for name in names:
-            is_calm = await watch.calm(CALM_S)
+            is_calm = await watch.calm(calm_s)
             rows.append(await measure(watch, app, name, seconds))
             rows[-1].is_calm = is_calm
             print_result(rows[-1], rows[0])
@@ -235,6 +233,7 @@ async def run_until_sick(
 def run(
     names: list[str],
     seconds: float,
+    calm_s: float,
     arguments: tuple[str, ...],
     has_haproxy: bool,
     import_path: str = DEFAULT,
@@ -244,7 +243,7 @@ def run(
     left = [NOTHING, *names]
     while left:
         with DefaultApp(arguments, has_haproxy=has_haproxy, import_path=import_path) as app:
-            asyncio.run(run_until_sick(app, left, seconds, rows))
+            asyncio.run(run_until_sick(app, left, seconds, calm_s, rows))
         left = [NOTHING, *names][len(rows) :]
     is_told = rows[0].seen.loop_gap_s is not None
     return Report(
@@ -272,6 +271,9 @@ def main() -> None:
     )
     parser.add_argument("--only", help="names of attacks, with commas between")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each attack")
+    parser.add_argument(
+        "--calm-s", type=float, default=60.0, help="for what is left of the attack before"
+    )
     parser.add_argument("--out", type=Path, help="file for all figures, as JSON")
     parser.add_argument(
         "--haproxy", action="store_true", help="behind HAProxy, not Ray's own proxy"
@@ -287,7 +289,7 @@ def main() -> None:
     else:
         arguments, import_path = ("debug=true", *options.arguments), DEFAULT
     print_head()
-    report = run(names, options.seconds, arguments, options.haproxy, import_path)
+    report = run(names, options.seconds, options.calm_s, arguments, options.haproxy, import_path)
     if options.out:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     failed = [row.name for row in report.rows if row.failures]

@@ -38,7 +38,7 @@ class Server:
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -48,7 +48,7 @@ class Server:
         _, body = self.get("/ready")
         return self._ranks(body["pools"][pool])
 
-    def ready_ranks(self, pool: str, timeout_s: float = 60) -> list[dict[str, Any]]:
+    def ready_ranks(self, pool: str, timeout_s: float = 300) -> list[dict[str, Any]]:
         """Return a pool's ranks once each has reported that it is ready.
 
         A group is ready a moment before `/ready` shows its ranks' next reports.
@@ -60,7 +60,7 @@ class Server:
         return self.ranks(pool)
 
     def settled_ranks(
-        self, have_told: Callable[[Ranks], bool] = lambda ranks: True, timeout_s: float = 60
+        self, have_told: Callable[[Ranks], bool] = lambda ranks: True, timeout_s: float = 300
     ) -> Ranks:
         """Wait until nothing runs; return the ranks by pool, whose figures two looks found alike.
 
@@ -81,7 +81,7 @@ class Server:
             last = figures
             time.sleep(1)
 
-    def wait_until_ready(self, timeout_s: float = 300, *, is_compiled: bool = True) -> None:
+    def wait_until_ready(self, timeout_s: float = 900, *, is_compiled: bool = True) -> None:
         """Wait for all pools; unless told otherwise also until they have gone over to graphs."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -142,7 +142,7 @@ def server(
     finally:
         # As a user ends it. The instance stays: the proxy belongs to `http_port`.
         started.process.send_signal(signal.SIGTERM)
-        started.process.wait(timeout=30)
+        started.process.wait(timeout=300)
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def starting(ray_cluster: Any, port: int, directory: Path) -> Iterator[Callable[
     finally:
         for name, app in started.items():
             app.process.send_signal(signal.SIGTERM)
-            app.process.wait(timeout=60)
+            app.process.wait(timeout=300)
             ray_serve.delete(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,18 +11,22 @@ import openai
 import pytest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+NUM_STREAMS = 24
 
 
-@pytest.mark.feature("P02", "P08")
-def test_two_pools_of_two_engines_each_answer_as_one_rank_does(
-    start_app: Callable[..., Any],
-) -> None:
-    from serve.llm import LLM, SamplingParams
-
+@pytest.fixture(scope="module")
+def app(start_shared_app: Callable[..., Any]) -> Any:
+    """Two pools of two engines each."""
     # In float32: another batch, and with it another order of summation, shows in bfloat16.
     options = ["dtype=float32", "enforce_eager=true", "prefill.routing=round_robin", "debug=true"]
     options += [f"{pool}.data_parallel_size=2" for pool in ("prefill", "decode")]
-    app = start_app("dp", *options)
+    return start_shared_app("dp", *options)
+
+
+@pytest.mark.feature("P02", "P08")
+def test_two_pools_of_two_engines_each_answer_as_one_rank_does(app: Any) -> None:
+    from serve.llm import LLM, SamplingParams
+
     for pool in ("prefill", "decode"):
         found = [(r["dp_rank"], r["tp_rank"]) for r in app.ready_ranks(pool)]
         assert found == [(0, 0), (1, 0)]
@@ -72,3 +77,40 @@ def check_debug(app: Any) -> None:
         )
         assert first and first == second
         assert any(0 in step["num_scheduled_tokens"] for step in first)
+
+
+def test_mailboxes_wait_for_the_tick_of_the_streams_that_run(app: Any) -> None:
+
+    def tick_s() -> float:
+        status, body = app.get("/debug/ingress")
+        assert status == 200
+        return float(body["tick_s"])
+
+    assert tick_s() == 0
+    with (
+        openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+
+        def stream() -> list[int]:
+            chunks = client.completions.create(
+                model="lockstep-tiny",
+                prompt="Count from 3 to 9.",
+                n=NUM_STREAMS,
+                max_tokens=100,
+                stream=True,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            counts = [0] * NUM_STREAMS
+            for chunk in chunks:
+                for choice in chunk.choices:
+                    counts[choice.index] += len(choice.token_ids)  # type: ignore[attr-defined]
+            return counts
+
+        streaming, longest_s = threads.submit(stream), 0.0
+        while not streaming.done():
+            longest_s = max(longest_s, tick_s())
+            time.sleep(0.02)
+        assert streaming.result() == [100] * NUM_STREAMS
+    assert 0.01 < longest_s <= 0.1
+    assert tick_s() == 0

@@ -23,7 +23,7 @@ PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "Sort 5 2 9."]
 MAX_TOKENS = 300
 FEWER_TOKENS = 49
 """By so many a client asks for fewer than the one before it, so that never all of them pause."""
-LIMIT_S = 400.0
+LIMIT_S = 900.0
 """For another process to compile on a machine that does much else."""
 
 
@@ -55,7 +55,7 @@ class Streams:
     def __exit__(self, *_: Any) -> None:
         self._is_over.set()
         for thread in self._threads:
-            thread.join(timeout=240)
+            thread.join(timeout=900)
             assert not thread.is_alive(), "a stream hangs"
 
     def _ask(self, client: int) -> None:
@@ -86,7 +86,7 @@ class Streams:
             temperature=0,
             max_tokens=self._num_tokens(client),
             stream=True,
-            timeout=240,
+            timeout=900,
             extra_body={"return_token_ids": True, "ignore_eos": True},
         )
         tokens: list[int] = []
@@ -107,7 +107,7 @@ class Streams:
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Wait until every client has got as many more."""
         wanted = [num + num_tokens for num in self.num_tokens_of]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while any(num < least for num, least in zip(self.num_tokens_of, wanted, strict=True)):
             assert time.monotonic() < deadline, (self.num_tokens_of, self.failures)
             time.sleep(0.02)
@@ -151,7 +151,7 @@ def stages(app: Any) -> list[int]:
 
 def compiler_of(pid: int) -> int:
     """Return the process that compiles for a rank."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for child in psutil.Process(pid).children():
             with suppress(psutil.Error):
@@ -190,7 +190,6 @@ def wait_until_gone_over(app: Any) -> tuple[float, list[dict[int, dict[str, Any]
     return eager_at, seen
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.feature("X06")
 @pytest.mark.parametrize(
     "more",
@@ -252,7 +251,6 @@ def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
     return steps
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.feature("X06")
 def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nobody_behind(
     start_app: Callable[..., Any], answers: dict[str, list[int]], tmp_path: Path
@@ -265,8 +263,8 @@ def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nob
         compilers = [compiler_of(pid) for pid in pids]
         assert set(stages(app)) == {0}
         os.kill(pids[1], signal.SIGKILL)
-        deadline = time.monotonic() + 120
-        while not all(rank["epoch"] == 1 for rank in app.ready_ranks("mixed", 120)):
+        deadline = time.monotonic() + LIMIT_S
+        while not all(rank["epoch"] == 1 for rank in app.ready_ranks("mixed", LIMIT_S)):
             assert time.monotonic() < deadline, app.get("/ready")
             time.sleep(0.05)
         while any(map(is_alive, compilers)):
@@ -279,7 +277,6 @@ def test_a_rank_that_dies_while_its_group_compiles_costs_no_token_and_leaves_nob
     assert all(sum(rank["replays"].values()) > MAX_TOKENS for rank in debug_ranks(app))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.feature("X06")
 def test_a_compiler_that_is_killed_leaves_its_group_serving_eagerly_and_says_why(
     start_app: Callable[..., Any], answers: dict[str, list[int]], tmp_path: Path
@@ -289,7 +286,7 @@ def test_a_compiler_that_is_killed_leaves_its_group_serving_eagerly_and_says_why
     with Streams(app.url, answers=answers) as streams:
         follower = app.ready_ranks("mixed")[1]
         os.kill(compiler_of(follower["pid"]), signal.SIGKILL)
-        app.wait_until_ready(60)  # nothing is waited for any more
+        app.wait_until_ready()  # nothing is waited for any more
         streams.wait_for_tokens(2 * MAX_TOKENS)
     assert not streams.failures
     assert not streams.wrong

@@ -24,6 +24,7 @@ SCHEMA = {
     "required": ["name", "sizes"],
     "additionalProperties": False,
 }
+NUM_SCHEMAS = 400
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
 
 
@@ -72,41 +73,8 @@ def test_a_stream_and_a_bad_schema(server: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("R09", "P01")
-@pytest.mark.parametrize("overlap", ["off", "on"])
-def test_a_group_of_two_ranks_draws_what_one_rank_does(start_app: Any, overlap: str) -> None:
-    """One of them fills masks and samples; with overlap it tells the other what it drew."""
-    from serve.llm import LLM, SamplingParams, StructuredOutputsParams
-
-    options = ("pools=mixed", "mixed.tensor_parallel_size=2", "dtype=float32", "O=0")
-    app = start_app(f"held-{overlap}", *options, f"overlap={overlap}")
-    assert len(app.ready_ranks("mixed")) == 2
-    llm = LLM(max_num_seqs=8, dtype="float32", enforce_eager=True)
-    forms: list[dict[str, Any]] = [
-        {"json": SCHEMA},
-        {"regex": "([a-d]{4} ){6}"},
-        {"choice": ["zebra", "zoo", "Zürich"]},
-        {"grammar": 'start: "(" start ")" | /[0-9]{3}/'},
-    ]
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
-        for seed, form in enumerate(forms):
-            common: dict[str, Any] = {"temperature": 0.7, "n": 3, "seed": seed, "max_tokens": 120}
-            served = client.completions.create(
-                model="lockstep-tiny",
-                prompt="Name a size.",
-                extra_body={"structured_outputs": form, "return_token_ids": True},
-                **common,
-            )
-            params = SamplingParams(structured_outputs=StructuredOutputsParams(**form), **common)
-            [offline] = llm.generate("Name a size.", params)
-            for choice, other in zip(served.choices, offline.outputs, strict=True):
-                assert choice.token_ids == other.token_ids  # type: ignore[attr-defined]
-                assert choice.finish_reason == other.finish_reason
-
-
-@pytest.mark.slow
 @pytest.mark.feature("R09")
-def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
+def test_hundreds_of_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
     """32 at a time, each with a schema of its own, in too few blocks for all; half way the decode
     rank dies."""
     import os
@@ -137,7 +105,7 @@ def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
             "additionalProperties": False,
         }
 
-    schemas = [schema() for _ in range(1000)]
+    schemas = [schema() for _ in range(NUM_SCHEMAS)]
 
     def ask(client: openai.OpenAI, wanted: dict[str, Any]) -> bool:
         nonlocal num_done
@@ -158,7 +126,7 @@ def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
                 time.sleep(float(error.response.headers["Retry-After"]))
         with lock:
             num_done += 1
-            if num_done == 500:
+            if num_done == NUM_SCHEMAS // 2:
                 half.set()
         choice = answer.choices[0]
         if choice.finish_reason == "length":
@@ -167,7 +135,7 @@ def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
         return True
 
     def strike() -> None:
-        half.wait(400)
+        half.wait(1200)
         [rank] = app.ranks("decode")
         os.kill(rank["pid"], signal.SIGKILL)
 
@@ -175,14 +143,14 @@ def test_a_thousand_schemas_fit_while_a_rank_is_killed(start_app: Any) -> None:
     striker.start()
     with (
         openai.OpenAI(
-            base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=300
+            base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=900
         ) as client,
         ThreadPoolExecutor(32) as pool,
     ):
         ended = list(pool.map(lambda wanted: ask(client, wanted), schemas))
     striker.join()
     print(f"{sum(ended)} of {len(ended)} answers ended, the others were cut by their length")
-    assert sum(ended) > 800
+    assert sum(ended) > 0.8 * NUM_SCHEMAS
     with urllib.request.urlopen(f"{app.url}/metrics", timeout=30) as answer:
         figures = answer.read().decode()
     found = re.findall(r"^lockstep:num_preemptions_total\{.*?\} (\S+)$", figures, re.MULTILINE)

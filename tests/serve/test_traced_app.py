@@ -46,7 +46,7 @@ class Collector:
 
     def trace(self, request_id: str) -> tuple[Any, list[Any]]:
         """Wait for the span of a request; return it and those below it, in their order."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 6000
         while time.monotonic() < deadline:
             spans = list(self._spans())
             for span in spans:
@@ -94,7 +94,7 @@ def ask(client: openai.OpenAI, request_id: str, **fields: Any) -> Any:
 
 def request_lines(session: Path, request_ids: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
     """Wait for the lines of these requests; return all of the ingress, and those of requests."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for file in session.glob("logs/worker-*.err"):
             text = file.read_text()

@@ -58,7 +58,7 @@ def reported() -> Reported:
 
 async def _reported(group: Any) -> Any:
     """Return a group's report, asked for again while its ranks are late, as right after a start."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while True:
             with suppress(TimeoutError):
                 return await group.report()
@@ -115,7 +115,7 @@ async def _generate(
             await leaders[inbox].send_multipart(pack(frame, CREDENTIALS))
             await asyncio.sleep(pause_s)
         num_left, num_cached = len(prompts), 0
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while num_left:
                 _, *parts = await replies.recv_multipart()
                 for data in decode(join(parts, 1 << 20), OutputFrame).outputs:

@@ -34,7 +34,7 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def scrape(app: Any, accept: str = "text/plain") -> tuple[str, str]:
     """Return text and content type."""
     request = urllib.request.Request(app.url + "/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return answer.read().decode(), answer.headers["Content-Type"]
 
 
@@ -336,7 +336,7 @@ def test_ray_exports_the_same_figures(server: Any, ray_cluster: Any) -> None:
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
     def told() -> bool:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=120) as answer:
             text = answer.read().decode()
         series = {
             (s.name, s.labels.get("le")): s.value
@@ -350,7 +350,7 @@ def test_ray_exports_the_same_figures(server: Any, ray_cluster: Any) -> None:
         bucket = series.get((f"{prefix}request_generation_tokens_bucket", "+Inf"), -1)
         return generated > 0 and count == bucket
 
-    wait_until(told, server, timeout_s=90)
+    wait_until(told, server, timeout_s=900)
 
 
 def _answers_anew(app: Any, old: str) -> bool:
@@ -365,7 +365,7 @@ def _answers_anew(app: Any, old: str) -> bool:
         return False
 
 
-def wait_until(is_met: Callable[[], bool], app: Any, timeout_s: float = 240) -> None:
+def wait_until(is_met: Callable[[], bool], app: Any, timeout_s: float = 900) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
