@@ -89,14 +89,11 @@ def _can_replace(match: Match) -> bool:
     wanted = dict.fromkeys(("residual", "weight", "normed", "norm"), x.dtype)
     wanted["x32"] = torch.float32
     is_rounded_alike = all(
-        _dtype(match[name]) == dtype for name, dtype in wanted.items() if name in match
+        getattr(value(match[name]), "dtype", None) == dtype
+        for name, dtype in wanted.items()
+        if name in match
     )
     return has_one_shape and is_rounded_alike and _can_move(match)
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    found = value(node)
-    return None if found is None else found.dtype
 
 
 def _can_move(match: Match) -> bool:

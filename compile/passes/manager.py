@@ -22,14 +22,6 @@ PASSES: dict[str, Callable[[], GraphPass]] = {FuseAddRMSNorm.name: FuseAddRMSNor
 """Every pass by the name that `compilation.passes` lists it under."""
 
 
-def _run(entry: GraphPass, graph: torch.fx.Graph) -> int:
-    try:
-        return entry(graph)
-    except Exception as error:
-        error.add_note(f"in graph pass {entry.name!r}; compilation.passes turns it off")
-        raise
-
-
 class PassManager:
     """Runs passes and counts their matches.
 
@@ -68,7 +60,11 @@ class PassManager:
         """
         total = 0
         for entry in self.passes:
-            count = _run(entry, graph)
+            try:
+                count = entry(graph)
+            except Exception as error:
+                error.add_note(f"in graph pass {entry.name!r}; compilation.passes turns it off")
+                raise
             self.match_counts[entry.name] += count
             total += count
         counter.num_pass_matches += total

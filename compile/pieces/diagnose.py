@@ -289,21 +289,10 @@ def warn_unrolled(graph: fx.GraphModule) -> None:
         )
 
 
-@dataclass(frozen=True)
-class RecompileHazard:
-    """A place whose trace depends on an integer's value."""
+def recompile_hazards(function: Callable[..., Any]) -> list[str]:
+    """Return what in a function's source makes one graph for each value of an integer, by line.
 
-    file: str
-    line: int
-    pattern: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: wanted {self.remedy}, found {self.pattern}"
-
-
-def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
-    """Return what in a function's source makes one graph for each value, in its lines' order.
+    Each is one line: `FILE:LINE: wanted ..., found ...`.
 
     Three patterns: `bit_length`, `min` or `max` of one list, and a branch or loop on a size. A
     fourth, an op that wants plain integers, does not arise: `direct_register_custom_op` makes them
@@ -316,11 +305,11 @@ def recompile_hazards(function: Callable[..., Any]) -> list[RecompileHazard]:
     tree = ast.parse(textwrap.dedent("".join(lines)))
     file = inspect.getsourcefile(function) or "<string>"
     found = [
-        RecompileHazard(file, first + node.lineno - 1, *hazard)
+        (first + node.lineno - 1, *hazard)
         for node in ast.walk(tree)
         if isinstance(node, (ast.expr, ast.stmt)) and (hazard := _hazard(node))
     ]
-    return sorted(found, key=lambda hazard: hazard.line)
+    return [f"{file}:{n}: wanted {better}, found {pattern}" for n, pattern, better in sorted(found)]
 
 
 def _hazard(node: ast.AST) -> tuple[str, str] | None:

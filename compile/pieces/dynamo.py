@@ -294,18 +294,13 @@ def _marked(value: torch.Tensor | None, dims: Sequence[int], mode: DynamicShapes
     """Return an alias whose dimensions are marked; the caller's tensor stays as it is."""
     if value is None:
         return None
-    alias = value.detach()
+    alias, mark_unbacked = value.detach(), torch._dynamo.decorators.mark_unbacked
+    has_shape_id = "shape_id" in inspect.signature(mark_unbacked).parameters
     for dim in dims:
-        if mode is DynamicShapes.UNBACKED:
-            _mark_unbacked(alias, dim)
-        else:
+        if mode is not DynamicShapes.UNBACKED:
             torch._dynamo.mark_dynamic(alias, dim)
+        elif has_shape_id:
+            mark_unbacked(alias, dim, shape_id="num_tokens")
+        else:
+            mark_unbacked(alias, dim)
     return alias
-
-
-def _mark_unbacked(value: torch.Tensor, dim: int) -> None:
-    mark = torch._dynamo.decorators.mark_unbacked
-    if "shape_id" in inspect.signature(mark).parameters:
-        mark(value, dim, shape_id="num_tokens")
-    else:
-        mark(value, dim)

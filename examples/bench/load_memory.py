@@ -41,7 +41,7 @@ dtype = getattr(torch, dtype)
 # What a process allocates once, however small its model: the kernels and oneDNN's own code.
 native_library()
 small = MergedColumnParallelLinear(
-    256, 256, 1, Placement(dtype, torch.device("cpu")), bias=False
+    256, 256, ["up_proj"], Placement(dtype, torch.device("cpu")), bias=False
 )
 small.allocate("weight").zero_()
 small.loaded("weight")

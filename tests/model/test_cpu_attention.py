@@ -269,6 +269,16 @@ def test_rotated_and_written_tokens_equal_the_references(
         torch.set_num_threads(1)
 
 
+def test_threads_do_not_clear_slots_that_others_write() -> None:
+    """Half of the tokens end within a block."""
+    torch.set_num_threads(2)
+    try:
+        for _ in range(20):
+            check_rope(list(range(64, 464)), (4, 2, 2), 16, 64, torch.float32)
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_what_a_kernel_does_not_serve_goes_to_its_reference() -> None:
     case = Case([9, 2], dtype=torch.float16)
     case.k.nan_to_num_(0.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compile.custom_op import direct_register_custom_op
-from compile.pieces.diagnose import RecompileHazard, recompile_hazards
+from compile.pieces.diagnose import recompile_hazards
 from compile.pieces.shapes import next_pow2
 
 X = torch.ones(3)
@@ -164,11 +164,8 @@ def test_a_hazard_is_named_with_its_line_and_its_remedy_which_is_none(
 ) -> None:
     assert recompile_hazards(better) == []
     (hazard,) = recompile_hazards(function)
-    assert hazard.pattern == pattern
-    assert hazard.remedy.startswith(remedy)
-    first = function.__code__.co_firstlineno
-    assert (hazard.file, hazard.line) == (__file__, first + 1)
-    assert str(hazard) == f"{__file__}:{first + 1}: wanted {hazard.remedy}, found {pattern}"
+    line = f"{__file__}:{function.__code__.co_firstlineno + 1}"
+    assert hazard.startswith(f"{line}: wanted {remedy}") and hazard.endswith(f", found {pattern}")
 
 
 def test_hazards_stand_in_the_order_of_their_lines() -> None:
@@ -179,12 +176,11 @@ def test_hazards_stand_in_the_order_of_their_lines() -> None:
         return x + max(n, 3)
 
     found = recompile_hazards(both)
-    assert [hazard.pattern for hazard in found] == [
+    assert [hazard.rpartition("found ")[2] for hazard in found] == [
         "min() of a list",
         "a branch on a size",
         "bit_length()",
     ]
-    assert all(isinstance(hazard, RecompileHazard) for hazard in found)
 
 
 # --- data that decides --------------------------------------------------------------------------
