@@ -11,69 +11,32 @@ where they were if it is made anew.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any, Protocol
 
 import ray
 
 from cluster.actors.kept_totals import KeptTotals
-from cluster.actors.load_progress import LoadProgress
-from cluster.actors.rank_group import GroupReport
 from cluster.actors.ray_metrics import RayMetrics
-from cluster.actors.turns import Turns
 from cluster.observe.counts import Counts, Ledger
 from cluster.observe.metrics import INGRESS, Described, MetricsSnapshot
+from cluster.observe.reports import OUTDATED, BoardSilent, IngressReport, ReplicaReport
 
 NAMESPACE = "lockstep"
-OUTDATED = "outdated"
-"""The state of a replica of another deployment under the same name."""
 EXPORT_PERIOD_S = 5.0
 """How often figures go to Ray's metrics."""
 SAVE_PERIOD_S = 5.0
 """How often totals are kept that nobody asks for."""
+ANSWER_S = 3.0
+"""How long the board may take to answer an ingress."""
 LOST_AFTER_S = 5.0
 """A replica that is silent this long is gone. One whose ranks do not answer still pushes, at least
 once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
-
-
-@dataclass(frozen=True)
-class ReplicaReport:
-    """One pool replica: its state, its ranks and what it is loading."""
-
-    pool: str
-    replica_id: str
-    state: str
-    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch) or failed."""
-    group: GroupReport
-    error: str = ""
-    config_hash: str = ""
-    """Of its deployment."""
-    is_stuck: bool = False
-    """The watchdog ended its group, which does not serve again yet."""
-    counts: Counts = field(default_factory=dict)
-    """What the replica itself has counted."""
-    in_state_s: float = 0.0
-    """How long it has been in this state."""
-
-
-@dataclass(frozen=True)
-class IngressReport:
-    """One ingress: what it loads, how many sequences it has, and what it counted."""
-
-    ingress_id: str
-    pid: int
-    node: str
-    config_hash: str
-    loading: tuple[LoadProgress, ...]
-    """Empty once it can answer."""
-    num_live: int
-    """Sequences that it has admitted."""
-    is_watched: bool
-    """Somebody looks at its status page."""
-    counts: Counts | None
-    """None: as it said last."""
 
 
 class TotalsKeeper(Protocol):
@@ -116,7 +79,6 @@ class StatusBoard:
         self._actors: dict[str, dict[str, list[Any]]] = {}
         self._ingresses: dict[str, tuple[float, IngressReport]] = {}
         """By their ids, in the order in which they came."""
-        self._turns = Turns(LOST_AFTER_S)
 
     def push(self, report: ReplicaReport) -> None:
         """Replace the replica's last report, and add what was counted since."""
@@ -162,14 +124,6 @@ class StatusBoard:
         reports = [known for _, known in self._ingresses.values()]
         is_watched = any(known.is_watched for known in reports)
         return {**body, "figures": self.figures() if is_watched else None}
-
-    def take_turn(self, ingress_id: str) -> bool:
-        """Return whether this ingress may try a request that may kill its ranks (`router.py`)."""
-        return self._turns.take(ingress_id)
-
-    def give_turn_back(self, ingress_id: str) -> None:
-        """Let the next ingress try one."""
-        self._turns.give_back(ingress_id)
 
     def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
         """Take an ingress's counts, and return the totals and gauges of all."""
@@ -287,21 +241,74 @@ def board_name(app_name: str) -> str:
     return f"status:{app_name}"
 
 
-def has_board(app_name: str) -> bool:
-    """Return whether an application's board exists."""
+class IngressBoard:
+    """An ingress's way to the board, which it makes where there is none."""
+
+    def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
+        """Find or make it."""
+        self.is_first = not _exists(app_name)
+        """Whether there was no board, and so no other ingress."""
+        self._app_name = app_name
+        self._arguments = pools, KeptTotals(app_name), RayMetrics(described)
+        self._lost_at = -math.inf
+        self._told: Counts = {}
+        """What the board was told last; empty if it was made anew."""
+        self._board = self._found()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was made in place of one that was lost, and may not have heard of all yet."""
+        return time.monotonic() - self._lost_at < LOST_AFTER_S
+
+    async def poll(self, report: IngressReport) -> dict[str, Any]:
+        """Report, and return what the board knows of all. Raises BoardSilent."""
+
+        def call() -> Any:
+            is_known = report.counts == self._told
+            return self._board.poll.remote(replace(report, counts=None) if is_known else report)
+
+        body: dict[str, Any] = await self._answer(call)
+        self._told = report.counts or {}
+        return body
+
+    async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
+        """Tell what was counted, and return what all have. Raises BoardSilent."""
+        snapshot: MetricsSnapshot = await self._answer(
+            lambda: self._board.metrics.remote(ingress_id, counts)
+        )
+        return snapshot
+
+    async def actors(self) -> dict[str, dict[str, list[Any]]]:
+        """Return the rank actors by pool and replica. Raises BoardSilent."""
+        found: dict[str, dict[str, list[Any]]] = await self._answer(self._board.actors.remote)
+        return found
+
+    async def _answer(self, call: Callable[[], Any]) -> Any:
+        """Make a call, once more if the board died, or its ingress did."""
+        try:
+            try:
+                return await asyncio.wait_for(call(), ANSWER_S)
+            except ray.exceptions.RayActorError:
+                self._lost_at, self._told = time.monotonic(), {}
+                self._board = self._found()
+                return await asyncio.wait_for(call(), ANSWER_S)
+        # A board that dies while another is made raises ValueError, not a RayError.
+        except (TimeoutError, ValueError, ray.exceptions.RayError) as error:
+            raise BoardSilent(type(error).__name__) from error
+
+    def _found(self) -> Any:
+        remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
+        return remote.options(
+            name=board_name(self._app_name), namespace=NAMESPACE, get_if_exists=True
+        ).remote(*self._arguments)
+
+
+def _exists(app_name: str) -> bool:
     try:
         ray.get_actor(board_name(app_name), namespace=NAMESPACE)
     except ValueError:
         return False
     return True
-
-
-def create_board(app_name: str, pools: list[str], described: Described) -> Any:
-    """Create the application's board, or return the one that exists."""
-    remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
-    return remote.options(
-        name=board_name(app_name), namespace=NAMESPACE, get_if_exists=True
-    ).remote(pools, KeptTotals(app_name), RayMetrics(described))
 
 
 class BoardClient:

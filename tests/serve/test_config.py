@@ -13,7 +13,7 @@ from cluster.config import Role
 from compile.errors import FieldError
 from serve import config as config_module
 from serve.arguments import parse_args
-from serve.config import deploy_config, engine_config
+from serve.config import check_device, deploy_config, engine_config
 
 
 def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
@@ -201,16 +201,13 @@ def test_a_cluster_with_gpus_is_not_served_on_cpus_unasked(
     monkeypatch: pytest.MonkeyPatch, device: str, num_gpus: int
 ) -> None:
     """`deploy` often runs on a head node without one."""
-    from serve import ingress
-
     monkeypatch.setattr(config_module, "_device", lambda device: "cpu")
-    monkeypatch.setattr(ingress.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": num_gpus})
     config = deploy_config({"device": device})
     if device == "cpu" or not num_gpus:
-        ingress._check_device(config)
+        check_device(config, num_gpus)
         return
     with pytest.raises(FieldError, match=r"^device: wanted cpu or cuda .*the cluster has 4"):
-        ingress._check_device(config)
+        check_device(config, num_gpus)
 
 
 @pytest.mark.feature("R13")
