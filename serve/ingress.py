@@ -18,13 +18,10 @@ from ray import serve as ray_serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from cluster.actors.placement import free_resources
+from cluster.actors.board_clients import IngressBoard
 from cluster.actors.secret import application_secret
-from cluster.actors.status_board import IngressBoard
-from cluster.observe.counts import Counts
 from cluster.observe.logs import configure_logs
-from cluster.observe.metrics import Described, MetricsSnapshot
-from cluster.observe.reports import BoardSilent, IngressReport
+from cluster.observe.metrics import Described
 from cluster.wire.credentials import Credentials
 from serve.config import DeployConfig, check_device
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, SharedTick
@@ -38,8 +35,6 @@ from serve.pools.router import Router
 from serve.pools.shared_lock import ActorLock
 from serve.pools.token_socket import TokenSocket
 
-DEBUG_TIMEOUT_S = 3.0
-"""How long ranks have to answer `/debug/ranks`."""
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `malloc.h`."""
 LARGE_BYTES = 1 << 20
@@ -60,7 +55,7 @@ class _PoolHandle:
 
 @ray_serve.ingress()
 class Ingress:
-    """One replica: the HTTP application and the `IngressShell` of its core."""
+    """One replica: a core, its sockets, and the HTTP application over it."""
 
     # Ray Serve awaits constructors: sockets need the running loop.
     async def __init__(  # type: ignore[misc]
@@ -75,9 +70,9 @@ class Ingress:
         context = ray_serve.get_replica_context()
         app_name, node = context.app_name, ray.util.get_node_ip_address()
         self._config = config
-        self._id = context.replica_id.unique_id
+        ingress_id = context.replica_id.unique_id
         described = Described(config.served_model_name, config.max_model_len, config.cache_info)
-        self._board = IngressBoard(app_name, [pool.name for pool in config.pools], described)
+        board = IngressBoard(app_name, [pool.name for pool in config.pools], described)
         secret = await asyncio.to_thread(application_secret, app_name)
         # Ray reads it so too.
         self._is_behind_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
@@ -88,18 +83,18 @@ class Ingress:
         router = Router(
             {name: _PoolHandle(handle, config.config_hash) for name, handle in handles.items()},
             socket.mailboxes,
-            Quarantine(ActorLock(app_name, self._id)),
+            Quarantine(ActorLock(app_name, ingress_id)),
         )
         self._core = IngressCore(
             config,
-            self,
+            board,
             socket.mailboxes,
             router,
-            ingress_id=self._id,
+            ingress_id=ingress_id,
             node=node,
             secret=secret,
         )
-        await self._core.start(socket.task, is_first=self._board.is_first)
+        await self._core.start(socket.task, is_first=board.is_first)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
@@ -146,39 +141,6 @@ class Ingress:
             async for chunk in chunks:
                 yield chunk
 
-    # What the core calls.
-
-    @property
-    def is_board_new(self) -> bool:
-        """Whether the board was made anew lately."""
-        return self._board.is_new
-
-    async def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Report to the board, and return what it knows of all."""
-        return await self._board.poll(report)
-
-    async def metrics(self, counts: Counts) -> MetricsSnapshot:
-        """Tell the board what was counted here, and return what all have."""
-        return await self._board.metrics(self._id, counts)
-
-    async def free_resources(self) -> dict[str, float]:
-        """Return the CPUs and GPUs of the cluster that are not reserved."""
-        try:
-            return await asyncio.to_thread(free_resources)
-        except ray.exceptions.RayError as error:
-            raise BoardSilent(type(error).__name__) from error
-
-    async def debug_ranks(self) -> dict[str, Any]:
-        """Return what every rank says of itself.
-
-        One that does not answer in `DEBUG_TIMEOUT_S` has an `error` instead.
-        """
-        pools = {}
-        for pool, replicas in (await self._board.actors()).items():
-            asked = [(name, await _debug_of(actors)) for name, actors in replicas.items()]
-            pools[pool] = {"replicas": [{"id": name, "ranks": ranks} for name, ranks in asked]}
-        return {"pools": pools}
-
 
 def _map_large_buffers() -> None:
     """Let the memory of large bodies go back to the system when they are freed.
@@ -189,18 +151,3 @@ def _map_large_buffers() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
-
-
-async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:
-    """Ask all ranks of a replica at once."""
-
-    async def ask(actor: Any) -> dict[str, Any]:
-        try:
-            call = actor.debug.options(concurrency_group="ctl").remote()
-            return dict(await asyncio.wait_for(call, DEBUG_TIMEOUT_S))
-        except TimeoutError:
-            return {"error": f"wanted an answer in {DEBUG_TIMEOUT_S:g} s, found none"}
-        except ray.exceptions.RayError as error:
-            return {"error": str(error).splitlines()[0]}
-
-    return list(await asyncio.gather(*map(ask, actors)))

@@ -56,18 +56,18 @@ LOOP_TICK_S = 0.005
 """How often the event loop's pauses are measured."""
 
 
-class IngressShell(Protocol):
-    """What an ingress asks of its surroundings. All but `is_board_new` raise BoardSilent."""
+class Board(Protocol):
+    """The status board and the cluster. All but `is_new` raise BoardSilent."""
 
     @property
-    def is_board_new(self) -> bool:
-        """Whether the board was made anew lately, and may not have heard of all yet."""
+    def is_new(self) -> bool:
+        """Whether it was made anew lately, and may not have heard of all yet."""
 
     async def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Tell the board of this ingress, and return what it knows of all."""
+        """Tell of this ingress, and return what is known of all."""
 
-    async def metrics(self, counts: Counts) -> MetricsSnapshot:
-        """Tell the board what was counted here, and return what all have."""
+    async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
+        """Tell what was counted here, and return what all have."""
 
     async def free_resources(self) -> dict[str, float]:
         """Return what the cluster has that is not reserved."""
@@ -82,7 +82,7 @@ class IngressCore:
     def __init__(
         self,
         config: DeployConfig,
-        shell: IngressShell,
+        board: Board,
         tokens: TokenMailboxes,
         router: Router,
         *,
@@ -91,7 +91,7 @@ class IngressCore:
         secret: bytes,
     ) -> None:
         self._config = config
-        self._shell = shell
+        self._board = board
         self._router = router
         self._id = ingress_id
         self._node = node
@@ -223,14 +223,14 @@ class IngressCore:
         While there is no board, nothing is told that could be less than before.
         """
         try:
-            return await self._shell.metrics(counts)
+            return await self._board.metrics(self._id, counts)
         except BoardSilent as error:
             message = f"status board: wanted its figures, found {error}"
             raise Unavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
     async def debug_ranks(self) -> dict[str, Any]:
         """Return what every rank has compiled, captured, replayed and agreed on."""
-        return await self._shell.debug_ranks()
+        return await self._board.debug_ranks()
 
     def debug_ingress(self) -> dict[str, Any]:
         """Return what this process holds, and its loop's longest pause since the last call."""
@@ -273,13 +273,11 @@ class IngressCore:
 
     async def _refresh(self) -> None:
         """Tell the board of this ingress, and see what it knows of all."""
-        is_late = self._readiness.are_pools_late
-        body = await self._shell.poll(self._report())
+        body = await self._board.poll(self._report())
         figures = body.pop("figures")
-        free = await self._shell.free_resources() if is_late(body, time.monotonic()) else {}
-        is_news = self._readiness.see(
-            body, free, time.monotonic(), is_board_new=self._shell.is_board_new
-        )
+        is_late = self._readiness.are_pools_late(body, time.monotonic())
+        free = await self._board.free_resources() if is_late else {}
+        is_news = self._readiness.see(body, free, time.monotonic(), is_board_new=self._board.is_new)
         if is_news:
             self._figures = figures
             self._start_log.see(self._readiness.body)

@@ -28,31 +28,24 @@ class RayRank:
         """Kept: the group's artifact board ends with its last handle."""
 
     def meet(self) -> Awaitable[CallEnd]:
-        """Open where others find this leader."""
         return end_of(self.actor.meet.options(concurrency_group="step").remote())
 
     def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]:
-        """Load, and join the group."""
         return end_of(self.actor.load.options(concurrency_group="step").remote(rendezvous))
 
     def run(self) -> Awaitable[CallEnd]:
-        """Step; death, error and normal end all arrive here."""
         return end_of(self.actor.run.options(concurrency_group="step").remote())
 
     def heartbeat(self) -> Awaitable[CallEnd]:
-        """Ask what its step thread does."""
         return end_of(self.actor.heartbeat.options(concurrency_group="ctl").remote())
 
     def stats(self) -> Awaitable[CallEnd]:
-        """Ask for its figures."""
         return end_of(self.actor.stats.options(concurrency_group="ctl").remote())
 
     def stop(self) -> None:
-        """Tell it to end."""
         self.actor.stop.options(concurrency_group="ctl").remote()
 
     def kill(self) -> None:
-        """End its process."""
         ray.kill(self.actor)
 
 

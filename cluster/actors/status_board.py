@@ -11,29 +11,21 @@ where they were if it is made anew.
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import count
 from typing import Any, Protocol
 
-import ray
-
-from cluster.actors.kept_totals import KeptTotals
 from cluster.actors.ray_metrics import RayMetrics
 from cluster.observe.counts import Counts, Ledger
-from cluster.observe.metrics import INGRESS, Described, MetricsSnapshot
-from cluster.observe.reports import OUTDATED, BoardSilent, IngressReport, ReplicaReport
+from cluster.observe.metrics import INGRESS, MetricsSnapshot
+from cluster.observe.reports import OUTDATED, IngressReport, ReplicaReport
 
 NAMESPACE = "lockstep"
 EXPORT_PERIOD_S = 5.0
 """How often figures go to Ray's metrics."""
 SAVE_PERIOD_S = 5.0
 """How often totals are kept that nobody asks for."""
-ANSWER_S = 3.0
-"""How long the board may take to answer an ingress."""
 LOST_AFTER_S = 5.0
 """A replica that is silent this long is gone. One whose ranks do not answer still pushes, at least
 once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
@@ -239,106 +231,6 @@ class StatusBoard:
 def board_name(app_name: str) -> str:
     """Return the name under which an application's board is found."""
     return f"status:{app_name}"
-
-
-class IngressBoard:
-    """An ingress's way to the board, which it makes where there is none."""
-
-    def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
-        """Find or make it."""
-        self.is_first = not _exists(app_name)
-        """Whether there was no board, and so no other ingress."""
-        self._app_name = app_name
-        self._arguments = pools, KeptTotals(app_name), RayMetrics(described)
-        self._lost_at = -math.inf
-        self._told: Counts = {}
-        """What the board was told last; empty if it was made anew."""
-        self._board = self._found()
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it was made in place of one that was lost, and may not have heard of all yet."""
-        return time.monotonic() - self._lost_at < LOST_AFTER_S
-
-    async def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Report, and return what the board knows of all. Raises BoardSilent."""
-
-        def call() -> Any:
-            is_known = report.counts == self._told
-            return self._board.poll.remote(replace(report, counts=None) if is_known else report)
-
-        body: dict[str, Any] = await self._answer(call)
-        self._told = report.counts or {}
-        return body
-
-    async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
-        """Tell what was counted, and return what all have. Raises BoardSilent."""
-        snapshot: MetricsSnapshot = await self._answer(
-            lambda: self._board.metrics.remote(ingress_id, counts)
-        )
-        return snapshot
-
-    async def actors(self) -> dict[str, dict[str, list[Any]]]:
-        """Return the rank actors by pool and replica. Raises BoardSilent."""
-        found: dict[str, dict[str, list[Any]]] = await self._answer(self._board.actors.remote)
-        return found
-
-    async def _answer(self, call: Callable[[], Any]) -> Any:
-        """Make a call, once more if the board died, or its ingress did."""
-        try:
-            try:
-                return await asyncio.wait_for(call(), ANSWER_S)
-            except ray.exceptions.RayActorError:
-                self._lost_at, self._told = time.monotonic(), {}
-                self._board = self._found()
-                return await asyncio.wait_for(call(), ANSWER_S)
-        # A board that dies while another is made raises ValueError, not a RayError.
-        except (TimeoutError, ValueError, ray.exceptions.RayError) as error:
-            raise BoardSilent(type(error).__name__) from error
-
-    def _found(self) -> Any:
-        remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
-        return remote.options(
-            name=board_name(self._app_name), namespace=NAMESPACE, get_if_exists=True
-        ).remote(*self._arguments)
-
-
-def _exists(app_name: str) -> bool:
-    try:
-        ray.get_actor(board_name(app_name), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
-
-
-class BoardClient:
-    """A pool replica's way to the board, which may not exist yet or have been restarted."""
-
-    def __init__(self, app_name: str) -> None:
-        self._app_name = app_name
-        self._board: Any = None
-        self._registered: list[Any] = []
-
-    async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
-        """Push a report, or nothing while there is no board; its actors when they are new there.
-
-        Waits for the answer, because only that shows whether the board died with its ingress.
-        """
-        try:
-            if self._board is None:
-                self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)
-                self._registered = []
-            if actors != self._registered:
-                await self._board.register.remote(report.pool, report.replica_id, actors)
-                self._registered = actors
-            await self._board.push.remote(report)
-        except (ValueError, ray.exceptions.RayError):
-            self._board = None
-
-    def remove(self, pool: str, replica_id: str) -> None:
-        """Take a replica off the board."""
-        if self._board is not None:
-            self._board.remove.remote(pool, replica_id)
 
 
 def _engine(pool: str, place: int, dp_rank: int) -> str:

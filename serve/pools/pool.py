@@ -15,11 +15,11 @@ import zmq
 import zmq.asyncio
 from ray import serve as ray_serve
 
+from cluster.actors.board_clients import ReplicaBoard
 from cluster.actors.failed_starts import FailedStart, FailedStarts
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import RayRank, create_group
 from cluster.actors.secret import application_secret
-from cluster.actors.status_board import BoardClient
 from cluster.observe.logs import configure_logs
 from cluster.observe.reports import ReplicaReport
 from cluster.wire.credentials import Credentials
@@ -49,7 +49,7 @@ class Pool:
         configure_logs(pool.engine.log_format)
         self._pool = pool
         self._replica_id = context.replica_id.unique_id
-        self._board = BoardClient(context.app_name)
+        self._board = ReplicaBoard(context.app_name)
         self._failed_starts = FailedStarts(config_hash)
         secret = await asyncio.to_thread(application_secret, context.app_name)
         self._credentials = Credentials(config_hash, secret)
@@ -75,21 +75,18 @@ class Pool:
     # What Serve calls.
 
     async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
-        """Run a request; see `PoolCore.generate`."""
         return await self._core.generate(request_id, frame, config_hash)
 
     async def check_health(self) -> None:
-        """Fail so that Serve replaces this replica."""
         self._core.check_health()
 
     async def __del__(self) -> None:
         await self._core.stop()
         self._board.remove(self._pool.name, self._replica_id)
 
-    # What the core calls.
+    # What the core calls (`PoolShell`).
 
     def new_group(self, epoch: int) -> RankGroup:
-        """Create the actors of an epoch, in the same bundles as those before."""
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "pool: wanted a placement group, found none"
         return create_group(
@@ -117,22 +114,18 @@ class Pool:
         return self._links
 
     async def push(self, report: ReplicaReport, group: RankGroup) -> None:
-        """Push a report, and the group's actors where they are new."""
         actors = [handle.actor for handle in group.handles if isinstance(handle, RayRank)]
         await self._board.push(report, actors)
 
     async def final_failure(self) -> str:
-        """Return what the replica in whose place this one is found that none can start."""
         failed = await asyncio.to_thread(self._failed_starts.of, self._pool.name)
         return failed.reason if failed is not None and failed.is_final else ""
 
     async def note_failure(self, reason: str, is_final: bool) -> None:
-        """Keep it where whoever started the application finds it."""
         failed = FailedStart(reason, is_final)
         await asyncio.to_thread(self._failed_starts.note, self._pool.name, failed)
 
     async def note_recovery(self) -> None:
-        """Forget a failure that was not final."""
         await asyncio.to_thread(self._failed_starts.recover, self._pool.name)
 
     async def _receive_ends(self) -> None:
