@@ -12,14 +12,14 @@ where they were if it is made anew.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from itertools import count
 from typing import Any, Protocol
 
 from cluster.actors.ray_metrics import RayMetrics
+from cluster.observe.bodies import figures_body, ready_body
 from cluster.observe.counts import Counts, Ledger
 from cluster.observe.metrics import INGRESS, MetricsSnapshot
-from cluster.observe.reports import OUTDATED, IngressReport, ReplicaReport
+from cluster.observe.reports import IngressReport, ReplicaReport
 
 NAMESPACE = "lockstep"
 EXPORT_PERIOD_S = 5.0
@@ -153,61 +153,23 @@ class StatusBoard:
         return self._actors
 
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
-        """Return the body of `/ready` as the deployment with this hash sees it.
-
-        A replica of another one, which it replaces or is replaced by, is outdated.
-        """
-        now = time.monotonic()
-        self._forget_lost(now)
-        pools = {
-            pool: {"replicas": [_replica(r, config_hash) for _, r in by_id.values()]}
-            for pool, by_id in self._reports.items()
-        }
-        loading = [
-            {**asdict(p), "what": f"{pool}: {p.what}", "pool": pool, "replica": replica_id}
-            for pool, by_id in self._reports.items()
-            for replica_id, (_, report) in by_id.items()
-            for p in report.group.loading
-        ]
-        ingresses = [
-            report
-            for _, report in self._ingresses.values()
-            if config_hash in (None, report.config_hash)
-        ]
-        loading += [
-            {**asdict(p), "pool": None, "replica": report.ingress_id}
-            for report in ingresses
-            for p in report.loading
-        ]
-        status = {"status": _status(pools), "compiling": _is_compiling(pools)}
-        return {
-            **status,
-            "pools": pools,
-            "ingresses": [_ingress(report) for report in ingresses],
-            "loading": loading,
-        }
+        """Return the body of `/ready` as the deployment with this hash sees it."""
+        self._forget_lost(time.monotonic())
+        reports = {pool: [r for _, r in by_id.values()] for pool, by_id in self._reports.items()}
+        return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted, as the status page shows it: of the ingresses and each engine.
+        """Return what was counted, as the status page shows it.
 
         Unlike those of `metrics`, these totals may fall when the board is made anew.
         """
-        totals = self._ledger.totals
-        return {
-            "at": time.monotonic(),
-            "ingress": _flat(totals.get(INGRESS, {}), _INGRESS_FIGURES),
-            "engines": [
-                {
-                    "pool": pool,
-                    "replica": replica_id,
-                    "dp_rank": dp_rank,
-                    **_engine_figures(totals.get(_engine(pool, place, dp_rank), {})),
-                }
-                for pool, places in self._places.items()
-                for replica_id, place in places.items()
-                for dp_rank in self._dp_ranks(pool, replica_id)
-            ],
+        engines = {
+            _engine(pool, place, dp_rank): (pool, replica_id, dp_rank)
+            for pool, places in self._places.items()
+            for replica_id, place in places.items()
+            for dp_rank in self._dp_ranks(pool, replica_id)
         }
+        return {"at": time.monotonic(), **figures_body(self._ledger.totals, engines)}
 
     def _dp_ranks(self, pool: str, replica_id: str) -> list[int]:
         """Return the data-parallel ranks of a replica; those of one that is rebuilt are unknown."""
@@ -235,74 +197,3 @@ def board_name(app_name: str) -> str:
 
 def _engine(pool: str, place: int, dp_rank: int) -> str:
     return f"{pool}-{place}-{dp_rank}"
-
-
-_INGRESS_FIGURES = ("generation_tokens_total", "prompt_tokens_total", "request_success_total")
-_ENGINE_FIGURES = (
-    *("scheduled_tokens_total", "padding_tokens_total", "prompt_tokens_computed_total"),
-    *("votes_total", "dp_wait_seconds_total", "compilations_total", "late_compilations_total"),
-    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
-    *("kv_transfers_total", "kv_transfer_failures_total", "rank_restarts_total"),
-)
-
-
-def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
-    """Return sums over labels; 0 of what nobody counted."""
-    sums = dict.fromkeys(names, 0.0)
-    for (name, *_), value in counts.items():
-        if name in sums:
-            sums[name] += value
-    return sums
-
-
-def _engine_figures(counts: Counts) -> dict[str, Any]:
-    """Return an engine's sums, its steps by mode and its graph replays by agreed size."""
-    steps: dict[str, float] = {}
-    replays: dict[str, float] = {}
-    for (name, *labels), value in counts.items():
-        if name == "steps_total":
-            steps[labels[0]] = steps.get(labels[0], 0.0) + value
-        elif name == "graph_replays_total":
-            replays[labels[1]] = replays.get(labels[1], 0.0) + value
-    return {**_flat(counts, _ENGINE_FIGURES), "steps": steps, "replays": replays}
-
-
-def _replica(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
-    is_ours = config_hash in (None, report.config_hash)
-    entry: dict[str, Any] = {
-        "id": report.replica_id,
-        "state": report.state if is_ours else OUTDATED,
-        "in_state_s": report.in_state_s,
-        "ranks": [rank.to_dict() for rank in report.group.ranks],
-    }
-    if report.is_stuck:
-        entry["stuck"] = True
-    if report.error:
-        entry["error"] = report.error
-    return entry
-
-
-def _ingress(report: IngressReport) -> dict[str, Any]:
-    return {
-        "id": report.ingress_id,
-        "state": "loading" if report.loading else "ready",
-        "pid": report.pid,
-        "node": report.node,
-        "num_live": report.num_live,
-    }
-
-
-def _is_compiling(pools: dict[str, Any]) -> bool:
-    """Return whether a replica serves and compiles."""
-    replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
-    return any(rank["compiling"] for replica in replicas for rank in replica["ranks"])
-
-
-def _status(pools: dict[str, Any]) -> str:
-    """Ready: every pool has a ready replica and all are; degraded: some are not."""
-    states = [
-        [r["state"] for r in pool["replicas"] if r["state"] != OUTDATED] for pool in pools.values()
-    ]
-    if not all("ready" in replicas for replicas in states):
-        return "loading"
-    return "ready" if all(s == "ready" for replicas in states for s in replicas) else "degraded"
