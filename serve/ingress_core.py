@@ -57,23 +57,18 @@ LOOP_TICK_S = 0.005
 
 
 class Board(Protocol):
-    """The status board and the cluster. All but `is_new` raise BoardSilent."""
+    """The status board and the cluster; what is asked of them raises BoardSilent.
+
+    `is_new`: it was made anew lately, and may not have heard of all yet. `poll` tells of this
+    ingress, and returns what is known of all.
+    """
 
     @property
-    def is_new(self) -> bool:
-        """Whether it was made anew lately, and may not have heard of all yet."""
-
-    async def poll(self, report: IngressReport) -> dict[str, Any]:
-        """Tell of this ingress, and return what is known of all."""
-
-    async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
-        """Tell what was counted here, and return what all have."""
-
-    async def free_resources(self) -> dict[str, float]:
-        """Return what the cluster has that is not reserved."""
-
-    async def debug_ranks(self) -> dict[str, Any]:
-        """Return the body of `/debug/ranks`."""
+    def is_new(self) -> bool: ...
+    async def poll(self, report: IngressReport) -> dict[str, Any]: ...
+    async def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot: ...
+    async def free_resources(self) -> dict[str, float]: ...
+    async def debug_ranks(self) -> dict[str, Any]: ...
 
 
 class IngressCore:

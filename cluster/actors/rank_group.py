@@ -76,28 +76,20 @@ class CallEnd:
 
 
 class RankHandle(Protocol):
-    """One rank, as its group's owner calls it. A call is made at once, and its end never raises."""
+    """One rank, as its group's owner calls it. A call is made at once, and its end never raises.
 
-    def meet(self) -> Awaitable[CallEnd]:
-        """Open where others find this leader; the value is its `Rendezvous`."""
+    The values: of `meet` a leader's `Rendezvous`, of `load` its inbox, of `heartbeat` a `Heartbeat`
+    or None, of `stats` those of `RankActor.stats`. `run` ends with the rank. `stop` tells a leader
+    to end the group between two steps; `kill` ends the process even inside a collective.
+    """
 
-    def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]:
-        """Load; the value is the inbox of a leader."""
-
-    def run(self) -> Awaitable[CallEnd]:
-        """Step; ends with the rank."""
-
-    def heartbeat(self) -> Awaitable[CallEnd]:
-        """Return a `Heartbeat`, or None where there is none."""
-
-    def stats(self) -> Awaitable[CallEnd]:
-        """Return stats, progress and counts (`RankActor.stats`)."""
-
-    def stop(self) -> None:
-        """Tell a leader to end the group between two steps."""
-
-    def kill(self) -> None:
-        """End the process at once, even inside a collective."""
+    def meet(self) -> Awaitable[CallEnd]: ...
+    def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]: ...
+    def run(self) -> Awaitable[CallEnd]: ...
+    def heartbeat(self) -> Awaitable[CallEnd]: ...
+    def stats(self) -> Awaitable[CallEnd]: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class RankGroup:

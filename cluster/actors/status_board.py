@@ -32,13 +32,10 @@ once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
 
 
 class TotalsKeeper(Protocol):
-    """Where totals survive the board."""
+    """Where totals survive the board: the ledger that was saved last, or a new one."""
 
-    def load(self) -> Ledger:
-        """Return the ledger that was saved last, or a new one."""
-
-    def save(self, ledger: Ledger) -> None:
-        """Keep a ledger in place of the one before."""
+    def load(self) -> Ledger: ...
+    def save(self, ledger: Ledger) -> None: ...
 
 
 class StatusBoard:

@@ -100,16 +100,15 @@ def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
 
 
 class EngineLinks(Protocol):
-    """What carries frames between engines and this ingress."""
+    """What carries frames between engines and this ingress.
 
-    def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
-        """Tell the engine with this inbox to drop requests; nothing where it is not reached."""
+    An engine that cannot be reached is told nothing; `forget` closes the way to one that is gone.
+    `caught_up` returns when all that has come by now is in its mailbox.
+    """
 
-    def forget(self, inbox: str) -> None:
-        """Close the way to an engine that is gone."""
-
-    async def caught_up(self) -> None:
-        """Return when all that has come by now is in its mailbox."""
+    def send_aborts(self, inbox: str, request_ids: list[str]) -> None: ...
+    def forget(self, inbox: str) -> None: ...
+    async def caught_up(self) -> None: ...
 
 
 class TokenMailboxes:

@@ -38,35 +38,29 @@ time. Figures of `/ready` are at most three quarters of a second old."""
 
 
 class LeaderLink(Protocol):
-    """The way to one leader's inbox."""
+    """The way to one leader's inbox: for a frame with a `Submit`, and for an abort, which a closed
+    link drops."""
 
-    async def submit(self, frame: bytes) -> None:
-        """Send a `Submit`."""
-
-    def abort(self, request_id: str) -> None:
-        """Tell it to drop a request; nothing where the link is closed."""
+    async def submit(self, frame: bytes) -> None: ...
+    def abort(self, request_id: str) -> None: ...
 
 
 class PoolShell(Protocol):
-    """What a replica needs of its surroundings."""
+    """What a replica needs of its surroundings.
 
-    def new_group(self, epoch: int) -> RankGroup:
-        """Make the ranks of an epoch, which do not load yet."""
+    `new_group` makes the ranks of an epoch, which do not load yet; `connect` opens the links to a
+    group's leaders, in place of those of the group before; `push` shows a report on the status
+    board. A failure that is noted, with whether it is that of any other start as well, is found by
+    the replica in this one's place, where `final_failure` returns its reason; `note_recovery`
+    forgets one that was not final.
+    """
 
-    async def connect(self, inboxes: Sequence[str]) -> Sequence[LeaderLink]:
-        """Open the links to a group's leaders, in place of those of the group before."""
-
-    async def push(self, report: ReplicaReport, group: RankGroup) -> None:
-        """Show a report on the status board; nothing where there is none."""
-
-    async def final_failure(self) -> str:
-        """Return why no replica of this pool can start; empty if one may."""
-
-    async def note_failure(self, reason: str, is_final: bool) -> None:
-        """Keep the reason of a failure; final: that of any other start as well."""
-
-    async def note_recovery(self) -> None:
-        """Forget a failure that was not final."""
+    def new_group(self, epoch: int) -> RankGroup: ...
+    async def connect(self, inboxes: Sequence[str]) -> Sequence[LeaderLink]: ...
+    async def push(self, report: ReplicaReport, group: RankGroup) -> None: ...
+    async def final_failure(self) -> str: ...
+    async def note_failure(self, reason: str, is_final: bool) -> None: ...
+    async def note_recovery(self) -> None: ...
 
 
 class PoolCore:

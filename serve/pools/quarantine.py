@@ -69,24 +69,11 @@ class CrashHistory:
 
 
 class SharedLock(Protocol):
-    """One ingress's way to the `FairLock` of all. Nothing here raises."""
+    """One ingress's way to the `FairLock` of all. `take` returns whether it has it, and true where
+    nobody can be asked: nothing here raises."""
 
-    async def take(self) -> bool:
-        """Return whether this ingress has it; true where nobody can be asked."""
-
-    def give_back(self) -> None:
-        """Let the next ingress have it, or wait for it no longer."""
-
-
-class Unshared:
-    """The lock of an ingress that is alone."""
-
-    async def take(self) -> bool:
-        """Have it."""
-        return True
-
-    def give_back(self) -> None:
-        """Nobody waits."""
+    async def take(self) -> bool: ...
+    def give_back(self) -> None: ...
 
 
 class Trial:
@@ -119,8 +106,8 @@ class Quarantine:
     """Suspects of one ingress, one after another. Belongs to its event loop."""
 
     def __init__(self, lock: SharedLock | None = None) -> None:
-        """Start with nobody on trial."""
-        self._lock = lock or Unshared()
+        """Start with nobody on trial; without a lock, this ingress is alone."""
+        self._lock = lock
         self._mine = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -140,11 +127,10 @@ class Quarantine:
     async def _enter(self) -> None:
         await self._mine.acquire()
         try:
-            while not await self._lock.take():
+            while not await self._take():
                 await asyncio.sleep(ASK_PERIOD_S)
         except BaseException:
-            self._lock.give_back()
-            self._mine.release()
+            self._give_back()
             raise
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
@@ -152,14 +138,21 @@ class Quarantine:
         assert self._keeping is not None, "quarantine: wanted a trial, found none"
         self._keeping.cancel()
         self._keeping = None
-        self._lock.give_back()
+        self._give_back()
+
+    async def _take(self) -> bool:
+        return self._lock is None or await self._lock.take()
+
+    def _give_back(self) -> None:
+        if self._lock is not None:
+            self._lock.give_back()
         self._mine.release()
 
     async def _keep(self) -> None:
         """Show the others that this process is alive."""
         while True:
             await asyncio.sleep(ASK_PERIOD_S)
-            await self._lock.take()
+            await self._take()
 
 
 class FairLock:
