@@ -118,7 +118,8 @@ class RankGroup:
         self._parallel = parallel
         self._watchdog_s = watchdog_s
         self._is_stopping = False
-        self._runs: list[asyncio.Future[CallEnd]] = []
+        self.runs: list[asyncio.Future[CallEnd]] = []
+        """The end of each rank, in the order of `places`."""
 
     async def start(self) -> None:
         """Load every rank and set it running.
@@ -145,7 +146,7 @@ class RankGroup:
             for load, place in zip(loads, self.places, strict=True)
             if place.tp_rank == 0
         ]
-        self._runs = [asyncio.ensure_future(handle.run()) for handle in self.handles]
+        self.runs = [asyncio.ensure_future(handle.run()) for handle in self.handles]
 
     async def _meet(self) -> list[Rendezvous | None]:
         """Return by data-parallel rank what its ranks must be told; None for one that is alone."""
@@ -180,7 +181,7 @@ class RankGroup:
 
         Unless the group was told to stop, all other ranks are killed: they are of no use any more.
         """
-        blamed = _first_to_blame(self._runs, is_end=lambda end: True)
+        blamed = _first_to_blame(self.runs, is_end=lambda end: True)
         first, named = await _first_of(blamed, self.watch())
         if not self._is_stopping:
             self.kill()
@@ -188,7 +189,7 @@ class RankGroup:
             self.is_named_by_watchdog = True
             return named
         assert first is not None
-        end = self._runs[first].result()
+        end = self.runs[first].result()
         self.verdict = end.verdict
         return f"{self.places[first].name} ended: {end.cause or 'stopped'}"
 
@@ -278,8 +279,8 @@ class RankGroup:
         for handle, place in zip(self.handles, self.places, strict=True):
             if place.tp_rank == 0:
                 handle.stop()
-        if self._runs:
-            await asyncio.wait(self._runs, timeout=STOP_S)
+        if self.runs:
+            await asyncio.wait(self.runs, timeout=STOP_S)
         self.kill()
 
     def kill(self) -> None:

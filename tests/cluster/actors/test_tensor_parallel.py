@@ -105,7 +105,6 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
         async with running_group(config(oracle, 2)) as group:
             report = await reported(group)
             ended = asyncio.create_task(group.wait_for_end())
-            died = asyncio.create_task(rank_group._end_of(group._sentinels[1]))
             load: asyncio.Task[Any] | None = None
             if busy:
                 prompts = prompts_for(oracle)
@@ -114,7 +113,7 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
                 await asyncio.sleep(0.15)
             killed_at = time.monotonic()
             os.kill(report.ranks[1].pid, signal.SIGKILL)
-            await died
+            await group.runs[1]
             died_at = time.monotonic()
             name = await ended
             named_at = time.monotonic()
