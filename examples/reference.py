@@ -40,10 +40,11 @@ FOLDER = ROOT / "serve" / "docs" / "reference"
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
 CLUSTER_FILES = (
     "config",
-    "messages",
+    "wire/messages",
     "engine/watchdog",
     "actors/rank_group",
     "actors/placement",
+    "actors/board_clients",
     "grammars",
     "rank/grammar_masks",
 )

@@ -171,16 +171,14 @@ class IngressCore:
         self._readiness.drain()
         return self._admission.num_requests + self._readiness.num_live_elsewhere
 
-    # The backend of the HTTP application.
+    # The `Backend` of the HTTP application.
 
     def generate(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield a request's outputs; closing the iterator aborts it."""
         return self._router.generate(request, record)
 
     def is_ready(self) -> bool:
-        """Whether a request can be served now."""
         return self._readiness.is_ready
 
     def failure(self) -> str:
@@ -224,7 +222,6 @@ class IngressCore:
             raise Unavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
     async def debug_ranks(self) -> dict[str, Any]:
-        """Return what every rank has compiled, captured, replayed and agreed on."""
         return await self._board.debug_ranks()
 
     def debug_ingress(self) -> dict[str, Any]:

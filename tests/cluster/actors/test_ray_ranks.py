@@ -93,31 +93,6 @@ def test_a_group_that_is_stopped_ends_its_ranks(
     ray.util.remove_placement_group(placement)
 
 
-def test_a_rank_that_cannot_load_is_named_with_the_reason(
-    ray_cluster: Any, make_oracle: Callable[[str], Any], tmp_path: Any
-) -> None:
-    import shutil
-
-    import ray
-
-    from cluster.actors.placement import create_placement_group
-    from cluster.actors.rank_group import RankDied
-    from cluster.actors.ray_ranks import create_group
-
-    shutil.copytree(make_oracle("tied").path, tmp_path / "broken")
-    with open(tmp_path / "broken" / "model.safetensors", "r+b") as weights:
-        weights.truncate(1000)
-    oracle = type("Broken", (), {"path": tmp_path / "broken"})
-    engine = config(oracle)
-    placement = create_placement_group(engine)
-    group = create_group(
-        engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS
-    )
-    with pytest.raises(RankDied, match=r"rank dp=0 tp=0 epoch=0 .*model\.safetensors"):
-        asyncio.run(group.start())
-    ray.util.remove_placement_group(placement)
-
-
 def test_a_placement_that_cannot_be_had_tells_what_is_free(
     ray_cluster: Any, make_oracle: Callable[[str], Any]
 ) -> None:
