@@ -79,20 +79,15 @@ class Ingress:
         # Ray's own proxy is one process, and takes the chunks of all ingresses.
         is_shared = not self._is_behind_haproxy
         cost = CHUNK_COST * config.num_ingresses if is_shared else HAPROXY_CHUNK_COST
-        socket = TokenSocket(node, Credentials(config.config_hash, secret), SharedTick(cost))
+        tick = SharedTick(cost)
+        socket = TokenSocket(node, Credentials(config.config_hash, secret), tick)
         router = Router(
             {name: _PoolHandle(handle, config.config_hash) for name, handle in handles.items()},
             socket.mailboxes,
             Quarantine(ActorLock(app_name, ingress_id)),
         )
         self._core = IngressCore(
-            config,
-            board,
-            socket.mailboxes,
-            router,
-            ingress_id=ingress_id,
-            node=node,
-            secret=secret,
+            config, board, router, tick, ingress_id=ingress_id, node=node, secret=secret
         )
         await self._core.start(socket.task, is_first=board.is_first)
 

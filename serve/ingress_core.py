@@ -27,13 +27,13 @@ from cluster.process import keep_what_is_loaded
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
 from serve.config import DeployConfig
+from serve.event_loop import SharedTick
 from serve.observe.request_log import RequestLog
 from serve.observe.start_progress import StartLog
 from serve.observe.tracing import Tracing, otlp_exporter
 from serve.openai.backend import ApiSettings
 from serve.openai.endpoint import Serving
 from serve.openai.errors import Unavailable
-from serve.pools.mailboxes import TokenMailboxes
 from serve.pools.router import Router
 from serve.readiness import Readiness, log
 from serve.requests.cache_salt import CacheSalts
@@ -78,20 +78,21 @@ class IngressCore:
         self,
         config: DeployConfig,
         board: Board,
-        tokens: TokenMailboxes,
         router: Router,
+        tick: SharedTick,
         *,
         ingress_id: str,
         node: str,
         secret: bytes,
     ) -> None:
+        """Build everything; `start` begins. `tick`: which the outputs of the router wait for."""
         self._config = config
         self._board = board
         self._router = router
         self._id = ingress_id
         self._node = node
         self._tokenizer: Tokenizer | None = None
-        self._tick = tokens.tick
+        self._tick = tick
         self._readiness = Readiness(config, ingress_id, time.monotonic())
         self._start_log = StartLog(self._say)
         self._loop_gap_s = 0.0
@@ -120,7 +121,7 @@ class IngressCore:
         )
         salts = CacheSalts(secret, is_per_key=config.access.divides_prefix_cache)
         self.serving = Serving(
-            settings, self, lambda: self._tokenizer, self._admission, self._tick, salts
+            settings, self, lambda: self._tokenizer, self._admission, tick, salts
         )
         """What the HTTP application and calls by handle are built over."""
         if args.log_requests == "on":

@@ -61,13 +61,14 @@ def run(scenario: Callable[[IngressCore, Board, asyncio.Event], Coroutine[Any, A
 
     async def main() -> None:
         board, is_broken = Board(), asyncio.Event()
-        tokens = TokenMailboxes("tcp://10.0.0.1:1", None, SharedTick())  # type: ignore[arg-type]
         config = deploy_config({"pools": "mixed", "O": 0, "ingress.replicas": 2})
+        tick = SharedTick()
+        tokens = TokenMailboxes("tcp://10.0.0.1:1", None, tick)  # type: ignore[arg-type]
         core = IngressCore(
             config,
             board,
-            tokens,
             Router({}, tokens),
+            tick,
             ingress_id="mine",
             node="10.0.0.1",
             secret=b"s" * 32,
