@@ -13,6 +13,8 @@ from enum import Enum
 from compile.config import CompilationConfig
 from compile.errors import FieldError
 
+PLACEMENT_TIMEOUT_S = 30.0
+"""How long a placement group may take to become ready before the start fails."""
 DEFAULT_NUM_CPUS = 0.01
 """CPU that a rank's bundle asks for: next to nothing, so that the default starts on any machine."""
 
@@ -142,3 +144,11 @@ class EngineConfig:
     def max_blocks_per_seq(self) -> int:
         """Columns of a block table."""
         return -(-self.max_model_len // self.cache.block_size)
+
+
+def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
+    """Return one bundle per rank of a group of this configuration."""
+    bundle: dict[str, float] = {"CPU": num_cpus}
+    if config.device == "cuda":
+        bundle["GPU"] = 1
+    return [dict(bundle) for _ in range(config.parallel.world_size)]

@@ -44,6 +44,7 @@ CLUSTER_FILES = (
     "engine/watchdog",
     "actors/rank_group",
     "actors/placement",
+    "actors/board_clients",
     "grammars",
     "rank/grammar_masks",
 )

@@ -12,14 +12,13 @@ from ray import serve as ray_serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from cluster.actors.placement import rank_bundles
-from cluster.config import DEFAULT_NUM_CPUS
+from cluster.config import DEFAULT_NUM_CPUS, rank_bundles
 from compile.errors import FieldError
 from serve.config import DeployConfig, PoolConfig, deploy_config
 from serve.failed_start import StartWatch
-from serve.ingress import RETRY_AFTER_S, Ingress
+from serve.ingress import Ingress
+from serve.ingress_core import RETRY_AFTER_S
 from serve.listening import listen
-from serve.observe.start_progress import draw_on_terminal
 from serve.pools.draining import INGRESS, drain_at_exit
 from serve.pools.pool import Pool
 
@@ -57,7 +56,6 @@ def deploy(args: dict[str, Any]) -> Application:
         watch.start()
         atexit.register(watch.end)  # after what runs was answered
         drain_at_exit(config.args.drain_timeout_s)
-        draw_on_terminal()
     else:
         watch.forget()
     return build(config)

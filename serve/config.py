@@ -197,6 +197,17 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     )
 
 
+def check_device(config: DeployConfig, num_gpus: float) -> None:
+    """Refuse to serve on CPUs because the machine that deploys is the one without a GPU.
+
+    Raises:
+        FieldError: `device` was not given, and the cluster has GPUs.
+    """
+    if config.args.device == "auto" and num_gpus and config.pools[0].engine.device == "cpu":
+        wanted = f"cpu or cuda (torch found no GPU where deploy ran, the cluster has {num_gpus:g})"
+        raise FieldError("device", wanted, "auto")
+
+
 def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     """Resolve the same arguments for one engine in this process (`LLM`).
 

@@ -11,22 +11,11 @@ from collections.abc import Sequence
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from cluster.config import DEFAULT_NUM_CPUS, EngineConfig
-
-PLACEMENT_TIMEOUT_S = 30.0
-"""How long a placement group may take to become ready before the start fails."""
+from cluster.config import DEFAULT_NUM_CPUS, PLACEMENT_TIMEOUT_S, EngineConfig, rank_bundles
 
 
 class PlacementError(RuntimeError):
     """A placement group did not become ready in time."""
-
-
-def rank_bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
-    """Return one bundle per rank of a group of this configuration."""
-    bundle: dict[str, float] = {"CPU": num_cpus}
-    if config.device == "cuda":
-        bundle["GPU"] = 1
-    return [dict(bundle) for _ in range(config.parallel.world_size)]
 
 
 def create_placement_group(

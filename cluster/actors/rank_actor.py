@@ -7,7 +7,6 @@ plane, in the `ctl` group. No Ray call happens inside a step.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -17,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.actors.artifact_board import RayExchange
-from cluster.actors.load_progress import LoadClock, LoadProgress
 from cluster.config import EngineConfig
 from cluster.engine.watchdog import Heartbeat, Phase
 from cluster.observe.counts import Counts
+from cluster.observe.load_progress import LoadClock, LoadProgress
 from cluster.observe.logs import configure_logs
+from cluster.process import keep_what_is_loaded
 from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.status import RankStats
@@ -152,13 +152,3 @@ RemoteRank = ray.remote(
     max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
 )(RankActor)
 """The actor class. Methods name their concurrency group where they are called."""
-
-
-def keep_what_is_loaded() -> None:
-    """Exclude what a ready process has loaded from garbage collection.
-
-    Libraries and a model are some hundred thousand objects. A full collection goes through all of
-    them while no other Python runs, so steps, or all clients' tokens, wait.
-    """
-    gc.collect()
-    gc.freeze()

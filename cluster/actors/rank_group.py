@@ -1,44 +1,32 @@
 """`RankGroup`: the ranks that step together, and their owner's view of them.
 
-1. One actor per (dp_rank, tp_rank) is created in its bundle of the placement group.
-2. Leaders open where followers and other leaders will find them; the addresses go through here.
-3. All load together; then all run. The reference of `run()` is a rank's sentinel.
-4. When a sentinel returns, the rank is gone, and with it the group: the group is the failure unit.
-   It also ends if a rank gives no heartbeat or does not advance (`cluster/engine/watchdog.py`).
+1. Leaders open where followers and other leaders will find them; the addresses go through here.
+2. All load together; then all run. The end of `run()` is the end of a rank.
+3. When a rank ends, the group does: it is the failure unit. It also ends if a rank gives no
+   heartbeat or does not advance (`cluster/engine/watchdog.py`).
 
 When a rank dies, its peers' collectives fail within milliseconds. The error names the rank whose
 process died, if any.
+
+Nothing here knows Ray: the ranks are `RankHandle`s (`ray_ranks.py` makes those of real actors).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-import ray
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from cluster.actors.artifact_board import create_artifact_board
-from cluster.actors.load_progress import LoadProgress
-from cluster.actors.placement import bundles_by_node, is_on_one_node
-from cluster.actors.rank_actor import RemoteRank
-from cluster.config import EngineConfig
+from cluster.config import ParallelConfig
 from cluster.engine.changeover import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
-from cluster.observe.counts import Counts
+from cluster.observe.reports import GroupReport
 from cluster.rank.context import RankPlace
 from cluster.rank.rendezvous import Rendezvous, introduce
-from cluster.rank.status import RankStats
-from cluster.wire.credentials import Credentials
-
-log = logging.getLogger("lockstep.group")
 
 STATS_TIMEOUT_S = 1.0
 """How long ranks may take to answer for a report of their figures."""
@@ -51,6 +39,8 @@ LOADING_TIMES = 3
 busy."""
 FIRST_WORD_S = 120.0
 """How long a rank that loads may take to answer first: its process starts, and imports torch."""
+STOP_S = 5.0
+"""How long ranks may take to end when they are told to."""
 
 
 class RankDied(RuntimeError):
@@ -63,75 +53,73 @@ class RankDied(RuntimeError):
 
 
 @dataclass(frozen=True)
-class GroupReport:
-    """All ranks' figures, and the progress of those that are not ready or compile."""
+class CallEnd:
+    """How a call to a rank ended: with a value, or by an error of the rank or its death."""
 
-    ranks: list[RankStats]
-    loading: list[LoadProgress]
-    counts: list[Counts] = field(default_factory=list)
-    """What each rank has counted since it was started, in the order of `ranks`."""
+    value: Any = None
+    cause: str = ""
+    """What went wrong, in a line; empty if nothing did."""
+    error: BaseException | None = None
+    """What the rank raised, where that is known."""
+    is_death: bool = False
+    """The rank's process is gone."""
 
-    def aged(self, seconds: float) -> GroupReport:
-        """Return it with the times of what loads as they are so long after."""
-        return replace(self, loading=[progress.aged(seconds) for progress in self.loading])
+    @property
+    def verdict(self) -> str:
+        """Why no other rank could do better; usually empty."""
+        return str(self.error) if isinstance(self.error, CannotCompile) else ""
+
+    @property
+    def accused(self) -> str:
+        """The rank that this one's error says diverged; usually empty."""
+        return self.error.parts[0] if isinstance(self.error, StepDivergence) else ""
+
+
+class RankHandle(Protocol):
+    """One rank, as its group's owner calls it. A call is made at once, and its end never raises.
+
+    The values: of `meet` a leader's `Rendezvous`, of `load` its inbox, of `heartbeat` a `Heartbeat`
+    or None, of `stats` those of `RankActor.stats`. `run` ends with the rank. `stop` tells a leader
+    to end the group between two steps; `kill` ends the process even inside a collective.
+    """
+
+    def meet(self) -> Awaitable[CallEnd]: ...
+    def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]: ...
+    def run(self) -> Awaitable[CallEnd]: ...
+    def heartbeat(self) -> Awaitable[CallEnd]: ...
+    def stats(self) -> Awaitable[CallEnd]: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class RankGroup:
-    """The actors of one group under one epoch.
+    """The ranks of one group under one epoch.
 
     Invariant: `inboxes[d]` is the endpoint of data-parallel rank d's leader.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        placement_group: PlacementGroup,
+        parallel: ParallelConfig,
+        handles: Sequence[RankHandle],
         *,
-        first_bundle: int,
-        engine_id: str,
-        credentials: Credentials,
+        watchdog_s: float,
         epoch: int = 0,
     ) -> None:
-        """Create the actors.
-
-        Args:
-            first_bundle: the bundle of rank 0; those before it belong to the owner.
-        """
+        """Own these ranks, which stand in the order of `places_of`."""
         self.epoch = epoch
-        self._parallel = config.parallel
-        self._watchdog_s = config.watchdog_s
-        self._is_stopping = False
+        self.handles = list(handles)
+        self.places = places_of(parallel, epoch)
         self.is_named_by_watchdog = False
         """Whether the watchdog ended the group: a rank did not answer, or not advance."""
         self.verdict = ""
         """Once the group has ended: as that of `RankDied`."""
         self.inboxes: list[str] = []
-        self.places = [
-            RankPlace(dp_rank, tp_rank, epoch)
-            for dp_rank in range(config.parallel.data_parallel_size)
-            for tp_rank in range(config.parallel.tensor_parallel_size)
-        ]
-        self._board = create_artifact_board() if len(self.places) > 1 else None
-        bundles = bundles_by_node(placement_group, first_bundle, len(self.places))
-        is_near = is_on_one_node(placement_group, bundles)
-        self._actors: list[Any] = [
-            RemoteRank.options(
-                num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
-                num_gpus=placement_group.bundle_specs[bundle].get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group, placement_group_bundle_index=bundle
-                ),
-            ).remote(
-                config,
-                place,
-                f"{engine_id}/{place.dp_rank}",
-                credentials,
-                self._board,
-                is_near,
-            )
-            for bundle, place in zip(bundles, self.places, strict=True)
-        ]
-        self._sentinels: list[Any] = []
+        self._parallel = parallel
+        self._watchdog_s = watchdog_s
+        self._is_stopping = False
+        self.runs: list[asyncio.Future[CallEnd]] = []
+        """The end of each rank, in the order of `places`."""
 
     async def start(self) -> None:
         """Load every rank and set it running.
@@ -141,54 +129,50 @@ class RankGroup:
         """
         rendezvous = await self._meet()
         loads = [
-            actor.load.options(concurrency_group="step").remote(rendezvous[place.dp_rank])
-            for actor, place in zip(self._actors, self.places, strict=True)
+            asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
+            for handle, place in zip(self.handles, self.places, strict=True)
         ]
-        tasks = [asyncio.ensure_future(_end_of(load)) for load in loads]
-        blamed = _first_to_blame(tasks, is_end=lambda end: bool(end.cause))
-        first, silent = await _first_of(blamed, self._watch_loading())
+        blamed = _first_to_blame(loads, is_end=lambda end: bool(end.cause))
+        first, silent = await _first_of(blamed, self.watch_loading())
         if first is not None or silent is not None:
             self.kill()
         if silent is not None:
             raise RankDied(f"{silent} while loading")
         if first is not None:
-            name, end = self.places[first].name, tasks[first].result()
-            reason = f"{name} ended while loading: {end.cause}"
-            raise RankDied(reason, end.verdict) from end.error
+            name, end = self.places[first].name, loads[first].result()
+            raise RankDied(f"{name} ended while loading: {end.cause}", end.verdict) from end.error
         self.inboxes = [
-            task.result().value
-            for task, place in zip(tasks, self.places, strict=True)
+            load.result().value
+            for load, place in zip(loads, self.places, strict=True)
             if place.tp_rank == 0
         ]
-        self._sentinels = [
-            actor.run.options(concurrency_group="step").remote() for actor in self._actors
-        ]
+        self.runs = [asyncio.ensure_future(handle.run()) for handle in self.handles]
 
     async def _meet(self) -> list[Rendezvous | None]:
         """Return by data-parallel rank what its ranks must be told; None for one that is alone."""
         parallel = self._parallel
         if parallel.tensor_parallel_size * parallel.lockstep_size == 1:
             return [None] * len(self.places)
-        meets = {
-            place: actor.meet.options(concurrency_group="step").remote()
-            for place, actor in zip(self.places, self._actors, strict=True)
+        leaders = [place for place in self.places if place.tp_rank == 0]
+        meets = [
+            asyncio.ensure_future(handle.meet())
+            for handle, place in zip(self.handles, self.places, strict=True)
             if place.tp_rank == 0
-        }
-        leaders, tasks = list(meets), [asyncio.ensure_future(_end_of(m)) for m in meets.values()]
-        blamed = _first_to_blame(tasks, is_end=lambda end: bool(end.cause))
+        ]
+        blamed = _first_to_blame(meets, is_end=lambda end: bool(end.cause))
         bound_s = FIRST_WORD_S + self._loading_silent_s
         try:
             first = await asyncio.wait_for(blamed, bound_s)
         except TimeoutError:
             self.kill()
-            [late, *_] = [leaders[i].name for i, task in enumerate(tasks) if not task.done()]
+            [late, *_] = [leaders[i].name for i, meet in enumerate(meets) if not meet.done()]
             raise RankDied(f"{late}: no word of it for {bound_s:g} s before loading") from None
         if first is not None:
             self.kill()
-            end = tasks[first].result()
+            end = meets[first].result()
             name = leaders[first].name
             raise RankDied(f"{name} ended before loading: {end.cause}") from end.error
-        offers = [task.result().value for task in tasks]
+        offers = [meet.result().value for meet in meets]
         # Without lockstep each data-parallel rank is a group of its own, with its own store.
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
 
@@ -197,27 +181,24 @@ class RankGroup:
 
         Unless the group was told to stop, all other ranks are killed: they are of no use any more.
         """
-        tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
-        blamed = _first_to_blame(tasks, is_end=lambda end: True)
-        first, named = await _first_of(blamed, self._watch())
-        for task in tasks:
-            task.cancel()
+        blamed = _first_to_blame(self.runs, is_end=lambda end: True)
+        first, named = await _first_of(blamed, self.watch())
         if not self._is_stopping:
             self.kill()
         if named is not None:
             self.is_named_by_watchdog = True
             return named
         assert first is not None
-        end = tasks[first].result()
+        end = self.runs[first].result()
         self.verdict = end.verdict
         return f"{self.places[first].name} ended: {end.cause or 'stopped'}"
 
-    async def _watch(self) -> str:
+    async def watch(self) -> str:
         """Return which rank keeps the group from stepping, and why."""
         now = asyncio.get_running_loop().time()
         return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
 
-    async def _watch_loading(self) -> str:
+    async def watch_loading(self) -> str:
         """Return which rank fell silent while it loaded."""
         since = asyncio.get_running_loop().time() + FIRST_WORD_S
         return await self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
@@ -249,20 +230,19 @@ class RankGroup:
             )
             for places in (self.places[i : i + size] for i in range(0, len(self.places), size))
         ]
-        asked: dict[int, asyncio.Task[_End]] = {}
+        asked: dict[int, asyncio.Future[CallEnd]] = {}
         while True:
-            for i, actor in enumerate(self._actors):
+            for i, handle in enumerate(self.handles):
                 if i not in asked:
-                    beat = actor.heartbeat.options(concurrency_group="ctl").remote()
-                    asked[i] = asyncio.ensure_future(_end_of(beat))
+                    asked[i] = asyncio.ensure_future(handle.heartbeat())
             began = clock()
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             now = clock()
-            for i in [i for i, task in asked.items() if task.done()]:
+            for i in [i for i, beat in asked.items() if beat.done()]:
                 answer, watchdog = asked.pop(i).result(), watchdogs[i // size]
                 if answer.value is not None:
                     watchdog.on_heartbeat(i % size, answer.value, now)
-                elif answer.error is None and starting_s:
+                elif not answer.cause and starting_s:
                     watchdog.on_answer(i % size, now + starting_s)
             if now - began > 2 * HEARTBEAT_PERIOD_S or self._is_stopping:
                 continue
@@ -275,10 +255,14 @@ class RankGroup:
 
         Raises:
             TimeoutError: a rank did not answer for `STATS_TIMEOUT_S`.
-            ray.exceptions.RayError: a rank is gone.
+            RankDied: a rank is gone.
         """
-        refs = [actor.stats.options(concurrency_group="ctl").remote() for actor in self._actors]
-        answers = await asyncio.wait_for(asyncio.gather(*refs), STATS_TIMEOUT_S)
+        calls = asyncio.gather(*(handle.stats() for handle in self.handles))
+        ends = await asyncio.wait_for(calls, STATS_TIMEOUT_S)
+        for place, end in zip(self.places, ends, strict=True):
+            if end.cause:
+                raise RankDied(f"{place.name}: {end.cause}")
+        answers = [end.value for end in ends]
         ranks = [stats for stats, _, _ in answers]
         loading = [progress for _, progress, _ in answers if progress is not None]
         if any(rank.compile_error for rank in ranks):
@@ -286,65 +270,32 @@ class RankGroup:
             ranks, loading = [replace(rank, compiling=False) for rank in ranks], []
         return GroupReport(ranks, loading, [counts for _, _, counts in answers])
 
-    @property
-    def actors(self) -> list[Any]:
-        """Handles of the ranks, in the order of `places`."""
-        return list(self._actors)
-
     async def stop(self) -> None:
-        """End every rank at its next step's border and wait for it, then kill what is left.
+        """End every rank between two steps and wait for it, then kill what is left.
 
         Only leaders are told: they agree on the step, and tell their followers behind it.
         """
         self._is_stopping = True
-        for actor, place in zip(self._actors, self.places, strict=True):
+        for handle, place in zip(self.handles, self.places, strict=True):
             if place.tp_rank == 0:
-                actor.stop.options(concurrency_group="ctl").remote()
-        if self._sentinels:
-            tasks = [asyncio.ensure_future(_end_of(ref)) for ref in self._sentinels]
-            await asyncio.wait(tasks, timeout=5)
+                handle.stop()
+        if self.runs:
+            await asyncio.wait(self.runs, timeout=STOP_S)
         self.kill()
 
     def kill(self) -> None:
         """Kill every rank at once, even one inside a collective."""
-        for actor in self._actors:
-            ray.kill(actor)
+        for handle in self.handles:
+            handle.kill()
 
 
-@dataclass(frozen=True)
-class _End:
-    """How a call to a rank ended: with a value, or by an error of the rank or its death."""
-
-    value: Any
-    error: BaseException | None
-
-    @property
-    def cause(self) -> str:
-        """What went wrong, in a line; empty if nothing did."""
-        return _cause(self.error) if self.error else ""
-
-    @property
-    def is_death(self) -> bool:
-        return isinstance(self.error, ray.exceptions.RayActorError)
-
-    @property
-    def verdict(self) -> str:
-        """Why no other rank could do better; usually empty."""
-        cause = getattr(self.error, "cause", None)
-        return str(cause) if isinstance(cause, CannotCompile) else ""
-
-    @property
-    def accused(self) -> str:
-        """The rank that this one's error says diverged; usually empty."""
-        cause = getattr(self.error, "cause", None)
-        return cause.parts[0] if isinstance(cause, StepDivergence) else ""
-
-
-async def _end_of(ref: Any) -> _End:
-    try:
-        return _End(await ref, None)
-    except ray.exceptions.RayError as error:
-        return _End(None, error)
+def places_of(parallel: ParallelConfig, epoch: int) -> list[RankPlace]:
+    """Return the places of a group's ranks: those of one data-parallel rank in a row."""
+    return [
+        RankPlace(dp_rank, tp_rank, epoch)
+        for dp_rank in range(parallel.data_parallel_size)
+        for tp_rank in range(parallel.tensor_parallel_size)
+    ]
 
 
 async def _first_of(
@@ -362,23 +313,23 @@ async def _first_of(
 
 
 async def _first_to_blame(
-    tasks: list[asyncio.Task[_End]], is_end: Callable[[_End], bool]
+    calls: Sequence[asyncio.Future[CallEnd]], is_end: Callable[[CallEnd], bool]
 ) -> int | None:
-    """Wait for the first task that `is_end`; return its index, or None if there is none.
+    """Wait for the first call that `is_end`; return its index, or None if there is none.
 
     After an error, a process that dies within `BLAME_S` is to blame instead. Leaders that diverge
     all raise; one is returned whose error accuses the rank that most of them accuse.
     """
-    pending, ended = set(tasks), list[int]()
+    pending, ended = set(calls), list[int]()
     while pending and not ended:
         _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        ended = [i for i, task in enumerate(tasks) if task.done() and is_end(task.result())]
+        ended = [i for i, call in enumerate(calls) if call.done() and is_end(call.result())]
     if not ended:
         return None
-    first = tasks[ended[0]].result()
-    if pending and first.error is not None and not first.is_death:
+    first = calls[ended[0]].result()
+    if pending and first.cause and not first.is_death:
         await asyncio.wait(pending, timeout=BLAME_S)
-    ends = {i: task.result() for i, task in enumerate(tasks) if task.done()}
+    ends = {i: call.result() for i, call in enumerate(calls) if call.done()}
     for i, end in ends.items():
         if end.is_death:
             return i
@@ -387,12 +338,6 @@ async def _first_to_blame(
         num_accusers = Counter(accused.values())
         return max(accused, key=lambda i: num_accusers[accused[i]])
     return ended[0]
-
-
-def _cause(error: BaseException) -> str:
-    """Return the last line that says something: Ray puts the whole remote traceback before it."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 def place_in_group(reason: str) -> str:

@@ -12,23 +12,16 @@ where they were if it is made anew.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-import ray
-
-from cluster.actors.kept_totals import KeptTotals
-from cluster.actors.load_progress import LoadProgress
-from cluster.actors.rank_group import GroupReport
 from cluster.actors.ray_metrics import RayMetrics
-from cluster.actors.turns import Turns
+from cluster.observe.bodies import figures_body, ready_body
 from cluster.observe.counts import Counts, Ledger
-from cluster.observe.metrics import INGRESS, Described, MetricsSnapshot
+from cluster.observe.metrics import INGRESS, MetricsSnapshot
+from cluster.observe.reports import IngressReport, ReplicaReport
 
 NAMESPACE = "lockstep"
-OUTDATED = "outdated"
-"""The state of a replica of another deployment under the same name."""
 EXPORT_PERIOD_S = 5.0
 """How often figures go to Ray's metrics."""
 SAVE_PERIOD_S = 5.0
@@ -38,52 +31,11 @@ LOST_AFTER_S = 5.0
 once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
 
 
-@dataclass(frozen=True)
-class ReplicaReport:
-    """One pool replica: its state, its ranks and what it is loading."""
-
-    pool: str
-    replica_id: str
-    state: str
-    """loading, ready, stuck (its ranks do not answer), restarting (under a new epoch) or failed."""
-    group: GroupReport
-    error: str = ""
-    config_hash: str = ""
-    """Of its deployment."""
-    is_stuck: bool = False
-    """The watchdog ended its group, which does not serve again yet."""
-    counts: Counts = field(default_factory=dict)
-    """What the replica itself has counted."""
-    in_state_s: float = 0.0
-    """How long it has been in this state."""
-
-
-@dataclass(frozen=True)
-class IngressReport:
-    """One ingress: what it loads, how many sequences it has, and what it counted."""
-
-    ingress_id: str
-    pid: int
-    node: str
-    config_hash: str
-    loading: tuple[LoadProgress, ...]
-    """Empty once it can answer."""
-    num_live: int
-    """Sequences that it has admitted."""
-    is_watched: bool
-    """Somebody looks at its status page."""
-    counts: Counts | None
-    """None: as it said last."""
-
-
 class TotalsKeeper(Protocol):
-    """Where totals survive the board."""
+    """Where totals survive the board: the ledger that was saved last, or a new one."""
 
-    def load(self) -> Ledger:
-        """Return the ledger that was saved last, or a new one."""
-
-    def save(self, ledger: Ledger) -> None:
-        """Keep a ledger in place of the one before."""
+    def load(self) -> Ledger: ...
+    def save(self, ledger: Ledger) -> None: ...
 
 
 class StatusBoard:
@@ -116,7 +68,6 @@ class StatusBoard:
         self._actors: dict[str, dict[str, list[Any]]] = {}
         self._ingresses: dict[str, tuple[float, IngressReport]] = {}
         """By their ids, in the order in which they came."""
-        self._turns = Turns(LOST_AFTER_S)
 
     def push(self, report: ReplicaReport) -> None:
         """Replace the replica's last report, and add what was counted since."""
@@ -163,14 +114,6 @@ class StatusBoard:
         is_watched = any(known.is_watched for known in reports)
         return {**body, "figures": self.figures() if is_watched else None}
 
-    def take_turn(self, ingress_id: str) -> bool:
-        """Return whether this ingress may try a request that may kill its ranks (`router.py`)."""
-        return self._turns.take(ingress_id)
-
-    def give_turn_back(self, ingress_id: str) -> None:
-        """Let the next ingress try one."""
-        self._turns.give_back(ingress_id)
-
     def metrics(self, ingress_id: str, counts: Counts) -> MetricsSnapshot:
         """Take an ingress's counts, and return the totals and gauges of all."""
         self.count(ingress_id, counts)
@@ -207,61 +150,23 @@ class StatusBoard:
         return self._actors
 
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:
-        """Return the body of `/ready` as the deployment with this hash sees it.
-
-        A replica of another one, which it replaces or is replaced by, is outdated.
-        """
-        now = time.monotonic()
-        self._forget_lost(now)
-        pools = {
-            pool: {"replicas": [_replica(r, config_hash) for _, r in by_id.values()]}
-            for pool, by_id in self._reports.items()
-        }
-        loading = [
-            {**asdict(p), "what": f"{pool}: {p.what}", "pool": pool, "replica": replica_id}
-            for pool, by_id in self._reports.items()
-            for replica_id, (_, report) in by_id.items()
-            for p in report.group.loading
-        ]
-        ingresses = [
-            report
-            for _, report in self._ingresses.values()
-            if config_hash in (None, report.config_hash)
-        ]
-        loading += [
-            {**asdict(p), "pool": None, "replica": report.ingress_id}
-            for report in ingresses
-            for p in report.loading
-        ]
-        status = {"status": _status(pools), "compiling": _is_compiling(pools)}
-        return {
-            **status,
-            "pools": pools,
-            "ingresses": [_ingress(report) for report in ingresses],
-            "loading": loading,
-        }
+        """Return the body of `/ready` as the deployment with this hash sees it."""
+        self._forget_lost(time.monotonic())
+        reports = {pool: [r for _, r in by_id.values()] for pool, by_id in self._reports.items()}
+        return ready_body(reports, [r for _, r in self._ingresses.values()], config_hash)
 
     def figures(self) -> dict[str, Any]:
-        """Return what was counted, as the status page shows it: of the ingresses and each engine.
+        """Return what was counted, as the status page shows it.
 
         Unlike those of `metrics`, these totals may fall when the board is made anew.
         """
-        totals = self._ledger.totals
-        return {
-            "at": time.monotonic(),
-            "ingress": _flat(totals.get(INGRESS, {}), _INGRESS_FIGURES),
-            "engines": [
-                {
-                    "pool": pool,
-                    "replica": replica_id,
-                    "dp_rank": dp_rank,
-                    **_engine_figures(totals.get(_engine(pool, place, dp_rank), {})),
-                }
-                for pool, places in self._places.items()
-                for replica_id, place in places.items()
-                for dp_rank in self._dp_ranks(pool, replica_id)
-            ],
+        engines = {
+            _engine(pool, place, dp_rank): (pool, replica_id, dp_rank)
+            for pool, places in self._places.items()
+            for replica_id, place in places.items()
+            for dp_rank in self._dp_ranks(pool, replica_id)
         }
+        return {"at": time.monotonic(), **figures_body(self._ledger.totals, engines)}
 
     def _dp_ranks(self, pool: str, replica_id: str) -> list[int]:
         """Return the data-parallel ranks of a replica; those of one that is rebuilt are unknown."""
@@ -287,123 +192,5 @@ def board_name(app_name: str) -> str:
     return f"status:{app_name}"
 
 
-def has_board(app_name: str) -> bool:
-    """Return whether an application's board exists."""
-    try:
-        ray.get_actor(board_name(app_name), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
-
-
-def create_board(app_name: str, pools: list[str], described: Described) -> Any:
-    """Create the application's board, or return the one that exists."""
-    remote = ray.remote(num_cpus=0, max_restarts=-1)(StatusBoard)
-    return remote.options(
-        name=board_name(app_name), namespace=NAMESPACE, get_if_exists=True
-    ).remote(pools, KeptTotals(app_name), RayMetrics(described))
-
-
-class BoardClient:
-    """A pool replica's way to the board, which may not exist yet or have been restarted."""
-
-    def __init__(self, app_name: str) -> None:
-        self._app_name = app_name
-        self._board: Any = None
-        self._registered: list[Any] = []
-
-    async def push(self, report: ReplicaReport, actors: list[Any]) -> None:
-        """Push a report, or nothing while there is no board; its actors when they are new there.
-
-        Waits for the answer, because only that shows whether the board died with its ingress.
-        """
-        try:
-            if self._board is None:
-                self._board = ray.get_actor(board_name(self._app_name), namespace=NAMESPACE)
-                self._registered = []
-            if actors != self._registered:
-                await self._board.register.remote(report.pool, report.replica_id, actors)
-                self._registered = actors
-            await self._board.push.remote(report)
-        except (ValueError, ray.exceptions.RayError):
-            self._board = None
-
-    def remove(self, pool: str, replica_id: str) -> None:
-        """Take a replica off the board."""
-        if self._board is not None:
-            self._board.remove.remote(pool, replica_id)
-
-
 def _engine(pool: str, place: int, dp_rank: int) -> str:
     return f"{pool}-{place}-{dp_rank}"
-
-
-_INGRESS_FIGURES = ("generation_tokens_total", "prompt_tokens_total", "request_success_total")
-_ENGINE_FIGURES = (
-    *("scheduled_tokens_total", "padding_tokens_total", "prompt_tokens_computed_total"),
-    *("votes_total", "dp_wait_seconds_total", "compilations_total", "late_compilations_total"),
-    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
-    *("kv_transfers_total", "kv_transfer_failures_total", "rank_restarts_total"),
-)
-
-
-def _flat(counts: Counts, names: tuple[str, ...]) -> dict[str, float]:
-    """Return sums over labels; 0 of what nobody counted."""
-    sums = dict.fromkeys(names, 0.0)
-    for (name, *_), value in counts.items():
-        if name in sums:
-            sums[name] += value
-    return sums
-
-
-def _engine_figures(counts: Counts) -> dict[str, Any]:
-    """Return an engine's sums, its steps by mode and its graph replays by agreed size."""
-    steps: dict[str, float] = {}
-    replays: dict[str, float] = {}
-    for (name, *labels), value in counts.items():
-        if name == "steps_total":
-            steps[labels[0]] = steps.get(labels[0], 0.0) + value
-        elif name == "graph_replays_total":
-            replays[labels[1]] = replays.get(labels[1], 0.0) + value
-    return {**_flat(counts, _ENGINE_FIGURES), "steps": steps, "replays": replays}
-
-
-def _replica(report: ReplicaReport, config_hash: str | None) -> dict[str, Any]:
-    is_ours = config_hash in (None, report.config_hash)
-    entry: dict[str, Any] = {
-        "id": report.replica_id,
-        "state": report.state if is_ours else OUTDATED,
-        "in_state_s": report.in_state_s,
-        "ranks": [rank.to_dict() for rank in report.group.ranks],
-    }
-    if report.is_stuck:
-        entry["stuck"] = True
-    if report.error:
-        entry["error"] = report.error
-    return entry
-
-
-def _ingress(report: IngressReport) -> dict[str, Any]:
-    return {
-        "id": report.ingress_id,
-        "state": "loading" if report.loading else "ready",
-        "pid": report.pid,
-        "node": report.node,
-        "num_live": report.num_live,
-    }
-
-
-def _is_compiling(pools: dict[str, Any]) -> bool:
-    """Return whether a replica serves and compiles."""
-    replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
-    return any(rank["compiling"] for replica in replicas for rank in replica["ranks"])
-
-
-def _status(pools: dict[str, Any]) -> str:
-    """Ready: every pool has a ready replica and all are; degraded: some are not."""
-    states = [
-        [r["state"] for r in pool["replicas"] if r["state"] != OUTDATED] for pool in pools.values()
-    ]
-    if not all("ready" in replicas for replicas in states):
-        return "loading"
-    return "ready" if all(s == "ready" for replicas in states for s in replicas) else "degraded"

@@ -49,3 +49,9 @@ def configure_logs(log_format: str) -> None:
         logger.handlers = [handler]
         logger.propagate = False
     apply_log_level()
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line that says something: Ray puts the whole remote traceback before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

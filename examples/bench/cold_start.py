@@ -70,7 +70,7 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
     import ray
 
     from cluster.actors.placement import create_placement_group
-    from cluster.actors.rank_group import RankGroup
+    from cluster.actors.ray_ranks import create_group
     from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
     from cluster.wire.credentials import SECRET_BYTES, Credentials
     from compile.config import CompilationConfig
@@ -87,10 +87,12 @@ async def start(dp: int, tp: int) -> dict[str, Any]:
     placement = create_placement_group(engine)
     began = time.monotonic()
     credentials = Credentials("bench", secrets.token_bytes(SECRET_BYTES))
-    group = RankGroup(engine, placement, first_bundle=0, engine_id="bench", credentials=credentials)
+    group = create_group(
+        engine, placement, first_bundle=0, engine_id="bench", credentials=credentials
+    )
     await group.start()
     ready_s = time.monotonic() - began
-    told = await asyncio.gather(*(actor.debug.remote() for actor in group.actors))
+    told = await asyncio.gather(*(rank.actor.debug.remote() for rank in group.handles))
     names = ("compilations", "loaded", "cpp_builds", "captures")
     found = {name: [rank[name] for rank in told] for name in names}
     ended = asyncio.create_task(group.wait_for_end())

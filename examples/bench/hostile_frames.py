@@ -47,8 +47,8 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cluster.actors.rank_actor import keep_what_is_loaded
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.process import keep_what_is_loaded
 from cluster.rank.context import RankContext
 from cluster.rank.leader import Leader
 from cluster.wire.credentials import Credentials
@@ -72,7 +72,7 @@ from cluster.wire.messages import (
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenSocket
+from serve.pools.token_socket import TokenSocket
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -161,7 +161,7 @@ def serve_tokens(pipe: Connection) -> None:
 
 
 async def _receive_tokens(pipe: Connection) -> None:
-    tokens = TokenSocket(HOST, CREDENTIALS, StreamBatcher())
+    tokens = TokenSocket(HOST, CREDENTIALS, StreamBatcher()).mailboxes
     mailbox = tokens.open("honest")
     turns: list[Turn] = []
     threading.Thread(target=_tell_turns, args=(pipe, [tokens.address], turns), daemon=True).start()

@@ -1,27 +1,16 @@
 """How a start goes on, in lines of the ingress's log: what `/ready` has as `loading`.
 
-Ray brings that log to the console of `serve run`. On a terminal `OneLine` draws these lines over
-one another there; a pipe or a file gets each of them.
+Ray brings that log to the console of `serve run`.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-import shutil
-import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 LINE_PERIOD_S = 5.0
 """How often a line is logged while something loads."""
-VERBS = ("loading", "degraded", "compiling while it serves")
-"""How such a line begins."""
-PROGRESS = re.compile(rf"lockstep\.ingress: ((?:{'|'.join(VERBS)}), \d+ s: .*)")
-CLEAR = "\r\x1b[2K"
-"""Back to the start of a terminal's line, which is emptied."""
 
 
 def summary(loading: list[dict[str, Any]]) -> str:
@@ -80,75 +69,3 @@ class StartLog:
         if self._state == "ready":  # what comes now takes a time of its own
             self._began_at = now
         self._state = state
-
-
-class OneLine:
-    """A terminal whose progress lines are drawn over one another, below everything else.
-
-    Invariant: what is written to its streams reaches the terminal unchanged and in order, but for
-    progress lines; and none of those is on the screen together with another one.
-    """
-
-    def __init__(self) -> None:
-        """Begin with nothing drawn."""
-        self._lock = threading.RLock()
-        self._is_drawn = False
-        self._is_at_start = True
-        """Whether the last text ended with its line."""
-
-    def stream(self, terminal: TextIO) -> OneLineStream:
-        """Return what stands in for one of the terminal's streams."""
-        return OneLineStream(self, terminal)
-
-    def write(self, text: str, terminal: TextIO) -> None:
-        """Write text, in which a progress line stands whole."""
-        with self._lock:
-            for line in text.splitlines(keepends=True):
-                found = PROGRESS.search(line) if self._is_at_start else None
-                if found:
-                    width = shutil.get_terminal_size().columns
-                    terminal.write(CLEAR + found[1][: width - 1])
-                    terminal.flush()
-                    self._is_drawn = True
-                elif line == "\n" and self._is_drawn:
-                    pass  # `print` writes the end of a progress line by itself
-                else:
-                    self._clear(terminal)
-                    terminal.write(line)
-                    self._is_at_start = line.endswith("\n")
-
-    def _clear(self, terminal: TextIO) -> None:
-        if self._is_drawn:
-            terminal.write(CLEAR)
-        self._is_drawn = False
-
-
-class OneLineStream:
-    """Stands in for `sys.stdout` or `sys.stderr`."""
-
-    def __init__(self, line: OneLine, terminal: TextIO) -> None:
-        self._line = line
-        self._terminal = terminal
-
-    def write(self, text: str) -> int:
-        """Write to the terminal; return how many characters were given."""
-        self._line.write(text, self._terminal)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._terminal, name)
-
-
-def draw_on_terminal() -> None:
-    """Draw progress on one line of this process's terminal, where both of its streams go there."""
-    if isinstance(sys.stdout, OneLineStream) or not (sys.stdout.isatty() and sys.stderr.isatty()):
-        return
-    line = OneLine()
-    stand_ins = {each: line.stream(each) for each in (sys.stdout, sys.stderr)}
-    sys.stdout, sys.stderr = stand_ins[sys.stdout], stand_ins[sys.stderr]
-    # Ray Serve's logger, among others, took hold of the stream when it was set up.
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for logger in loggers:
-        for handler in getattr(logger, "handlers", ()):  # a placeholder in the tree has none
-            if isinstance(handler, logging.StreamHandler) and handler.stream in stand_ins:
-                handler.setStream(stand_ins[handler.stream])

@@ -1,6 +1,6 @@
-"""The ingress's token socket: where engines send what they produced.
+"""Mailboxes: what engines produced, sorted by request, and where aborts go.
 
-Engines connect and push one frame per step; the socket sorts the outputs into one mailbox per
+Engines push one frame per step (`token_socket.py`); its outputs are sorted into one mailbox per
 request. A mailbox also knows which engines have sent outputs of its request, so that an abort
 reaches them directly, in one frame for all requests that are aborted together.
 """
@@ -8,36 +8,13 @@ reaches them directly, in one frame for all requests that are aborted together.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict, deque
+from typing import Protocol
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    MAX_ABORTS,
-    Abort,
-    EngineOutput,
-    FinishReason,
-    FrameError,
-    OutputFrame,
-    TokenLogprobs,
-    decode,
-    encode,
-)
-from cluster.wire.sockets import (
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    listening_socket,
-    pack,
-)
-from serve.event_loop import StreamBatcher, frames, has_waiting, loop_budget, yield_if_over_budget
-
-log = logging.getLogger("lockstep.tokens")
-
+from cluster.wire.messages import EngineOutput, FinishReason, FrameError, TokenLogprobs
+from serve.event_loop import StreamBatcher
 
 HEARD_LATELY_S = 5.0
 """An engine that has been silent for longer runs no request of this ingress."""
@@ -47,10 +24,6 @@ again."""
 MAX_ENGINES = 512
 """Engines that are kept when there are more than twice as many: those that sent last. A context has
 1,023 sockets."""
-MAX_WAITING = 256
-"""Frames of one engine, and aborts for one, that wait here; more wait in the engine."""
-MAX_FRAME_BYTES = 1 << 30
-"""Size of a frame: one request's outputs may hold log-probabilities of a million prompt tokens."""
 
 
 class Mailbox:
@@ -126,32 +99,37 @@ def _together(before: EngineOutput, output: EngineOutput) -> EngineOutput:
     return msgspec.structs.replace(before, token_ids=token_ids, logprobs=logprobs)
 
 
-class TokenSocket:
-    """Receives frames of all engines and hands their outputs to mailboxes.
+class EngineLinks(Protocol):
+    """What carries frames between engines and this ingress.
 
-    Must be created inside the event loop that uses it. `task` ends only with an error: without it
-    no output arrives.
+    An engine that cannot be reached is told nothing; `forget` closes the way to one that is gone.
+    `caught_up` returns when all that has come by now is in its mailbox.
     """
 
-    def __init__(self, host: str, credentials: Credentials, tick: StreamBatcher) -> None:
+    def send_aborts(self, inbox: str, request_ids: list[str]) -> None: ...
+    def forget(self, inbox: str) -> None: ...
+    async def caught_up(self) -> None: ...
+
+
+class TokenMailboxes:
+    """The mailboxes of one ingress, and the engines that fill them. Belongs to its event loop."""
+
+    def __init__(self, address: str, links: EngineLinks, tick: StreamBatcher) -> None:
+        """Start without any.
+
+        Args:
+            address: where engines send outputs.
+            tick: which the outputs of its mailboxes wait for.
+        """
+        self.address = address
         self.tick = tick
-        """Which the outputs of its mailboxes wait for."""
-        self._context = zmq.asyncio.Context()
-        self._credentials = credentials
-        self._handshake = CurveHandshake(credentials.secret)
-        self._socket = listening_socket(
-            self._context, zmq.PULL, self._handshake, max_waiting=MAX_WAITING
-        )
-        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._links = links
         self._mailboxes: dict[str, Mailbox] = {}
         self._aborts: defaultdict[str, list[str]] = defaultdict(list)
-        self._engines: dict[str, zmq.asyncio.Socket] = {}
         self._heard_at: dict[str, float] = {}
         """By inbox of an engine's newest epoch."""
         self._newest: dict[str, tuple[int, str]] = {}
         """By engine: its newest epoch and that one's inbox."""
-        self._is_empty = asyncio.Event()
-        self.task = asyncio.get_running_loop().create_task(self._receive())
 
     def open(self, request_id: str) -> Mailbox:
         """Return a new mailbox for a request."""
@@ -167,15 +145,17 @@ class TokenSocket:
         names = {inbox: engine for engine, (_, inbox) in self._newest.items()}
         return [names[inbox] for inbox in mailbox.all_inboxes if inbox in names]
 
+    @property
+    def engines(self) -> list[str]:
+        """The engines that are known."""
+        return list(self._newest)
+
     async def caught_up(self) -> None:
         """Return when all that has come by now is in its mailbox.
 
         Frames wait where the loop has much else to do, in this process and in those that sent them.
         """
-        await asyncio.sleep(0)  # for one that was received and not dealt with
-        if has_waiting(self._socket):
-            self._is_empty.clear()
-        await self._is_empty.wait()
+        await self._links.caught_up()
 
     def abort(self, mailbox: Mailbox) -> None:
         """Tell every engine that may have the request to drop it.
@@ -195,32 +175,11 @@ class TokenSocket:
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._aborts[inbox].append(request_id)
 
-    def shutdown(self) -> None:
-        """Stop receiving and close all sockets."""
-        self.task.cancel()
-        for socket in (self._socket, *self._engines.values()):
-            socket.close(linger=100)
-        end_context(self._context, "tokens")
-
     def _send_aborts(self) -> None:
+        self._forget_the_silent()
         aborts, self._aborts = self._aborts, defaultdict(list)
         for inbox, request_ids in aborts.items():
-            try:
-                socket = self._engines.get(inbox) or self._connect(inbox)
-                for i in range(0, len(request_ids), MAX_ABORTS):
-                    body = encode(Abort(request_ids[i : i + MAX_ABORTS]))
-                    socket.send_multipart(pack(body, self._credentials))
-            except zmq.ZMQError as error:  # the other engines hear of theirs
-                log.error("tokens: %s cannot be told of aborts: %s", inbox, error)
-
-    def _connect(self, inbox: str) -> zmq.asyncio.Socket:
-        self._forget_the_silent()
-        socket = connecting_socket(
-            self._context, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING
-        )
-        socket.connect(inbox)
-        self._engines[inbox] = socket
-        return socket
+            self._links.send_aborts(inbox, request_ids)
 
     def _forget_the_silent(self) -> None:
         """Let go of engines that have long been silent; those of replaced replicas stay so."""
@@ -236,38 +195,23 @@ class TokenSocket:
     def _forget(self, inbox: str) -> None:
         self._heard_at.pop(inbox, None)
         self._aborts.pop(inbox, None)
-        if (socket := self._engines.pop(inbox, None)) is not None:
-            socket.close(linger=0)
+        self._links.forget(inbox)
 
-    async def _receive(self) -> None:
-        budget = loop_budget()
-        bodies = frames(
-            self._socket,
-            self._credentials,
-            budget,
-            max_bytes=MAX_FRAME_BYTES,
-            is_empty=self._is_empty,
-        )
-        async for body in bodies:
-            try:
-                frame: OutputFrame = decode(body, OutputFrame)
-                self._check_epoch(frame)
-                for output in frame.outputs:
-                    self._deliver(frame.inbox, decode(output, EngineOutput))
-                    await yield_if_over_budget(budget)
-            except FrameError as error:
-                log.error("tokens: dropped a frame: %s", error)
+    def begin_frame(self, engine_id: str, epoch: int, inbox: str) -> None:
+        """Note where an engine is, before its outputs are delivered.
 
-    def _check_epoch(self, frame: OutputFrame) -> None:
-        """Refuse what an engine sent before it was rebuilt; forget where it was."""
-        newest, inbox = self._newest.get(frame.engine_id, (frame.epoch, frame.inbox))
-        if frame.epoch < newest:
-            raise FrameError(f"{frame.engine_id}: epoch: wanted {newest}, found {frame.epoch}")
-        self._newest[frame.engine_id] = (frame.epoch, frame.inbox)
-        if frame.epoch > newest:
-            self._forget(inbox)
+        Raises:
+            FrameError: it was sent before the engine was rebuilt.
+        """
+        newest, old_inbox = self._newest.get(engine_id, (epoch, inbox))
+        if epoch < newest:
+            raise FrameError(f"{engine_id}: epoch: wanted {newest}, found {epoch}")
+        self._newest[engine_id] = (epoch, inbox)
+        if epoch > newest:
+            self._forget(old_inbox)
 
-    def _deliver(self, inbox: str, output: EngineOutput) -> None:
+    def deliver(self, inbox: str, output: EngineOutput) -> None:
+        """Put an output of the engine with this inbox into its mailbox."""
         self._heard_at[inbox] = asyncio.get_running_loop().time()
         if len(self._heard_at) > 2 * MAX_ENGINES:
             self._forget_the_silent()

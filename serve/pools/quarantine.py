@@ -1,55 +1,182 @@
-"""The dock of all ingresses: one request on trial in the whole application (`router.py`).
+"""Quarantine of requests that may crash ranks: a suspect runs while no other suspect does.
 
-Each ingress lets its own suspects in one after another, and asks the status board for its turn
-among the ingresses.
+A request may kill its ranks, and with them the requests beside it. `CrashHistory` counts what a
+request was lost to. After `SHARED_DEATHS` it is a suspect, and each attempt of it is a trial: one
+at a time, until it has its next tokens. A request that survives its trial is free again, however
+often other requests kill its ranks; one whose ranks die in `MAX_FAILED_TRIALS` trials of its own is
+the cause, and fails.
+
+`Quarantine` is where trials of one ingress wait for each other. As ranks serve all ingresses, there
+is one trial in the whole application: each ingress asks a `FairLock` that all of them share
+(`shared_lock.py` has it in an actor).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
 
+from cluster.wire.messages import FinishReason
+
+MAX_LOSSES = 3
+"""Losses of KV or outputs, while ranks are alive, after which a request fails. A refusal by a pool
+that is being restarted does not count: the request waits."""
+SHARED_DEATHS = 2
+"""Deaths of a request's ranks that any request beside it may have caused."""
+MAX_FAILED_TRIALS = 2
+"""Deaths of ranks in a request's own trial after which it fails; the first may be a coincidence."""
+TRIAL_TOKENS = 2
+"""A trial covers both kinds of step: the first token comes from prefill, the second from decode."""
 ASK_PERIOD_S = 0.25
-"""How often an ingress asks for its turn, and says that it still has it."""
+"""How often an ingress asks for the lock, and says that it still has it."""
+LOST_AFTER_S = 5.0
+"""Who has the lock or waits for it and is silent for so long is taken for dead."""
 
 
-class SharedDock:
-    """What one ingress holds while a request of it is on trial; belongs to its event loop."""
+class CrashHistory:
+    """How often one request was lost, and to what."""
 
-    def __init__(self, ask: Callable[[], Awaitable[bool]], give_back: Callable[[], None]) -> None:
-        """Start with nobody on trial.
+    def __init__(self) -> None:
+        self._num_lost = 0
+        self._num_deaths = 0
+        self._num_failed_trials = 0
 
-        Args:
-            ask: returns whether it is this ingress's turn, and does not raise.
-            give_back: ends its turn, or its waiting for one.
-        """
-        self._ask = ask
-        self._give_back = give_back
+    def __str__(self) -> str:
+        if self._num_failed_trials >= MAX_FAILED_TRIALS:
+            return f"its ranks died {self._num_deaths} times"
+        return f"lost {self._num_lost} times on its way"
+
+    def add(self, reason: FinishReason, trial: Trial) -> None:
+        """Count the loss of one attempt."""
+        if reason == FinishReason.DIED:
+            self._num_deaths += 1
+            self._num_failed_trials += trial.is_open
+        elif reason != FinishReason.REFUSED:
+            self._num_lost += 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its ranks died so often that it may be the cause."""
+        return self._num_deaths >= SHARED_DEATHS
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the request fails instead of being submitted again."""
+        return self._num_lost >= MAX_LOSSES or self._num_failed_trials >= MAX_FAILED_TRIALS
+
+
+class SharedLock(Protocol):
+    """One ingress's way to the `FairLock` of all. `take` returns whether it has it, and true where
+    nobody can be asked: nothing here raises."""
+
+    async def take(self) -> bool: ...
+    def give_back(self) -> None: ...
+
+
+class Trial:
+    """An attempt of a request. Invariant: while it `is_open`, no other suspect runs."""
+
+    def __init__(self, end: Callable[[], None] | None = None) -> None:
+        """Begin with what ends the trial; None: the request is no suspect, and nothing is on."""
+        self._end = end
+        self._num_tokens = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the request is on trial."""
+        return self._end is not None
+
+    def count(self, num_tokens: int) -> None:
+        """Note new tokens; with `TRIAL_TOKENS` of them the suspect is cleared."""
+        self._num_tokens += num_tokens
+        if self._num_tokens >= TRIAL_TOKENS:
+            self.end()
+
+    def end(self) -> None:
+        """Let the next suspect in."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class Quarantine:
+    """Suspects of one ingress, one after another. Belongs to its event loop."""
+
+    def __init__(self, lock: SharedLock | None = None) -> None:
+        """Start with nobody on trial; without a lock, this ingress is alone."""
+        self._lock = lock
         self._mine = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
-    async def acquire(self) -> None:
-        """Wait for the trials before this one."""
+    @asynccontextmanager
+    async def trial(self, history: CrashHistory) -> AsyncIterator[Trial]:
+        """Run an attempt; that of a suspect waits for the trials before it."""
+        if not history.is_suspect:
+            yield Trial()
+            return
+        await self._enter()
+        trial = Trial(self._leave)
+        try:
+            yield trial
+        finally:
+            trial.end()
+
+    async def _enter(self) -> None:
         await self._mine.acquire()
         try:
-            while not await self._ask():
+            while not await self._take():
                 await asyncio.sleep(ASK_PERIOD_S)
         except BaseException:
             self._give_back()
-            self._mine.release()
             raise
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
-    def release(self) -> None:
-        """Let the next one in, of whatever ingress."""
-        assert self._keeping is not None, "dock: wanted a trial, found none"
+    def _leave(self) -> None:
+        assert self._keeping is not None, "quarantine: wanted a trial, found none"
         self._keeping.cancel()
         self._keeping = None
         self._give_back()
+
+    async def _take(self) -> bool:
+        return self._lock is None or await self._lock.take()
+
+    def _give_back(self) -> None:
+        if self._lock is not None:
+            self._lock.give_back()
         self._mine.release()
 
     async def _keep(self) -> None:
-        """Show the board that this process is alive."""
+        """Show the others that this process is alive."""
         while True:
             await asyncio.sleep(ASK_PERIOD_S)
-            await self._ask()
+            await self._take()
+
+
+class FairLock:
+    """One holder at a time among processes, in the order in which they asked.
+
+    Who has it or waits for it asks again and again; whoever is silent for `LOST_AFTER_S` loses it.
+    Nothing is kept: if this is made anew, two may have it for a moment.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without a holder."""
+        self._clock = clock
+        self._asked_at: dict[str, float] = {}
+        """Of all that want it, in the order of their first asking: the first one has it."""
+
+    def take(self, name: str) -> bool:
+        """Return whether this one has it, which it then keeps until `give_back`."""
+        now = self._clock()
+        self._asked_at[name] = now
+        for other, asked_at in list(self._asked_at.items()):
+            if now - asked_at > LOST_AFTER_S:
+                del self._asked_at[other]
+        return next(iter(self._asked_at)) == name
+
+    def give_back(self, name: str) -> None:
+        """Let the next one have it, or wait no longer."""
+        self._asked_at.pop(name, None)

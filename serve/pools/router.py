@@ -15,11 +15,7 @@ The end of a stage is reported twice: by the last output on the token socket, wh
 the return of the handle call. A call that fails, or returns without a last output, means that the
 stage was lost.
 
-A request may kill its ranks, and with them the requests beside it. After `SHARED_DEATHS` each of
-these is a suspect and goes on trial: one at a time, until it has its next tokens. A request that
-survives its trial is free again, however often other requests kill its ranks; one whose ranks die
-in `MAX_FAILED_TRIALS` trials of its own is the cause.
-The dock is that of all ingresses (`dock.py`), as ranks serve them all.
+A request may kill its ranks, and with them the requests beside it: `quarantine.py` finds out which.
 
 A mixed pool is the same with one stage.
 """
@@ -35,6 +31,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cluster.observe.logs import last_line
 from cluster.wire.messages import (
     EngineOutput,
     FinishReason,
@@ -43,20 +40,13 @@ from cluster.wire.messages import (
     Submit,
     encode,
 )
-from serve.pools.mailboxes import Mailbox, TokenSocket
+from serve.pools.errors import PoolUnavailable
+from serve.pools.mailboxes import Mailbox, TokenMailboxes
+from serve.pools.quarantine import CrashHistory, Quarantine
 from serve.requests.records import SequenceRecord
 
 log = logging.getLogger("lockstep.router")
 
-MAX_LOSSES = 3
-"""Losses of KV or outputs, while ranks are alive, after which a request fails. A refusal by a pool
-that is being restarted does not count: the request waits."""
-SHARED_DEATHS = 2
-"""Deaths of a request's ranks that any request beside it may have caused."""
-MAX_FAILED_TRIALS = 2
-"""Deaths of ranks in a request's own trial after which it fails; the first may be a coincidence."""
-TRIAL_TOKENS = 2
-"""A trial covers both kinds of step: the first token comes from prefill, the second from decode."""
 MAX_PAUSE_S = 2.0
 """The longest pause between attempts; the first ones are shorter."""
 LAST_OUTPUT_GRACE_S = 2.0
@@ -64,6 +54,8 @@ LAST_OUTPUT_GRACE_S = 2.0
 behind others."""
 LEAVING_GRACE_S = 0.2
 """Between the cancelling of a call and that of its request, where a client leaves."""
+MAX_ERROR_CHARS = 300
+"""Of what a call's error says."""
 CANCEL_AFTER_S = 1.0
 """A call that has not returned so long after its abort is cancelled."""
 
@@ -77,10 +69,6 @@ LOST = (
 """How an attempt ends that is made again."""
 
 
-class PoolUnavailable(RuntimeError):
-    """A pool's replica has no ranks at the moment; the request did not reach an engine."""
-
-
 class PoolHandle(Protocol):
     """A pool's `generate` as a handle call: what the router needs of Ray Serve."""
 
@@ -88,27 +76,19 @@ class PoolHandle(Protocol):
         """Start the call; the result is awaitable and has `cancel()`."""
 
 
-class Dock(Protocol):
-    """What the request that is on trial holds. `asyncio.Lock` is one, of a single router."""
-
-    async def acquire(self) -> Any:
-        """Wait until it is free, and take it."""
-
-    def release(self) -> None:
-        """Let the next one have it."""
-
-
 class Router:
     """Runs requests through prefill and decode pools, or through a mixed one."""
 
     def __init__(
-        self, pools: dict[str, PoolHandle], tokens: TokenSocket, dock: Dock | None = None
+        self,
+        pools: dict[str, PoolHandle],
+        tokens: TokenMailboxes,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._pools = pools
         self._first = "mixed" if "mixed" in pools else "prefill"
         self._tokens = tokens
-        self._dock = dock or asyncio.Lock()
-        """Held by the request that is on trial."""
+        self._quarantine = quarantine or Quarantine()
 
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord | None = None
@@ -122,7 +102,7 @@ class Router:
         """
         record = record or SequenceRecord()
         outputs = list(request.output_token_ids)
-        losses = _Losses()
+        history = CrashHistory()
         for number in count():
             attempt = msgspec.structs.replace(
                 request,
@@ -130,10 +110,7 @@ class Router:
                 output_token_ids=list(outputs),
                 reply_to=self._tokens.address,
             )
-            trial = _Trial(self._dock) if losses.is_suspect else None
-            if trial is not None:
-                await trial.begin()
-            try:
+            async with self._quarantine.trial(history) as trial:
                 record.on_attempt()
                 async with aclosing(self._attempt(attempt, record)) as attempt_outputs:
                     async for output in attempt_outputs:
@@ -141,20 +118,15 @@ class Router:
                         if output.finish_reason in LOST:
                             break
                         outputs.extend(output.token_ids)
-                        if trial is not None:
-                            trial.count(len(output.token_ids))
+                        trial.count(len(output.token_ids))
                         yield msgspec.structs.replace(output, request_id=request.request_id)
                         if output.finish_reason:
                             return
                 record.on_lost(str(output.finish_reason))
-                losses.add(output.finish_reason, trial)
-            finally:
-                if trial is not None:
-                    trial.end()
-            if losses.are_too_many:
-                yield EngineOutput.ended(
-                    request.request_id, FinishReason.ERROR, f"{losses}, at last: {output.error}"
-                )
+                history.add(output.finish_reason, trial)
+            if history.is_too_long:
+                error = f"{history}, at last: {output.error}"
+                yield EngineOutput.ended(request.request_id, FinishReason.ERROR, error)
                 return
             # Behind the pause, in which a client may turn out to have left.
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(number, 10)))
@@ -202,70 +174,11 @@ class Router:
         return _Call(response, pool, mailbox, self._tokens, stage=stage)
 
 
-class _Losses:
-    """How often one request was lost, and of what."""
-
-    def __init__(self) -> None:
-        self._num_lost = 0
-        self._num_deaths = 0
-        self._num_failed_trials = 0
-
-    def __str__(self) -> str:
-        if self._num_failed_trials >= MAX_FAILED_TRIALS:
-            return f"its ranks died {self._num_deaths} times"
-        return f"lost {self._num_lost} times on its way"
-
-    def add(self, reason: FinishReason, trial: _Trial | None) -> None:
-        """Count the loss of one attempt."""
-        if reason == FinishReason.DIED:
-            self._num_deaths += 1
-            self._num_failed_trials += trial is not None and trial.is_open
-        elif reason != FinishReason.REFUSED:
-            self._num_lost += 1
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether its ranks died so often that it may be the cause."""
-        return self._num_deaths >= SHARED_DEATHS
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether the request fails instead of being submitted again."""
-        return self._num_lost >= MAX_LOSSES or self._num_failed_trials >= MAX_FAILED_TRIALS
-
-
-class _Trial:
-    """A suspect's attempt, while no other suspect runs. Invariant: `is_open` while it holds the
-    dock."""
-
-    def __init__(self, dock: Dock) -> None:
-        self._dock = dock
-        self._num_tokens = 0
-        self.is_open = False
-
-    async def begin(self) -> None:
-        """Wait for the trials before this one."""
-        await self._dock.acquire()
-        self.is_open = True
-
-    def count(self, num_tokens: int) -> None:
-        """Note new tokens; with `TRIAL_TOKENS` of them the suspect is cleared."""
-        self._num_tokens += num_tokens
-        if self._num_tokens >= TRIAL_TOKENS:
-            self.end()
-
-    def end(self) -> None:
-        """Let the next suspect in."""
-        if self.is_open:
-            self.is_open = False
-            self._dock.release()
-
-
 class _Call:
     """An open handle call. If it ends with its stage lost, it puts an output that says so."""
 
     def __init__(
-        self, response: Any, pool: str, mailbox: Mailbox, tokens: TokenSocket, *, stage: int
+        self, response: Any, pool: str, mailbox: Mailbox, tokens: TokenMailboxes, *, stage: int
     ) -> None:
         self._tokens = tokens
         self._response = response
@@ -292,61 +205,40 @@ class _Call:
             self._task.cancel()
 
     async def _watch(self) -> None:
-        request_id = self._mailbox.request_id
         try:
             finish_reason = await self._response
         except asyncio.CancelledError:
             # Our own, or that of the call alone: Serve reports some ends of a replica in this way.
             if not self._is_let_go and not _is_cancelled():
-                await self._lose_unless_left()
-            return
+                # If a client leaves, Serve cancels its calls before the task that waits for them.
+                await asyncio.sleep(LEAVING_GRACE_S)
+                if not self._is_let_go:
+                    self._lose(FinishReason.KV_LOST, "replica: the call was cancelled")
         except PoolUnavailable as error:
-            self._mailbox.put(
-                EngineOutput.ended(
-                    request_id, FinishReason.REFUSED, f"{self._pool} pool: {_line(error)}"
-                )
-            )
-            return
+            self._lose(FinishReason.REFUSED, f"pool: {last_line(error)[:MAX_ERROR_CHARS]}")
         except Exception as error:  # whatever Ray raises, the request must not hang
             # A prefill replica may die when it has handed over: its reader tells if KV is lost.
             if self._mailbox.num_ends < self._stage:
-                self._mailbox.put(
-                    EngineOutput.ended(
-                        request_id, FinishReason.DIED, f"{self._pool} replica: {_line(error)}"
-                    )
-                )
-            return
-        if self._is_let_go:
-            return
-        await asyncio.sleep(LAST_OUTPUT_GRACE_S)
-        await self._tokens.caught_up()
-        if self._mailbox.num_ends < self._stage:
-            missing = f"{self._pool} ended it with {finish_reason}, but no last output came"
-            self._mailbox.put(EngineOutput.ended(request_id, FinishReason.KV_LOST, missing))
+                self._lose(FinishReason.DIED, f"replica: {last_line(error)[:MAX_ERROR_CHARS]}")
+        else:
+            if self._is_let_go:
+                return
+            await asyncio.sleep(LAST_OUTPUT_GRACE_S)
+            await self._tokens.caught_up()
+            if self._mailbox.num_ends < self._stage:
+                missing = f"ended it with {finish_reason}, but no last output came"
+                self._lose(FinishReason.KV_LOST, missing)
 
-    async def _lose_unless_left(self) -> None:
-        """Count a call that Serve cancelled as lost, unless its client has left.
-
-        If a client leaves, Serve cancels its calls before the task that waits for them.
-        """
-        await asyncio.sleep(LEAVING_GRACE_S)
-        if not self._is_let_go:
-            error = f"{self._pool} replica: the call was cancelled"
-            self._mailbox.put(
-                EngineOutput.ended(self._mailbox.request_id, FinishReason.KV_LOST, error)
-            )
+    def _lose(self, reason: FinishReason, error: str) -> None:
+        """Put an output that says that the stage is lost, and why."""
+        lost = EngineOutput.ended(self._mailbox.request_id, reason, f"{self._pool} {error}")
+        self._mailbox.put(lost)
 
 
 def _is_cancelled() -> bool:
     """Return whether the running task was told to end."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-def _line(error: Exception) -> str:
-    """Return the last line that says something: Ray puts the remote traceback before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _in_place(output: EngineOutput, num_outputs: int) -> EngineOutput:

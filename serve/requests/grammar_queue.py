@@ -167,12 +167,13 @@ class GrammarQueue:
         path: Path,
         num_processes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_process: Callable[[Path], GrammarProcess] = GrammarProcess,
     ) -> None:
         """Start nothing yet; the tokenizer.json lies in the directory `path`."""
         num = num_processes or _num_processes_here()
-        self._idle = [GrammarProcess(path)]
+        self._idle = [new_process(path)]
         """Processes that compile nothing now."""
-        self._cold = [GrammarProcess(path) for _ in range(num - 1)]
+        self._cold = [new_process(path) for _ in range(num - 1)]
         """Those that were not needed yet: no grammar waits for one to start."""
         self._threads = ThreadPoolExecutor(num, "grammars")
         self._clock = clock

@@ -471,14 +471,14 @@ MUTATIONS = (
     Mutation(
         "queues_have_no_end",
         "An ingress lets as many sequences wait as come (R13).",
-        "serve/ingress.py",
+        "serve/ingress_core.py",
         {"max_queued=max_queued,": "max_queued=1 << 30,"},
         (WIRED,),
     ),
     Mutation(
         "one_engine_gets_all_prompts",
         "A group's first engine is chosen for every request (P08).",
-        "serve/pools/pool.py",
+        "serve/pools/pool_core.py",
         {"router.take(num_tokens)": "router.take(num_tokens) * 0"},
         (WIRED,),
     ),
@@ -492,7 +492,7 @@ MUTATIONS = (
     Mutation(
         "bodies_have_the_default_size",
         "The largest body is that of the default (R12, R22).",
-        "serve/ingress.py",
+        "serve/ingress_core.py",
         replaced("max_body_bytes=8 << 20"),
         (WIRED,),
     ),
@@ -506,9 +506,9 @@ MUTATIONS = (
     Mutation(
         "admission_knows_no_body_size",
         "Bytes are held up to a multiple of the default's largest body (R12, R22).",
-        "serve/ingress.py",
+        "serve/ingress_core.py",
         {
-            "max_body_bytes=config.args.max_body_bytes,\n            retry_after_s": (
+            "max_body_bytes=args.max_body_bytes,\n            retry_after_s": (
                 "max_body_bytes=8 << 20,\n            retry_after_s"
             ),
         },
@@ -517,14 +517,14 @@ MUTATIONS = (
     Mutation(
         "requests_have_the_default_time",
         "A request may take as long as by default (R12, R22).",
-        "serve/ingress.py",
+        "serve/ingress_core.py",
         replaced("request_timeout_s=600.0"),
         (WIRED,),
     ),
     Mutation(
         "answers_have_the_default_size",
         "The largest answer is that of the default (R12, R22).",
-        "serve/ingress.py",
+        "serve/ingress_core.py",
         replaced("max_answer_bytes=64 << 20"),
         (WIRED,),
     ),
@@ -533,8 +533,8 @@ MUTATIONS = (
         "What a handle asks to complete is read as a conversation (R03).",
         "serve/ingress.py",
         {
-            "direct.answer(self._serving, parse_completion, body)": (
-                "direct.answer(self._serving, parse_chat, body)"
+            "direct.answer(self._core.serving, parse_completion, body)": (
+                "direct.answer(self._core.serving, parse_chat, body)"
             )
         },
         (WIRED,),
@@ -542,14 +542,14 @@ MUTATIONS = (
     Mutation(
         "nobody_lives",
         "The status page counts no sequence (R19).",
-        "serve/ingress.py",
-        {'"num_live": self._num_live(),': '"num_live": 0,'},
+        "serve/ingress_core.py",
+        {'"num_live": self._admission.num_live + self': '"num_live": 0 * self'},
         (WIRED,),
     ),
     Mutation(
         "health_never_fails",
         "A pool whose ranks hang is well (R06).",
-        "serve/ingress.py",
+        "serve/readiness.py",
         {'return next(found, "")': 'return ""'},
         (WIRED,),
     ),

@@ -134,17 +134,8 @@ def test_objects_are_merged_in_depth_and_a_value_twice_is_an_error() -> None:
             {"cc.inductor_compile_config": '{"max_autotune": true, "nonsense": 1}'},
             "compilation.inductor_compile_config: wanted an option of torch._inductor, such as ",
         ),
-        ({"cc.graph_bs": "[1]"}, "compilation.graph_bs: wanted one of level, "),
         ({"compilation": "three"}, "compilation: wanted object, found 'three'"),
         ({"enforce_eager": "perhaps"}, "enforce_eager: wanted bool, found 'perhaps'"),
-        (
-            {"torch_compile_config": {"enable_fullgraph": False}},
-            "torch_compile_config.enable_fullgraph: wanted true (a forward is always one graph)",
-        ),
-        (
-            {"cuda_graph_config.batch_sizes": "[4]", "cc.cudagraph_capture_sizes": "[4]"},
-            "cuda_graph_config.batch_sizes: wanted nothing where compilation.cudagraph_capture",
-        ),
         (
             {"speculative_config": {"decoding_type": "MTP"}},
             "speculative_config: wanted nothing (speculation is not built yet), found {'dec",

@@ -31,7 +31,8 @@ from sim_schedule import Shape, draw_schedule  # noqa: E402
 from sim_world import Outcome, Plants, run_schedule  # noqa: E402
 
 MAX_TOLD = 20
-MAX_UNTIL_FOUND = 1000
+MAX_UNTIL_FOUND = 5000
+"""The rarest planted bug shows in one of a thousand schedules."""
 CHUNK = 50
 
 

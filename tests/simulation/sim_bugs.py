@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 from sim_group import SimGroup
-from sim_owner import SimPool
+from sim_owner import SimHandle, SimPool
 from sim_rank import MAX_SLEEP_S, SimFollower, SimLeader, SimRunner
 from sim_world import Plants
 
+from cluster.actors.rank_group import CallEnd
 from cluster.engine import sequence
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.engine.overlap import OverlappedEngine
@@ -41,6 +42,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
+from serve.pools.pool_core import PoolCore
 
 
 class _SkipsDummies(SimRunner):
@@ -193,22 +195,21 @@ class _EndsWithTheFirst(SimLeader):
 class _ForgetsOutputs(SimPool):
     """A request that is submitted again comes without the tokens that were delivered."""
 
-    async def generate(self, request_id: str, frame: bytes, config_hash: str) -> str:
+    def generate(self, request_id: str, frame: bytes) -> asyncio.Task[str]:
         submit: Submit = decode(frame, Submit)
         request = msgspec.structs.replace(submit.request, output_token_ids=[])
-        frame = encode(Submit(request, submit.handoff))
-        return await super().generate(request_id, frame, config_hash)
+        return super().generate(request_id, encode(Submit(request, submit.handoff)))
 
 
-class _LosesOpenRequests(SimPool):
+class _LosesOpenRequests(PoolCore):
     """Requests of a group that ended are not given back to the router."""
 
-    def _lose(self, state: str, reason: str) -> None:
-        self._state, self._error = state, reason
+    def _lose(self, reason: str) -> None:
+        self._enter("restarting", reason)
 
 
 class _NeverTicks(SimGroup):
-    async def _watch(self) -> str:
+    async def watch(self) -> str:
         never: asyncio.Future[str] = self.loop.create_future()
         return await never
 
@@ -216,8 +217,8 @@ class _NeverTicks(SimGroup):
 class _HasOneClock(SimGroup):
     """Ranks that answer are never stuck."""
 
-    async def _watch(self) -> str:
-        while "does not advance" in (named := await super()._watch()):
+    async def watch(self) -> str:
+        while "does not advance" in (named := await super().watch()):
             pass
         return named
 
@@ -305,12 +306,12 @@ class _HidesItsWait(SimFollower):
         phases.wait = lambda step, *, is_asleep: phases._enter(step, Phase.BOOKING)  # type: ignore[method-assign]
 
 
-class _AwaitsLeadersAlone(SimGroup):
+class _IsHeardAsALeaderAlone(SimHandle):
     """A follower's death is heard of through its leader."""
 
-    async def start(self) -> None:
-        await super().start()
-        self._sentinels = [self._actors[leader.index].sentinel for leader in self.leaders]
+    def run(self) -> Awaitable[CallEnd]:
+        end = super().run()
+        return end if isinstance(self._rank, SimLeader) else self._loop.create_future()
 
 
 class _WaitsAsIfAsleep(SimLeader):
@@ -385,7 +386,7 @@ BUGS: dict[str, Plants] = {
     "a rank that ends before the others": _plants(leader=_EndsWithTheFirst),
     "an agreement of the wrong votes": _plants(machine=_TakesOldVotes),
     "a resubmission that forgets its outputs": _plants(pool=_ForgetsOutputs),
-    "a restart that forgets open requests": _plants(pool=_LosesOpenRequests),
+    "a restart that forgets open requests": _plants(pool_core=_LosesOpenRequests),
     "a watchdog that never ticks": _plants(group=_NeverTicks),
     "a watchdog without its second clock": _plants(group=_HasOneClock),
     "an abort that leaks blocks": _plants(scheduler=_LeaksOnAbort),
@@ -398,7 +399,7 @@ BUGS: dict[str, Plants] = {
     "a wait for peers that looks like sleep": _plants(leader=_WaitsAsIfAsleep),
     "a plan whose digest is not checked": _plants(follower_loop=_SkipsTheDigest),
     "a wait for a plan that looks like work": _plants(follower=_HidesItsWait),
-    "a follower that nobody watches": _plants(group=_AwaitsLeadersAlone),
+    "a follower that nobody watches": _plants(handle=_IsHeardAsALeaderAlone),
     "a read that is good on half of its ranks": _plants(group_reader=_BelievesHalfARead),
     "a release that is not listened to": _plants(kv_pulls=_BelievesAnyRelease),
     "a ticket that ends with its first read": _plants(kv_holder=_EndsLeasesEarly),

@@ -1,27 +1,25 @@
 """One epoch of a group: the real `RankGroup` over simulated ranks, and what its ranks share.
 
-Real are the watch over heartbeats and sentinels, and who is blamed. Simulated are collectives, and
-the faults that strike ranks.
+Real are loading together, the watch over heartbeats and ends, and who is blamed. Simulated are
+collectives, and the faults that strike ranks.
 
 What all ranks must do alike is checked here, as they do it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from sim_kv import handoff_terms
 from sim_loop import Process, Violation
-from sim_owner import SimActor
+from sim_owner import SimHandle
 from sim_rank import SimFollower, SimLeader, SimRank
 from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
 
-from cluster.actors.rank_group import RankDied, RankGroup
+from cluster.actors.rank_group import RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
 from cluster.kv.handoff import HandoffMetadata
-from cluster.rank.context import RankPlace
 from cluster.wire.messages import EngineOutput, StepAgreement
 
 if TYPE_CHECKING:
@@ -35,23 +33,13 @@ class SimGroup(RankGroup):
     """The ranks of one epoch."""
 
     def __init__(self, world: World, shape: Shape, epoch: int) -> None:
+        parallel = ParallelConfig(shape.tp_size, shape.dp_size)
+        super().__init__(parallel, (), watchdog_s=WATCHDOG_S, epoch=epoch)
         self.world = world
         self.loop, self.rng = world.loop, world.rng
         self.schedule, self.plants = world.schedule, world.plants
         self.pool, self.dp_size, self.tp_size = shape.pool, shape.dp_size, shape.tp_size
         self.role = Role(shape.pool)
-        self.epoch = epoch
-        self._watchdog_s = WATCHDOG_S
-        self._is_stopping = False
-        self.is_named_by_watchdog = False
-        self.verdict = ""
-        self.inboxes = []
-        self._parallel = ParallelConfig(shape.tp_size, shape.dp_size)
-        self.places = [
-            RankPlace(dp_rank, tp_rank, epoch)
-            for dp_rank in range(shape.dp_size)
-            for tp_rank in range(shape.tp_size)
-        ]
         self.leaders: list[SimLeader] = []
         self.ranks: list[SimRank] = []
         for index, place in enumerate(self.places):
@@ -61,8 +49,7 @@ class SimGroup(RankGroup):
                 self.leaders.append(self.plants.leader(self, index))
                 self.ranks.append(self.leaders[-1])
         self._connect()
-        self._actors = [SimActor(rank) for rank in self.ranks]
-        self._sentinels = []
+        self.handles += [self.plants.handle(rank) for rank in self.ranks]
         self.struck: list[Fault] = []
         """Faults that struck this epoch."""
         self.diverged_at = 0
@@ -90,35 +77,21 @@ class SimGroup(RankGroup):
 
     # --- the owner's calls --------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Load for a while, and run."""
-        await asyncio.sleep(0.2 + 0.4 * self.rng.random())
-        if self.epoch and (fault := self._failed_start()) is not None:
-            self.strike(fault)
-            self.kill()
-            raise RankDied(f"{self.ranks[fault.rank].name} ended while loading")
-        self.inboxes = [f"{self.pool}/{self.epoch}/{leader.dp_rank}" for leader in self.leaders]
-        self._sentinels = [actor.sentinel for actor in self._actors]
-        for rank in self.ranks:
-            self.loop.after(self.rng.random() * 0.01, rank.start)
-
-    def _failed_start(self) -> Fault | None:
+    def fails_to_start(self, rank: SimRank) -> bool:
+        """Return whether the next fault ends this rank while it loads; one does in a start."""
         fault = self.world.fault
-        if fault is None or fault.kind != FAILED_START or fault.pool != self.pool:
-            return None
-        return fault
+        if not self.epoch or self.struck or fault is None or fault.kind != FAILED_START:
+            return False
+        if fault.pool != self.pool or fault.rank != rank.index:
+            return False
+        self.strike(fault)
+        return True
 
     async def wait_for_end(self) -> str:
         """Wait as the real one does, and let the world judge who is named."""
         reason = await super().wait_for_end()
         self.world.on_group_end(self, reason)
         return reason
-
-    def kill(self) -> None:
-        """Do what `ray.kill` does to each."""
-        for rank, actor in zip(self.ranks, self._actors, strict=True):
-            rank.kill()
-            actor.on_death()
 
     # --- what ranks do to each other ------------------------------------------------------------
 
@@ -194,7 +167,7 @@ class SimGroup(RankGroup):
         self.loop.after(0.0, rank.device.kill)
         if error is not None and not isinstance(error, StepDivergence | ConnectionError):
             self.loop.fail(Violation("rank failed", f"{rank.name}: {error!r}"))
-        self.loop.after(NEWS_S, self._actors[rank.index].on_end, error)
+        self.loop.after(NEWS_S, self._handle(rank).on_end, error)
         if error is not None:
             self._pull_others(rank)
         elif not self._agreed[self._num_agreed[rank.dp_rank]].draining:
@@ -206,8 +179,13 @@ class SimGroup(RankGroup):
         if rank.process.is_dead:
             return
         rank.kill()
-        self.loop.after(NEWS_S * self.rng.random(), self._actors[rank.index].on_death)
+        self.loop.after(NEWS_S * self.rng.random(), self._handle(rank).on_death)
         self._pull_others(rank)
+
+    def _handle(self, rank: SimRank) -> SimHandle:
+        handle = self.handles[rank.index]
+        assert isinstance(handle, SimHandle)
+        return handle
 
     def _pull_others(self, rank: SimRank) -> None:
         self.loop.after(NEWS_S * self.rng.random(), self._break_collectives, rank.name)

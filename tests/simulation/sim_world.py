@@ -18,7 +18,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import log
 from typing import Any
@@ -28,7 +28,7 @@ from sim_judge import is_named
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
-from sim_owner import PoolHandle, SimPool, SimTokens
+from sim_owner import SimEngineLinks, SimHandle, SimPool
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
 
@@ -41,13 +41,19 @@ from cluster.kv.reads import KVPulls
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.wire.messages import (
     EngineOutput,
+    FrameError,
     GenerateRequest,
     Sampling,
     StepAgreement,
     decode,
 )
+from serve.event_loop import StreamBatcher
+from serve.pools.mailboxes import TokenMailboxes
+from serve.pools.pool_core import PoolCore
 from serve.pools.router import Router
 
+NUM_STREAMS = 16
+"""Among which a stream's tokens wait for ticks of some 45 ms."""
 END_S = 180.0
 """Of simulated time: no schedule has more to do than half a minute."""
 MAX_EXTRA = 64
@@ -76,7 +82,9 @@ class Plants:
     group_holder: Any = GroupHolder
     group_reader: Any = GroupReader
     group: Any = SimGroup
+    handle: Any = SimHandle
     pool: Any = SimPool
+    pool_core: Any = PoolCore
     router: Any = Router
 
 
@@ -150,11 +158,13 @@ class World:
         return outcome
 
     def _begin(self) -> None:
-        self.tokens = SimTokens(self)
+        tick = StreamBatcher()
+        # In half of the schedules tokens wait for ticks, as among many streams.
+        tick.num_streams = NUM_STREAMS * (self.schedule.seed % 2)
+        self.tokens = TokenMailboxes("tcp://10.0.0.1:1", SimEngineLinks(self), tick)
         for shape in self.schedule.groups:
             self.pools[shape.pool] = self.plants.pool(self, shape)
-        handles = {name: PoolHandle(self, pool) for name, pool in self.pools.items()}
-        self.router = self.plants.router(handles, self.tokens)
+        self.router = self.plants.router(self.pools, self.tokens)
         self._main_task = self.loop.create_task(self._main())
         self._main_task.add_done_callback(self._on_main_done)
 
@@ -167,15 +177,15 @@ class World:
     def _where(self) -> str:
         texts = [f"struck {self.outcome.struck}"]
         for name, pool in self.pools.items():
-            beats = [(rank.name, rank.step_stats.heartbeat()) for rank in pool.group.ranks]
+            beats = [(rank.name, rank.step_stats.heartbeat()) for rank in pool.core.group.ranks]
             ranks = [f"{who} {beat.phase.name} step {beat.step}" for who, beat in beats]
-            texts.append(f"{name} {pool._state}: {', '.join(ranks)}")
+            texts.append(f"{name} {pool.core.state}: {', '.join(ranks)}")
         return "; ".join(texts)
 
     # --- the story --------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
+        await asyncio.gather(*(pool.core.start() for pool in self.pools.values()))
         await asyncio.gather(*map(self._client, self.schedule.arrivals))
         num_extra = 0
         while self.outcome.num_steps < MIN_STEPS or (self._faults and num_extra < MAX_EXTRA):
@@ -185,14 +195,14 @@ class World:
         self._faults, self.fault = [], None
         await asyncio.sleep(SETTLE_S)
         for pool in self.pools.values():
-            while pool._state != "ready" or self._fatal(pool.group):
+            while pool.core.state != "ready" or self._fatal(pool.core.group):
                 await asyncio.sleep(0.5)
         began = self.loop.now
         while self._is_busy() and self.loop.now < began + REST_S:
             await asyncio.sleep(0.5)
         for pool in self.pools.values():
-            self._check_rest(pool.group)
-        await asyncio.gather(*(pool.shut_down() for pool in self.pools.values()))
+            self._check_rest(pool.core.group)
+        await asyncio.gather(*(pool.core.stop() for pool in self.pools.values()))
 
     def _extra(self, i: int) -> Arrival:
         arrival = draw_arrival(self.rng, i, 8, has_aborts=False)
@@ -227,7 +237,7 @@ class World:
             raise Violation("tokens differ", f"{arrival.request_id}: {text}")
 
     def _is_busy(self) -> bool:
-        leaders = [leader for pool in self.pools.values() for leader in pool.group.leaders]
+        leaders = [leader for pool in self.pools.values() for leader in pool.core.group.leaders]
         return any(
             leader.scheduler.has_unfinished or not leader.changeover.is_over for leader in leaders
         )
@@ -271,10 +281,18 @@ class World:
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self._note(self.loop.now, epoch, num_tokens)
         inbox = f"{pool}/{epoch}/{dp_rank}"
-        self.loop.at(self._arrival(inbox, "ingress"), self.tokens.on_outputs, inbox, outputs)
+        self.loop.at(self._arrival(inbox, "ingress"), self._receive, inbox, outputs)
         if ended := [output for output in outputs if output.finish_reason]:
             self.outcome.num_handoffs += sum(output.handoff is not None for output in ended)
-            self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].on_ends, ended)
+            self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].core.on_ended, ended)
+
+    def _receive(self, inbox: str, outputs: list[EngineOutput]) -> None:
+        """Do what the token socket does with a frame."""
+        pool, epoch, dp_rank = inbox.split("/")
+        with suppress(FrameError):
+            self.tokens.begin_frame(f"{pool}/{dp_rank}", int(epoch), inbox)
+            for output in outputs:
+                self.tokens.deliver(inbox, output)
 
     def rank_at(self, address: str) -> SimRank:
         """Return the rank whose KV is read there, dead or alive."""
@@ -321,7 +339,7 @@ class World:
         self.outcome.ends.append(reason)
         for leader in group.leaders:
             self.outcome.num_preemptions += leader.scheduler.stats().num_preemptions
-        if self.pools[group.pool]._state == "stopping":
+        if self.pools[group.pool].core.state == "stopping":
             return
         fatal = self._fatal(group)
         if not fatal:

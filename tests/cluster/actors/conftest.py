@@ -69,10 +69,10 @@ async def _running_group(engine: EngineConfig, epoch: int = 0) -> AsyncIterator[
     import ray
 
     from cluster.actors.placement import create_placement_group
-    from cluster.actors.rank_group import RankGroup
+    from cluster.actors.ray_ranks import create_group
 
     placement = create_placement_group(engine)
-    group = RankGroup(
+    group = create_group(
         engine,
         placement,
         first_bundle=0,

@@ -43,7 +43,8 @@ def test_the_secret_stands_in_no_log(ray_cluster: Any, make_oracle: Callable[[st
     import ray
 
     from cluster.actors.placement import create_placement_group
-    from cluster.actors.rank_group import RankDied, RankGroup
+    from cluster.actors.rank_group import RankDied
+    from cluster.actors.ray_ranks import create_group
 
     secret = b"Neither seen nor logged by a one"
     engine = EngineConfig(
@@ -53,7 +54,7 @@ def test_the_secret_stands_in_no_log(ray_cluster: Any, make_oracle: Callable[[st
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
     placement = create_placement_group(engine)
-    group = RankGroup(
+    group = create_group(
         engine,
         placement,
         first_bundle=0,

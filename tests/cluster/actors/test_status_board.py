@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cluster.actors import status_board as board_module
-from cluster.actors.load_progress import LoadProgress
-from cluster.actors.status_board import IngressReport, StatusBoard
+from cluster.actors.status_board import StatusBoard
 from cluster.observe.counts import Counts
+from cluster.observe.load_progress import LoadProgress
+from cluster.observe.reports import GroupReport, IngressReport, ReplicaReport
 
 TOKENS = ("generation_tokens_total",)
 
@@ -79,8 +80,20 @@ def test_whoever_is_looked_at_all_ingresses_get_figures() -> None:
     assert board.poll(report("a"))["figures"] is None
 
 
-def test_ingresses_take_turns() -> None:
+def test_replicas_of_another_deployment_are_outdated() -> None:
+    """While one replaces another both push to the board of their common name."""
     board = StatusBoard(["mixed"])
-    assert board.take_turn("a") and not board.take_turn("b")
-    board.give_turn_back("a")
-    assert board.take_turn("b")
+
+    def push(replica: str, config_hash: str) -> None:
+        board.push(ReplicaReport("mixed", replica, "ready", GroupReport([], []), "", config_hash))
+
+    def seen(config_hash: str | None) -> tuple[str, list[str]]:
+        body = board.snapshot(config_hash)
+        return body["status"], [r["state"] for r in body["pools"]["mixed"]["replicas"]]
+
+    push("1", "old")
+    assert seen("old") == ("ready", ["ready"]) and seen("new") == ("loading", ["outdated"])
+    push("2", "new")
+    assert seen("old") == ("ready", ["ready", "outdated"])
+    assert seen("new") == ("ready", ["outdated", "ready"])
+    assert seen(None) == ("ready", ["ready", "ready"])

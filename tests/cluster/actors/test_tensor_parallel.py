@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.engine.divergence import StepDivergence
 from cluster.wire.credentials import Credentials
 from compile.config import CompilationConfig
 
@@ -106,7 +105,6 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
         async with running_group(config(oracle, 2)) as group:
             report = await reported(group)
             ended = asyncio.create_task(group.wait_for_end())
-            died = asyncio.create_task(rank_group._end_of(group._sentinels[1]))
             load: asyncio.Task[Any] | None = None
             if busy:
                 prompts = prompts_for(oracle)
@@ -115,7 +113,7 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
                 await asyncio.sleep(0.15)
             killed_at = time.monotonic()
             os.kill(report.ranks[1].pid, signal.SIGKILL)
-            await died
+            await group.runs[1]
             died_at = time.monotonic()
             name = await ended
             named_at = time.monotonic()
@@ -159,6 +157,7 @@ def test_a_follower_that_stops_while_it_loads_is_named(
     """Its leader would wait for it for half an hour."""
     from cluster.actors import rank_group
     from cluster.actors.placement import create_placement_group
+    from cluster.actors.ray_ranks import create_group
 
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 20.0)
     level_3 = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path))
@@ -168,7 +167,7 @@ def test_a_follower_that_stops_while_it_loads_is_named(
         import ray
 
         placement = create_placement_group(engine)
-        group = rank_group.RankGroup(
+        group = create_group(
             engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS
         )
         try:
@@ -193,62 +192,3 @@ def test_a_follower_that_stops_while_it_loads_is_named(
     print(f"{named!r} after {took:.1f} s")
     assert re.fullmatch(r"rank dp=0 tp=1 epoch=0: no heartbeat for .* s while loading", named)
     assert took < 60
-
-
-def test_leaders_that_diverge_blame_whom_most_of_them_name() -> None:
-    """All of them raise; the one that differs finds the first of the others wrong."""
-    from ray.exceptions import RayTaskError
-
-    from cluster.actors.rank_group import _End, _first_to_blame
-
-    def finds(wrong: int) -> _End:
-        cause = StepDivergence(f"rank dp={wrong} tp=0 epoch=0", 7, "kind", 1, 2)
-        return _End(None, RayTaskError("run", "", cause).as_instanceof_cause())
-
-    async def end(after_s: float, end: _End) -> _End:
-        await asyncio.sleep(after_s)
-        return end
-
-    async def first(*ends: tuple[float, _End]) -> int | None:
-        tasks = [asyncio.ensure_future(end(*each)) for each in ends]
-        return await _first_to_blame(tasks, lambda _: True)
-
-    async def scenario() -> None:
-        broken = _End(None, RuntimeError("connection closed"))
-        assert await first((0.0, finds(1)), (0.02, finds(2)), (0.04, finds(1))) == 0
-        assert await first((0.02, finds(2)), (0.0, finds(0)), (0.04, finds(0))) == 1
-        assert await first((0.04, finds(2)), (0.02, finds(2)), (0.0, finds(0))) == 0
-        assert await first((0.0, broken), (0.02, finds(2)), (0.04, broken)) == 1
-
-    asyncio.run(scenario())
-
-
-def test_who_dies_is_to_blame_for_what_its_peers_say_before() -> None:
-    """A collective fails within milliseconds of a death, before Ray tells of the death."""
-    from ray.exceptions import RayActorError
-
-    from cluster.actors.rank_group import _End, _first_to_blame
-
-    async def end(after_s: float, error: BaseException | None) -> _End:
-        await asyncio.sleep(after_s)
-        return _End(None, error)
-
-    async def first(*ends: tuple[float, BaseException | None], load: bool = False) -> int | None:
-        tasks = [asyncio.ensure_future(end(*e)) for e in ends]
-        try:
-            return await _first_to_blame(tasks, lambda e: bool(e.cause) if load else True)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def scenario() -> None:
-        broken, dead, never = RuntimeError("connection closed"), RayActorError(), 60.0
-        assert await first((0.0, broken), (0.05, dead), (never, None)) == 1
-        assert await first((0.0, broken), (0.01, broken), (0.05, dead)) == 2
-        assert await first((0.05, broken), (0.0, dead)) == 1
-        assert await first((never, None), (0.0, broken)) == 1
-        assert await first((never, None), (0.0, None)) == 1
-        assert await first((0.0, None), (0.05, broken), load=True) == 1
-        assert await first((0.0, None), (0.05, None), load=True) is None
-
-    asyncio.run(scenario())

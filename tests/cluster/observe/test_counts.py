@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from cluster.actors.rank_group import GroupReport, place_in_group
-from cluster.actors.status_board import ReplicaReport, StatusBoard
+from cluster.actors.status_board import StatusBoard
 from cluster.engine.scheduler import SchedulerStats
 from cluster.observe import counts as counts_module
 from cluster.observe.counts import BUCKET, SUM, Counts, Histogram, Ledger
 from cluster.observe.metrics import METRICS, Described, MetricsSnapshot, rounded_bounds, samples
+from cluster.observe.reports import GroupReport, ReplicaReport
 from cluster.rank.context import RankPlace
 from cluster.rank.status import RankStats
 
@@ -132,11 +132,6 @@ def test_replicas_get_the_lowest_free_number_as_their_engines_name() -> None:
     found = board.metrics("i", {})
     assert set(found.engines) == {"mixed-0-0", "mixed-1-1"}
     assert found.totals["mixed-0-0"] == counted(2)
-
-
-def test_the_rank_that_was_blamed_is_read_from_the_reason() -> None:
-    assert place_in_group("rank dp=0 tp=1 epoch=3 ended: killed") == "dp=0 tp=1"
-    assert place_in_group("the owner ended") == "unknown"
 
 
 def test_ready_shows_a_rank_without_nesting_and_without_what_metrics_alone_show() -> None:

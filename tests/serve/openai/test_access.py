@@ -93,7 +93,9 @@ def test_an_ingress_behind_haproxy_does_not_take_it_for_the_client(
 ) -> None:
     # An ingress is made in a Serve replica alone; this is what the method reads of one.
     ingress: Any = SimpleNamespace(
-        _serving=serving, _config=deploy_config({}), _is_behind_haproxy=is_behind
+        _core=SimpleNamespace(serving=serving),
+        _config=deploy_config({}),
+        _is_behind_haproxy=is_behind,
     )
     assert entered_as(serving, Ingress.__serve_build_asgi_app__(ingress), {}) == [client]
 

@@ -16,7 +16,6 @@ from ray.serve._private.http_util import RequestIdMiddleware
 from starlette.applications import Starlette
 
 from cluster.observe.logs import JsonFormatter
-from serve.ingress import _why_down
 from serve.observe.request_log import RequestLog
 from serve.openai import direct
 from serve.openai.app import build_app
@@ -239,28 +238,3 @@ def test_a_client_that_leaves_and_a_failure_are_counted_as_such(call: Call, back
     assert series(call)[name, "error"] == 1
     # Tokens that came before the failure are counted.
     assert series(call)["lockstep:generation_tokens_total",] == len(backend.pieces)
-
-
-def replica(state: str, **more: Any) -> dict[str, Any]:
-    return {"id": "r", "state": state, "ranks": [], **more}
-
-
-@pytest.mark.feature("R15")
-@pytest.mark.parametrize(
-    ("replicas", "why"),
-    [
-        ([], ""),
-        ([replica("loading")], ""),
-        ([replica("ready")], ""),
-        ([replica("restarting", error="rank dp=0 tp=0 epoch=0 ended: killed")], ""),
-        ([replica("stuck")], ""),
-        ([replica("restarting", stuck=True)], "no rank serves"),
-        ([replica("failed", error="rank dp=0 tp=1: gone")], "rank dp=0 tp=1: gone"),
-        ([replica("ready"), replica("failed")], ""),
-        ([replica("outdated"), replica("restarting", stuck=True, error="a rank")], "a rank"),
-    ],
-)
-def test_a_pool_is_down_if_its_watchdog_says_so_or_it_gave_up(
-    replicas: list[dict[str, Any]], why: str
-) -> None:
-    assert _why_down({"replicas": replicas}) == why

@@ -1,386 +1,144 @@
-"""The token socket: whose outputs reach a mailbox, and whose are refused."""
+"""Mailboxes: whose outputs reach one, where aborts go, and what is taken from one."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import logging
-import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.rank.output_sender import MAX_OUTPUT_BYTES, frames_of
-from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    Abort,
-    EngineOutput,
-    FinishReason,
-    OutputFrame,
-    TokenLogprobs,
-    decode,
-    encode,
-)
-from cluster.wire.sockets import CurveHandshake, Part, connecting_socket, listening_socket, pack
+from cluster.wire.messages import EngineOutput, FinishReason, FrameError, TokenLogprobs
 from serve.event_loop import StreamBatcher
-from serve.pools import mailboxes as tokens_module
-from serve.pools.mailboxes import Mailbox, TokenSocket
+from serve.pools import mailboxes as mailboxes_module
+from serve.pools.mailboxes import Mailbox, TokenMailboxes
 
-CREDENTIALS = Credentials("same", b"s" * 32)
-HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
+T = TypeVar("T")
 
 
-def output_of(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
-    ended = EngineOutput.ended("r", FinishReason(finish_reason), position=position)
+def output_of(
+    position: int, token_ids: list[int], finish_reason: str = "", request_id: str = "r"
+) -> EngineOutput:
+    ended = EngineOutput.ended(request_id, FinishReason(finish_reason), position=position)
     return msgspec.structs.replace(ended, token_ids=token_ids)
 
 
-def frame(
-    epoch: int, inbox: str, token: int, engine_id: str = "mixed/a/0", finish_reason: str = ""
-) -> bytes:
-    output = output_of(0, [token], finish_reason)
-    return encode(OutputFrame(epoch, engine_id, inbox, [encode(output)]))
+class Links:
+    """Notes what engines are told, and which of them are forgotten."""
+
+    def __init__(self) -> None:
+        self.mailboxes = TokenMailboxes("tcp://10.0.0.1:1", self, StreamBatcher())
+        self.told: dict[str, list[str]] = {}
+        self.forgotten: list[str] = []
+
+    def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
+        self.told[inbox] = request_ids
+
+    def forget(self, inbox: str) -> None:
+        self.forgotten.append(inbox)
+
+    async def caught_up(self) -> None:
+        """Nothing waits."""
+
+    def receive(
+        self, inbox: str, *outputs: EngineOutput, epoch: int = 0, engine: str | None = None
+    ) -> None:
+        """Take a frame of an engine."""
+        self.mailboxes.begin_frame(engine or f"mixed/{inbox}/0", epoch, inbox)
+        for output in outputs:
+            self.mailboxes.deliver(inbox, output)
+
+    async def told_now(self) -> dict[str, list[str]]:
+        """Return which requests engines were told to drop since this was last called."""
+        await asyncio.sleep(0)
+        told, self.told = self.told, {}
+        return told
 
 
-def message(body: bytes) -> Sequence[Part]:
-    return pack(body, CREDENTIALS)
+def run(scenario: Callable[[Links], T]) -> T:
+    """Run a scenario in an event loop; of a coroutine, its result."""
+
+    async def main() -> T:
+        found = scenario(Links())
+        return await found if asyncio.iscoroutine(found) else found
+
+    return asyncio.run(main())
 
 
-def receiver(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    return listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000)
+def test_outputs_of_an_old_epoch_are_refused_by_name() -> None:
+    """Its address is forgotten: it may be another's by now."""
 
+    async def scenario(links: Links) -> None:
+        mailbox = links.mailboxes.open("r")
+        links.receive("old", output_of(0, [5]), epoch=1, engine="mixed/a/0")
+        links.receive("new", output_of(1, [6]), epoch=2, engine="mixed/a/0")
+        with pytest.raises(FrameError, match="mixed/a/0: epoch: wanted 2, found 1"):
+            links.receive("old", output_of(2, [7]), epoch=1, engine="mixed/a/0")
+        links.receive("other", output_of(2, [9]), epoch=0)
+        assert (await mailbox.get()).token_ids == [5, 6, 9]
+        assert links.forgotten == ["old"]
+        links.mailboxes.abort(mailbox)
+        assert await links.told_now() == {"new": ["r"], "other": ["r"]}
 
-@asynccontextmanager
-async def token_socket() -> AsyncIterator[tuple[TokenSocket, zmq.Socket[bytes]]]:
-    """Open a token socket, and an engine's end that leads to it."""
-    tokens = TokenSocket("127.0.0.1", CREDENTIALS, StreamBatcher())
-    with (
-        zmq.Context() as context,
-        connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000) as engine,
-    ):
-        engine.linger = 0
-        engine.connect(tokens.address)
-        try:
-            yield tokens, engine
-        finally:
-            tokens.shutdown()
-            await asyncio.gather(tokens.task, return_exceptions=True)
-
-
-def test_outputs_of_an_old_epoch_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> list[int]:
-        async with token_socket() as (tokens, engine):
-            mailbox = tokens.open("r")
-            for epoch, token in ((1, 5), (2, 6), (1, 7), (2, 8)):
-                engine.send_multipart(
-                    pack(frame(epoch, f"tcp://127.0.0.1:{epoch}", token), CREDENTIALS)
-                )
-            engine.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 9, "mixed/b/0")))
-            async with asyncio.timeout(5):
-                return [(await mailbox.get()).token_ids[0] for _ in range(4)]
-
-    assert asyncio.run(main()) == [5, 6, 8, 9]
-    assert "mixed/a/0: epoch: wanted 2, found 1" in caplog.text
-
-
-def test_caught_up_is_when_all_that_came_is_in_its_mailbox() -> None:
-    async def main() -> list[int]:
-        async with token_socket() as (tokens, engine):
-            mailbox = tokens.open("r")
-            async with asyncio.timeout(5):
-                await tokens.caught_up()  # at once where nothing has come
-                engine.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 5)))
-                await mailbox.get()  # from here on the engine is connected
-            found = []
-            for num in (1, 200):
-                for _ in range(num):
-                    engine.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 5)))
-                time.sleep(1)  # all of them come while the loop has other things to do
-                async with asyncio.timeout(5):
-                    await tokens.caught_up()
-                found.append(len(mailbox._waiting))
-            return found
-
-    assert asyncio.run(main()) == [1, 201]
-
-
-def test_aborts_go_to_the_newest_epoch_of_an_engine_alone() -> None:
-    """An old one's address may be another's by now."""
-
-    async def main() -> tuple[list[str], int]:
-        context = zmq.Context()
-        with context, receiver(context) as old, receiver(context) as new:
-            async with token_socket() as (tokens, engine):
-                ends = (old, new)
-                ports = [end.bind_to_random_port("tcp://127.0.0.1") for end in ends]
-                mailbox = tokens.open("r")
-                for epoch, port in enumerate(ports):
-                    engine.send_multipart(
-                        pack(frame(epoch, f"tcp://127.0.0.1:{port}", 5), CREDENTIALS)
-                    )
-                    async with asyncio.timeout(5):
-                        await mailbox.get()
-                tokens.abort(mailbox)
-                await asyncio.sleep(0)
-                assert await asyncio.to_thread(new.poll, 5000)
-                found = decode(new.recv_multipart()[1], Abort).request_ids
-                return found, old.poll(200)
-
-    assert asyncio.run(main()) == (["r"], 0)
+    run(scenario)
 
 
 def test_an_abort_goes_to_the_engine_of_the_present_stage_alone() -> None:
     """Before that one has spoken, to all that it may be on its way to."""
 
-    async def main() -> tuple[list[bool], list[bool]]:
-        with ExitStack() as open_ends:
-            context = open_ends.enter_context(zmq.Context())
-            ends = [open_ends.enter_context(receiver(context)) for _ in range(3)]
-            ports = [end.bind_to_random_port("tcp://127.0.0.1") for end in ends]
-            async with token_socket() as (tokens, engine):
-                mailbox = tokens.open("r")
-                for i, reason in ((0, ""), (1, "handoff")):
-                    inbox = f"tcp://127.0.0.1:{ports[i]}"
-                    engine.send_multipart(message(frame(0, inbox, 5, f"mixed/{i}/0", reason)))
-                    await mailbox.get()
-                tokens.abort(mailbox)
-                early = await told(ends, [True, True, False])
-                inbox = f"tcp://127.0.0.1:{ports[2]}"
-                engine.send_multipart(message(frame(0, inbox, 5, "mixed/2/0")))
-                await mailbox.get()
-                tokens.abort(mailbox)
-                return early, await told(ends, [False, False, True])
+    async def scenario(links: Links) -> None:
+        mailbox = links.mailboxes.open("r")
+        links.receive("a", output_of(0, [5]))
+        links.receive("b", output_of(1, [5], "handoff"))
+        links.mailboxes.abort(mailbox)
+        assert await links.told_now() == {"a": ["r"], "b": ["r"]}
+        links.receive("c", output_of(2, [5]))
+        links.mailboxes.abort(mailbox)
+        assert await links.told_now() == {"c": ["r"]}
+        assert links.mailboxes.engines_of(mailbox) == [f"mixed/{inbox}/0" for inbox in "abc"]
 
-    async def told(ends: list[zmq.Socket[bytes]], wanted: list[bool]) -> list[bool]:
-        times_ms = [5000 if is_wanted else 200 for is_wanted in wanted]
-        polls = [asyncio.to_thread(end.poll, ms) for end, ms in zip(ends, times_ms, strict=True)]
-        found = [bool(events) for events in await asyncio.gather(*polls)]
-        for end in ends:
-            while end.poll(0):
-                end.recv_multipart()
-        return found
-
-    assert asyncio.run(main()) == ([True, True, False], [False, False, True])
+    run(scenario)
 
 
 @pytest.mark.parametrize(
-    ("finish_reason", "wanted"), [("", ["r"]), ("handoff", ["r"]), ("stop", None)]
+    ("finish_reason", "wanted"), [("", {"a": ["r"]}), ("handoff", {"a": ["r"]}), ("stop", {})]
 )
 def test_an_engine_that_works_for_nobody_is_told_so(
-    finish_reason: str, wanted: list[str] | None
+    finish_reason: str, wanted: dict[str, list[str]]
 ) -> None:
     """It had been silent for long, so the abort of a client that left at once did not reach it."""
 
-    async def main() -> list[str] | None:
-        with zmq.Context() as context, receiver(context) as end:
-            async with token_socket() as (tokens, engine):
-                inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
-                mailbox = tokens.open("r")
-                tokens.close(mailbox)
-                tokens.abort(mailbox)
-                engine.send_multipart(
-                    pack(frame(0, inbox, 5, finish_reason=finish_reason), CREDENTIALS)
-                )
-                if not await asyncio.to_thread(end.poll, 5000 if wanted else 300):
-                    return None
-                return decode(end.recv_multipart()[1], Abort).request_ids
+    async def scenario(links: Links) -> dict[str, list[str]]:
+        mailbox = links.mailboxes.open("r")
+        links.mailboxes.close(mailbox)
+        links.mailboxes.abort(mailbox)
+        links.receive("a", output_of(0, [5], finish_reason))
+        return await links.told_now()
 
-    assert asyncio.run(main()) == wanted
+    assert run(scenario) == wanted
 
 
-def test_engines_that_are_gone_take_no_sockets_and_no_aborts_of_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The engines of replaced replicas have other names, so that no epoch tells of their end."""
+def test_engines_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of replaced replicas have other names, so that no epoch tells of their end."""
+    monkeypatch.setattr(mailboxes_module, "FORGET_AFTER_S", 0.1)
+    monkeypatch.setattr(mailboxes_module, "MAX_ENGINES", 4)
 
-    async def main() -> tuple[list[str], set[str]]:
-        context = zmq.Context()
-        with context, receiver(context) as alive:
-            address = f"tcp://127.0.0.1:{alive.bind_to_random_port('tcp://127.0.0.1')}"
-            async with token_socket() as (tokens, engine):
-                mailbox = tokens.open("r")
-                for name, inbox in (("old", "tcp://127.0.0.1:9"), ("bad", "")):
-                    engine.send_multipart(message(frame(0, inbox, 5, f"mixed/{name}/0")))
-                engine.send_multipart(message(frame(0, address, 5)))
-                async with asyncio.timeout(5):
-                    for _ in range(3):
-                        await mailbox.get()
-                tokens._heard_at["tcp://127.0.0.1:9"] -= 2 * tokens_module.FORGET_AFTER_S
-                tokens.abort(tokens.open("q"))  # nobody has spoken for it: all are told
-                await asyncio.sleep(0)
-                assert await asyncio.to_thread(alive.poll, 5000)
-                return decode(alive.recv_multipart()[1], Abort).request_ids, set(tokens._newest)
+    async def scenario(links: Links) -> None:
+        links.receive("gone", output_of(0, [5], "stop"))
+        await asyncio.sleep(0.2)
+        links.receive("alive", output_of(0, [5], "stop"))
+        links.mailboxes.abort(links.mailboxes.open("q"))  # nobody has spoken for it
+        assert await links.told_now() == {"alive": ["q"]}
+        assert links.mailboxes.engines == ["mixed/alive/0"] and links.forgotten == ["gone"]
+        for i in range(100):
+            links.receive(f"made up {i}", output_of(0, [5], "stop"))
+        assert len(links.mailboxes.engines) <= 9
 
-    found, known = asyncio.run(main())
-    assert found == ["q"] and known == {"mixed/bad/0", "mixed/a/0"}
-    assert "cannot be told of aborts: Invalid argument" in caplog.text
-
-
-async def longest_gap(until: asyncio.Event) -> tuple[float, float]:
-    """Return the longest time without a turn of the event loop, and all; of the thread's own."""
-    longest, began = 0.0, time.thread_time()
-    last = began
-    while not until.is_set():
-        await asyncio.sleep(0.001)
-        now = time.thread_time()
-        longest, last = max(longest, now - last), now
-    return longest, last - began
-
-
-def assert_loop_turns(main: Callable[[], Coroutine[Any, Any, tuple[float, float]]]) -> None:
-    """Run what returns its longest gap and all its time; a machine may pause once."""
-    gc.disable()  # whose own pause depends on all that the tests before have left
-    try:
-        for _ in range(5):  # what holds the loop up does so each time
-            gap, total = asyncio.run(main())
-            if gap < max(0.03, total * 2 / 3):
-                return
-        raise AssertionError(f"longest gap {gap:.3f} of {total:.3f} s")
-    finally:
-        gc.enable()
-
-
-FLOODS: dict[str, Callable[[], Sequence[Part]]] = {
-    "two bytes": lambda: [b"x", b"y"],
-    "another deployment's": lambda: pack(b"", Credentials("other", b"s" * 32)),
-    "outputs of nobody": lambda: message(frame(0, "tcp://127.0.0.1:9", 5, finish_reason="stop")),
-}
-
-
-@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_a_flood_leaves_the_loop_its_time(
-    flood: Callable[[], Sequence[Part]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a process that has the secret; tokens of others arrive meanwhile."""
-    monkeypatch.setattr(logging.getLogger("lockstep.receiving"), "disabled", True)
-    is_over = threading.Event()
-
-    def send(address: str) -> None:
-        with (
-            zmq.Context() as context,
-            connecting_socket(context, zmq.PUSH, HANDSHAKE, max_waiting=1000) as end,
-        ):
-            end.linger, end.sndtimeo = 0, 100
-            end.connect(address)
-            parts = flood()
-            while not is_over.is_set():
-                with contextlib.suppress(zmq.Again):
-                    end.send_multipart(parts)
-
-    async def main() -> tuple[float, float]:
-        is_over.clear()
-        async with token_socket() as (tokens, engine):
-            thread = threading.Thread(target=send, args=(tokens.address,))
-            thread.start()
-            try:
-                await asyncio.sleep(0.2)
-                done = asyncio.Event()
-                gap = asyncio.create_task(longest_gap(done))
-                mailbox, num_tokens = tokens.open("r"), 0
-                ends_at = time.monotonic() + 0.7
-                while time.monotonic() < ends_at:
-                    engine.send_multipart(message(frame(0, "tcp://127.0.0.1:8", 5)))
-                    async with asyncio.timeout(5):
-                        await mailbox.get()
-                    num_tokens += 1
-                done.set()
-                assert num_tokens > 3
-                return await gap
-            finally:
-                is_over.set()
-                thread.join()
-
-    assert_loop_turns(main)
-
-
-def test_a_long_prompts_logprobs_arrive_as_one_output_and_hold_nothing_up() -> None:
-    """Tens of megabytes beside one token, were the prompt six times as long."""
-    entries = [TokenLogprobs(-float(i), 1, [i] * 20, [-1.5] * 20) for i in range(20_000)]
-    whole = msgspec.structs.replace(
-        output_of(0, [5], "stop"), num_cached_tokens=3, prompt_logprobs=entries
-    )
-    [encoded] = frames_of([whole])
-    assert max(map(len, encoded)) <= MAX_OUTPUT_BYTES + 100 and len(encoded) > 90
-    body = encode(OutputFrame(0, "mixed/a/0", "tcp://127.0.0.1:9", encoded))
-
-    async def main() -> tuple[float, float]:
-        async with token_socket() as (tokens, engine):
-            done = asyncio.Event()
-            gap = asyncio.create_task(longest_gap(done))
-            mailbox = tokens.open("r")
-            await asyncio.to_thread(engine.send_multipart, message(body))
-            async with asyncio.timeout(10):
-                found = await mailbox.get()
-            done.set()
-            assert mailbox.num_ends == 1 and found == whole
-            return await gap
-
-    assert_loop_turns(main)
-
-
-@pytest.mark.parametrize(
-    "spoken", [b"xy" * 999, b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48]
-)
-def test_a_stranger_reaches_no_mailbox(spoken: bytes) -> None:
-    async def main() -> list[int]:
-        async with token_socket() as (tokens, engine):
-            port = int(tokens.address.rpartition(":")[2])
-            mailbox = tokens.open("r")
-            with zmq.Context() as context, context.socket(zmq.PUSH) as other:
-                other.linger = 0
-                other.connect(tokens.address)
-                other.send_multipart(message(frame(0, "tcp://127.0.0.1:9", 6)))
-                with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(spoken)
-                    engine.send_multipart(message(frame(0, "tcp://127.0.0.1:8", 5)))
-                    async with asyncio.timeout(5):
-                        return (await mailbox.get()).token_ids
-
-    assert asyncio.run(main()) == [5]
-
-
-def test_aborts_of_many_at_once_are_frames_that_an_engine_takes() -> None:
-    async def main() -> list[int]:
-        with zmq.Context() as context, receiver(context) as end:
-            inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
-            async with token_socket() as (tokens, _):
-                for i in range(2500):
-                    tokens._abort_at(inbox, f"r{i}")
-                await asyncio.sleep(0)
-                sizes: list[int] = []
-                while sum(sizes) < 2500:
-                    assert await asyncio.to_thread(end.poll, 5000)
-                    sizes.append(len(decode(end.recv_multipart()[1], Abort).request_ids))
-                return sizes
-
-    assert asyncio.run(main()) == [1024, 1024, 452]
-
-
-def test_engines_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "MAX_ENGINES", 4)
-
-    async def main() -> tuple[int, int]:
-        async with token_socket() as (tokens, _):
-            for i in range(100):
-                tokens._deliver(f"tcp://127.0.0.1:{i}", output_of(0, [5], "stop"))
-                tokens._newest[f"mixed/{i}/0"] = (0, f"tcp://127.0.0.1:{i}")
-                await asyncio.sleep(0)
-            return len(tokens._heard_at), len(tokens._newest)
-
-    num_heard, num_engines = asyncio.run(main())
-    assert num_heard <= 8 and num_engines <= 9
-
-
-# --- mailboxes ----------------------------------------------------------------------------------
+    run(scenario)
 
 
 def scored_output(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:

@@ -1,215 +1,295 @@
-"""What a pool tells Ray Serve of its health."""
+"""A pool's replica without Ray: what it runs, reports and rebuilds, and when it gives up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.actors.failed_starts import FailedStart
-from cluster.actors.rank_group import GroupReport, RankDied
+from cluster.actors.rank_group import RankDied
+from cluster.observe.reports import GroupReport, ReplicaReport
 from cluster.rank.context import RankPlace
 from cluster.rank.status import RankStats
-from cluster.wire.credentials import Credentials
-from serve.pools import pool as pools
-from serve.pools.pool import Pool
-from serve.pools.router import PoolUnavailable
-from serve.pools.routing import LeaderRouter, Routing
+from cluster.wire.messages import EngineOutput, FinishReason
+from serve.pools import pool_core
+from serve.pools.errors import PoolUnavailable
+from serve.pools.pool_core import PoolCore
+from serve.pools.routing import Routing
+
+ENDED = "rank dp=0 tp=0 epoch=0 ended"
+VERDICT = "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"
 
 
-class PoolWithoutRanks:
-    """Constructing a real one starts its ranks."""
+class Group:
+    """A rank group that reports once, starts as it is told, and ends when it is told."""
 
-    check_health, generate = Pool.check_health, Pool.generate
-    _spawn, _enter = Pool._spawn, Pool._enter
+    def __init__(self, epoch: int, start: Callable[[], None] = lambda: None) -> None:
+        self.epoch, self.handles, self.inboxes = epoch, [None], ["inbox"]
+        self.is_named_by_watchdog = self.is_stopped = False
+        self.verdict = ""
+        self.ended = asyncio.Event()
+        self._start = start
+        self._num_reports = 1 - epoch
 
-    def __init__(self, state: str, error: str = "") -> None:
-        self._is_ready = asyncio.Event()
-        self._enter(state, error)
-        self._tasks: list[asyncio.Task[None]] = []
+    async def report(self) -> GroupReport:
+        if self._num_reports <= 0:
+            raise TimeoutError
+        self._num_reports -= 1
+        rank = RankStats(RankPlace(epoch=self.epoch), pid=1, node="", state="ready", step=1)
+        return GroupReport([rank], [])
+
+    async def start(self) -> None:
+        self._start()
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+
+    def kill(self) -> None:
+        """There is nothing to end."""
+
+    async def wait_for_end(self) -> str:
+        await self.ended.wait()
+        return ENDED
 
 
-async def broken() -> None:
-    raise ValueError("inbox: wanted one, found none")
+class Shell:
+    """What Ray and ZeroMQ do for a replica; its leader ends a request as soon as it comes."""
+
+    def __init__(self, *starts: Callable[[], None], hold_s: float = 0.01) -> None:
+        """Let the group of each epoch start like this; the last one's holds on."""
+        self._starts = starts or (lambda: None,)
+        self.groups: list[Group] = []
+        self.noted: list[tuple[str, str, str]] = []
+        """The state in which something was noted, what, and of what."""
+        self.reports: list[ReplicaReport] = []
+        self.is_answering = True
+        self.aborted: list[str] = []
+        self.core = PoolCore(
+            "mixed",
+            "r",
+            "ours",
+            self,  # type: ignore[arg-type]
+            routing=Routing.LEAST_REQUESTS,
+            hold_s=hold_s,
+        )
+
+    def new_group(self, epoch: int) -> Group:
+        self.groups.append(Group(epoch, self._starts[min(epoch, len(self._starts) - 1)]))
+        return self.groups[-1]
+
+    async def connect(self, inboxes: Sequence[str]) -> Sequence[Shell]:
+        return [self for _ in inboxes]
+
+    async def submit(self, frame: bytes) -> None:
+        if self.is_answering:
+            self.core.on_ended([EngineOutput.ended(frame.decode(), FinishReason.LENGTH)])
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def push(self, report: ReplicaReport, group: Any) -> None:
+        self.reports.append(report)
+
+    async def final_failure(self) -> str:
+        return ""
+
+    async def note_failure(self, reason: str, is_final: bool) -> None:
+        await asyncio.sleep(0.01)
+        self.noted.append((self.core.state, "final" if is_final else "failed", reason))
+
+    async def note_recovery(self) -> None:
+        await asyncio.sleep(0.05)
+        self.noted.append((self.core.state, "recovered", ""))
+
+    async def ask(self, config_hash: str = "ours") -> str:
+        return await self.core.generate("r", b"r", config_hash)
+
+    async def until(self, is_over: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not is_over():
+                await asyncio.sleep(0.01)
 
 
-async def health_beside(pool: Any, *tasks: Coroutine[Any, Any, None]) -> None:
-    for task in tasks:
-        pool._spawn(task)
-    await asyncio.sleep(0.01)
-    try:
-        await pool.check_health()
-    finally:
-        for task in pool._tasks:
-            task.cancel()
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario())
+
+
+def fail(reason: str = ENDED, verdict: str = "") -> Callable[[], None]:
+    def start() -> None:
+        raise RankDied(reason, verdict)
+
+    return start
 
 
 def test_a_pool_is_healthy_as_long_as_its_tasks_run() -> None:
-    asyncio.run(health_beside(PoolWithoutRanks("ready"), asyncio.sleep(60), asyncio.sleep(0)))
+    async def broken() -> None:
+        raise ValueError("inbox: wanted one, found none")
 
+    async def scenario() -> None:
+        shell = Shell()
+        await shell.core.start()
+        shell.core.spawn(asyncio.sleep(0))
+        await asyncio.sleep(0.01)
+        shell.core.check_health()
+        shell.core.spawn(broken())
+        await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="inbox: wanted one"):
+            shell.core.check_health()
 
-def test_a_pool_that_nobody_watches_any_more_is_not() -> None:
-    with pytest.raises(ValueError, match="inbox: wanted one"):
-        asyncio.run(health_beside(PoolWithoutRanks("ready"), asyncio.sleep(60), broken()))
-
-
-def test_a_pool_that_gave_up_says_why() -> None:
-    with pytest.raises(RankDied, match="rank dp=0 tp=1"):
-        asyncio.run(health_beside(PoolWithoutRanks("failed", "rank dp=0 tp=1 epoch=2: stuck")))
-
-
-class PoolOfOneLeader(PoolWithoutRanks):
-    """What `generate` asks for; its leader ends every request as soon as it comes."""
-
-    def __init__(self, state: str) -> None:
-        super().__init__(state, "rank dp=0 tp=1 epoch=0 ended")
-        self._router = LeaderRouter(Routing.LEAST_REQUESTS, 1)
-        self._leaders = [self]
-        self._credentials, self._config_hash = Credentials("ours", b"s" * 32), "ours"
-        self._open: dict[str, asyncio.Future[Any]] = {}
-        self.closed, self._hold_s = False, 0.01
-
-    async def send_multipart(self, frame: list[bytes]) -> None:
-        output = SimpleNamespace(finish_reason="length")
-        self._open["r"].set_result(output)
+    run(scenario)
 
 
 @pytest.mark.feature("P14")
 def test_a_request_waits_a_while_for_ranks_that_are_rebuilt() -> None:
     """A refusal at once would draw all requests here, past a replica that is healthy."""
 
-    async def scenario(hold_s: float) -> str:
-        pool = PoolOfOneLeader("restarting")
-        pool._hold_s = hold_s
-        asyncio.get_running_loop().call_later(0.1, pool._enter, "ready")
-        return await pool.generate("r", b"", "ours")  # type: ignore[misc]
+    async def scenario() -> None:
+        ready = asyncio.Event()
+        shell = Shell(hold_s=30)
+        restarting = Shell(hold_s=0.01)
+        for each in (shell, restarting):
+            await each.core.start()
+            each.groups[0].ended.set()
 
-    assert asyncio.run(scenario(hold_s=30)) == "length"
-    with pytest.raises(PoolUnavailable, match="found it restarting: rank dp=0 tp=1 epoch=0 ended"):
-        asyncio.run(scenario(hold_s=0.01))
+            async def start() -> None:
+                await ready.wait()
+
+            each.new_group = lambda epoch: _with(Group(epoch), start)  # type: ignore[method-assign]
+            await each.until(lambda each=each: each.core.state == "restarting")
+        with pytest.raises(PoolUnavailable, match=f"found it restarting: {ENDED}"):
+            await restarting.ask()
+        waiting = asyncio.create_task(shell.ask())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        ready.set()
+        assert await waiting == "length"
+
+    run(scenario)
+
+
+def _with(group: Group, start: Callable[[], Coroutine[Any, Any, None]]) -> Group:
+    group.start = start  # type: ignore[method-assign]
+    return group
 
 
 def test_a_request_of_another_deployment_is_not_run() -> None:
     """Its ingress would drop every token; a replica of its own is on its way."""
-    pool = PoolOfOneLeader("ready")
-    with pytest.raises(PoolUnavailable, match="config_hash: wanted ours, found theirs"):
-        asyncio.run(pool.generate("r", b"", "theirs"))  # type: ignore[misc]
-    assert not pool._open
+
+    async def scenario() -> None:
+        shell = Shell()
+        await shell.core.start()
+        with pytest.raises(PoolUnavailable, match="config_hash: wanted ours, found theirs"):
+            await shell.ask("theirs")
+
+    run(scenario)
 
 
-class Group:
-    """A rank group that reports once, starts as it is told, and ends at once."""
+def test_calls_end_with_their_ranks_and_one_that_is_cancelled_is_aborted() -> None:
+    async def scenario() -> None:
+        shell = Shell()
+        await shell.core.start()
+        shell.is_answering = False
+        cancelled = asyncio.create_task(shell.ask())
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert shell.aborted == ["r"]
+        lost = asyncio.create_task(shell.ask())
+        await asyncio.sleep(0.01)
+        shell.groups[0].ended.set()
+        with pytest.raises(RankDied, match=ENDED):
+            await lost
 
-    def __init__(self, epoch: int, pool: PoolWithoutRanks | None = None) -> None:
-        self.epoch, self.actors, self.is_stopped = epoch, list[Any](), False
-        self.is_named_by_watchdog = False
-        self.verdict = ""
-        self._pool = pool
-        rank = RankStats(RankPlace(epoch=epoch), pid=1, node="", state="ready", step=1)
-        self._reports = [GroupReport([rank], [])]
-
-    async def report(self) -> GroupReport:
-        if not self._reports or self._pool is not None:
-            raise TimeoutError
-        return self._reports.pop()
-
-    async def start(self) -> None:
-        if self._pool is not None:
-            self._pool._enter("stopping")
-
-    async def stop(self) -> None:
-        self.is_stopped = True
-
-    async def wait_for_end(self) -> str:
-        return "rank dp=0 tp=0 epoch=0 ended"
-
-
-class PoolOfGroups(PoolWithoutRanks):
-    """What watches and reports a group, without Ray."""
-
-    _report, _watch_group, _is_stopping = Pool._report, Pool._watch_group, Pool._is_stopping
-    _lose, _fail, _serve = Pool._lose, Pool._fail, Pool._serve
-    _replica_id, _config_hash = "r", "ours"
-
-    def __init__(self) -> None:
-        super().__init__("ready")
-        self._pool = PoolConfig  # its name is all that is asked for
-        self._group = Group(0)
-        self._open: dict[str, Any] = {}
-        self._restarts: Counter[str] = Counter()
-        self._is_stuck = False
-        self._board = self
-        self._failed_starts = self
-        self.noted: list[tuple[str, FailedStart]] = []
-        self.pushed: list[tuple[str, list[Any]]] = []
-        self.in_state_s: list[float] = []
-
-    def _new_group(self, epoch: int) -> Group:
-        return Group(epoch, self)
-
-    def note(self, pool: str, failed: FailedStart) -> None:
-        self.noted.append((pool, failed))
-
-    async def push(self, report: Any, actors: list[Any]) -> None:
-        self.pushed.append((report.state, report.group.ranks))
-        self.in_state_s.append(report.in_state_s)
-
-    async def has_pushed(self, state: str) -> None:
-        async with asyncio.timeout(30):
-            while state not in (told for told, _ in self.pushed):
-                await asyncio.sleep(0.01)
-
-
-class PoolConfig:
-    name = "mixed"
+    run(scenario)
 
 
 @pytest.mark.feature("P14")
 def test_ranks_of_a_group_that_ended_are_told_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "REPORT_PERIOD_S", 0.01)
-    monkeypatch.setattr(pools, "STUCK_AFTER_S", 0.5)
-    pool = PoolOfGroups()
+    monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.01)
+    monkeypatch.setattr(pool_core, "STUCK_AFTER_S", 0.5)
 
-    async def scenario() -> None:
-        pool._spawn(pool._report())  # type: ignore[misc]
-        await pool.has_pushed("stuck")
-        await asyncio.sleep(1)
-        pool._group = Group(1, pool)
-        pool._enter("restarting")
-        await pool.has_pushed("restarting")
-        pool._tasks[0].cancel()
+    async def scenario() -> list[ReplicaReport]:
+        shell = Shell()
+        await shell.core.start()
+        shell.core.spawn(shell.core.report())
+        await shell.until(lambda: shell.reports and shell.reports[-1].state == "stuck")
+        await asyncio.sleep(0.5)
+        ready = asyncio.Event()
+        shell.new_group = lambda epoch: _with(Group(epoch), ready.wait)  # type: ignore
+        shell.groups[0].ended.set()
+        await shell.until(lambda: shell.reports[-1].state == "restarting")
+        await shell.core.stop()
+        return shell.reports
 
-    asyncio.run(scenario())
-    states = [state for state, _ in pool.pushed]
+    reports = asyncio.run(scenario())
+    states = [report.state for report in reports]
     # One that does not answer in time keeps its figures, and is stuck.
     assert states[:2] == ["ready", "ready"], "one late answer says nothing"
     assert "stuck" in states and states[-1] == "restarting"
-    assert all(bool(ranks) == (state != "restarting") for state, ranks in pool.pushed)
+    assert all(bool(r.group.ranks) == (r.state != "restarting") for r in reports)
     # How long it has been in a state grows until another one begins.
-    for old, new in pairwise(zip(states, pool.in_state_s, strict=True)):
-        assert (new[1] > old[1]) == (new[0] == old[0]), (old, new)
+    for old, new in pairwise(reports):
+        assert (new.in_state_s > old.in_state_s) == (new.state == old.state), (old, new)
 
 
 def test_a_pool_that_is_stopped_while_its_group_is_rebuilt_keeps_no_ranks() -> None:
-    pool = PoolOfGroups()
-    asyncio.run(pool._watch_group())  # type: ignore[misc]
-    assert pool._state == "stopping"
-    assert pool._group.epoch == 1 and pool._group.is_stopped
+    async def scenario() -> None:
+        shell = Shell()
+        await shell.core.start()
+        ready = asyncio.Event()
+        rebuilt = _with(Group(1), ready.wait)  # type: ignore[arg-type]
+        shell.new_group = lambda epoch: rebuilt  # type: ignore[method-assign]
+        shell.groups[0].ended.set()
+        await shell.until(lambda: shell.core.group is rebuilt)
+        stopping = asyncio.create_task(shell.core.stop())
+        await asyncio.sleep(0)
+        ready.set()
+        await stopping
+        assert rebuilt.is_stopped and shell.core.state == "stopping"
+
+    run(scenario)
 
 
 @pytest.mark.feature("E01", "F07")
 def test_a_group_that_no_start_can_compile_is_not_rebuilt_and_its_pool_fails() -> None:
-    pool = PoolOfGroups()
-    group = pool._group
-    group.verdict = "compilation.splitting_ops: wanted an op, found 'lockstep::nothing'"
-    asyncio.run(pool._watch_group())  # type: ignore[misc]
-    assert pool._group is group
-    assert pool._state == "failed" and pool._error == "rank dp=0 tp=0 epoch=0 ended"
-    assert pool.noted == [("mixed", FailedStart(group.verdict, is_final=True))]
-    with pytest.raises(RankDied):
-        asyncio.run(pool.check_health())
+    async def scenario() -> None:
+        shell = Shell()
+        await shell.core.start()
+        shell.groups[0].verdict = VERDICT
+        shell.groups[0].ended.set()
+        await shell.until(lambda: shell.core.state == "failed")
+        assert len(shell.groups) == 1 and shell.core.error == ENDED
+        # The note is kept before the state is entered, and behind that of the recovery.
+        assert shell.noted == [("restarting", "recovered", ""), ("restarting", "final", VERDICT)]
+        with pytest.raises(RankDied, match=ENDED):
+            shell.core.check_health()
+
+    run(scenario)
+
+
+def test_a_group_that_fails_to_start_again_and_again_fails_its_pool() -> None:
+    async def scenario() -> None:
+        shell = Shell(lambda: None, fail("rank dp=0 tp=1 epoch=2: stuck"))
+        await shell.core.start()
+        shell.groups[0].ended.set()
+        await shell.until(lambda: shell.core.state == "failed")
+        assert len(shell.groups) == 1 + pool_core.MAX_FAILED_STARTS
+        assert shell.noted[-1] == ("restarting", "failed", "rank dp=0 tp=1 epoch=2: stuck")
+
+    run(scenario)
+
+
+def test_a_pool_that_is_stopped_while_it_fails_is_not_failed() -> None:
+    async def scenario() -> None:
+        shell = Shell(fail(verdict=VERDICT))
+        starting = asyncio.create_task(shell.core.start())
+        await asyncio.sleep(0)
+        await shell.core.stop()
+        with pytest.raises(RankDied):
+            await starting
+        assert shell.noted == [("stopping", "final", VERDICT)] and shell.core.state == "stopping"
+
+    run(scenario)

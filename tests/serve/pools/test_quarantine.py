@@ -1,82 +1,169 @@
-"""Suspects of all ingresses are tried one at a time."""
+"""Suspects of all ingresses are tried one at a time, in the order of asking."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.actors.turns import Turns
-from serve.pools import quarantine as dock_module
-from serve.pools.quarantine import SharedDock
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dock_module, "ASK_PERIOD_S", 0.01)
+from cluster.wire.messages import FinishReason
+from serve.pools import quarantine as quarantine_module
+from serve.pools.quarantine import LOST_AFTER_S, CrashHistory, FairLock, Quarantine, Trial
 
 
-def dock_of(name: str, turns: Turns) -> SharedDock:
-    async def ask() -> bool:
+@pytest.fixture
+def ask_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine_module, "ASK_PERIOD_S", 0.01)
+
+
+class Shared:
+    """One ingress's way to a lock."""
+
+    def __init__(self, lock: FairLock, name: str) -> None:
+        self._lock, self._name = lock, name
+
+    async def take(self) -> bool:
         await asyncio.sleep(0)
-        return turns.take(name)
+        return self._lock.take(self._name)
 
-    return SharedDock(ask, lambda: turns.give_back(name))
+    def give_back(self) -> None:
+        self._lock.give_back(self._name)
 
 
+def suspect() -> CrashHistory:
+    history = CrashHistory()
+    while not history.is_suspect:
+        history.add(FinishReason.DIED, Trial())
+    return history
+
+
+def trials(*names: str) -> list[AbstractAsyncContextManager[Trial]]:
+    """Return a trial in the quarantine of each ingress."""
+    lock = FairLock()
+    made = {name: Quarantine(Shared(lock, name)) for name in names}
+    return [made[name].trial(suspect()) for name in names]
+
+
+@asynccontextmanager
+async def soon() -> AsyncIterator[None]:
+    async with asyncio.timeout(60):
+        yield
+
+
+@pytest.mark.usefixtures("ask_soon")
 def test_suspects_of_two_ingresses_are_tried_one_at_a_time() -> None:
-    turns = Turns(60)
-    docks = [dock_of(name, turns) for name in "ab"]
     now, tried = set[int](), list[int]()
 
-    async def trial(suspect: int) -> None:
-        await docks[suspect % 2].acquire()
-        assert not now
-        now.add(suspect)
-        tried.append(suspect % 2)
-        await asyncio.sleep(0.03)
-        now.remove(suspect)
-        docks[suspect % 2].release()
-
     async def run() -> None:
-        async with asyncio.timeout(60):
+        lock = FairLock()
+        quarantines = [Quarantine(Shared(lock, name)) for name in "ab"]
+
+        async def trial(number: int) -> None:
+            async with quarantines[number % 2].trial(suspect()):
+                assert not now
+                now.add(number)
+                tried.append(number % 2)
+                await asyncio.sleep(0.03)
+                now.remove(number)
+
+        async with soon():
             await asyncio.gather(*map(trial, range(8)))
 
     asyncio.run(run())
     assert tried == [0, 1] * 4, "neither ingress waits for all suspects of the other"
 
 
+@pytest.mark.usefixtures("ask_soon")
 def test_a_client_that_leaves_does_not_keep_the_next_one_waiting() -> None:
-    turns = Turns(60)
-    mine, other = dock_of("a", turns), dock_of("b", turns)
-
     async def run() -> None:
-        async with asyncio.timeout(60):
-            await other.acquire()
-            waiting = asyncio.create_task(mine.acquire())
-            await asyncio.sleep(0.05)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            other.release()
-            await mine.acquire()
-            mine.release()
+        other, leaving, next_one = trials("b", "a", "c")
+        async with soon():
+            async with other:
+                waiting = asyncio.create_task(leaving.__aenter__())
+                await asyncio.sleep(0.05)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            async with next_one as trial:
+                assert trial.is_open
 
     asyncio.run(run())
 
 
-def test_a_long_trial_is_not_taken_for_a_dead_ingress() -> None:
-    turns = Turns(0.5)
-    mine, other = dock_of("a", turns), dock_of("b", turns)
+@pytest.mark.usefixtures("ask_soon")
+def test_a_long_trial_is_not_taken_for_a_dead_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine_module, "LOST_AFTER_S", 0.5)
 
     async def run() -> bool:
-        async with asyncio.timeout(60):
-            await mine.acquire()
-            waiting = asyncio.create_task(other.acquire())
-            await asyncio.sleep(1.5)
-            was_let_in = waiting.done()
-            mine.release()
-            await waiting
-            other.release()
+        mine, other = trials("a", "b")
+        async with soon():
+            async with mine:
+                waiting = asyncio.create_task(other.__aenter__())
+                await asyncio.sleep(1.5)
+                was_let_in = waiting.done()
+            (await waiting).end()
             return was_let_in
 
     assert not asyncio.run(run())
+
+
+def test_who_is_no_suspect_waits_for_nobody_and_who_gave_tokens_holds_nobody_up() -> None:
+    async def run() -> None:
+        quarantine = Quarantine()
+        async with soon(), quarantine.trial(suspect()) as trial:
+            async with quarantine.trial(CrashHistory()) as free:
+                assert trial.is_open and not free.is_open
+            trial.count(1)
+            assert trial.is_open
+            trial.count(1)
+            assert not trial.is_open
+            async with quarantine.trial(suspect()) as next_one:
+                assert next_one.is_open
+
+    asyncio.run(run())
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_has_the_lock_in_the_order_in_which_they_asked() -> None:
+    lock = FairLock(Clock())
+    assert lock.take("a") and not lock.take("b") and not lock.take("c")
+    assert lock.take("a"), "it keeps what it has"
+    lock.give_back("a")
+    assert not lock.take("c") and not lock.take("a") and lock.take("b")
+    lock.give_back("c")  # does not wait any more
+    lock.give_back("b")
+    assert lock.take("a")
+
+
+def test_who_is_silent_loses_the_lock_and_its_place() -> None:
+    clock = Clock()
+    lock = FairLock(clock)
+    assert lock.take("dead") and not lock.take("next")
+    clock.now = LOST_AFTER_S
+    assert not lock.take("next")
+    clock.now += 0.1
+    assert lock.take("next") and not lock.take("dead")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=40))
+def test_nobody_takes_what_another_has_and_nobody_starves(steps: list[tuple[str, bool]]) -> None:
+    lock, holder, had = FairLock(Clock()), None, Counter[str]()
+    for name, is_taking in [*steps, *(("abc"[i % 3], i % 2 == 0) for i in range(30))]:
+        if is_taking and lock.take(name):
+            assert holder in (None, name)
+            holder = name
+            had[name] += 1
+        elif not is_taking and holder == name:
+            lock.give_back(name)
+            holder = None
+    assert min(had[name] for name in "abc") > 0

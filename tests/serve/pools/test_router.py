@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.actors.turns import Turns
 from cluster.wire.messages import (
     EngineOutput,
     FinishReason,
@@ -20,11 +19,12 @@ from cluster.wire.messages import (
     decode,
 )
 from serve.event_loop import StreamBatcher
-from serve.pools import quarantine as dock_module
+from serve.pools import quarantine as quarantine_module
 from serve.pools import router as router_module
+from serve.pools.errors import PoolUnavailable
 from serve.pools.mailboxes import Mailbox
-from serve.pools.quarantine import SharedDock
-from serve.pools.router import PoolUnavailable, Router
+from serve.pools.quarantine import FairLock, Quarantine
+from serve.pools.router import Router
 from serve.requests.records import SequenceRecord
 
 REQUEST = GenerateRequest(
@@ -214,7 +214,7 @@ def test_an_output_that_comes_twice_ends_the_request_with_the_reason() -> None:
 
 def test_a_request_that_is_lost_again_and_again_ends_with_the_reason() -> None:
     found, pool, _ = serve(lose)
-    assert len(pool.submitted) == router_module.MAX_LOSSES
+    assert len(pool.submitted) == quarantine_module.MAX_LOSSES
     [last] = found
     assert (last.finish_reason, last.error) == (
         "error",
@@ -224,7 +224,9 @@ def test_a_request_that_is_lost_again_and_again_ends_with_the_reason() -> None:
 
 def test_a_request_whose_ranks_die_in_its_own_trials_ends_with_the_reason() -> None:
     found, pool, _ = serve(crash)
-    assert len(pool.submitted) == router_module.SHARED_DEATHS + router_module.MAX_FAILED_TRIALS
+    assert (
+        len(pool.submitted) == quarantine_module.SHARED_DEATHS + quarantine_module.MAX_FAILED_TRIALS
+    )
     [last] = found
     assert last.finish_reason == "error"
     assert last.error.startswith("its ranks died 4 times, at last: mixed replica")
@@ -282,18 +284,24 @@ def test_requests_beside_one_that_kills_its_ranks_are_served(
 
     Whichever ingress they came to.
     """
-    monkeypatch.setattr(dock_module, "ASK_PERIOD_S", 0.01)
+    monkeypatch.setattr(quarantine_module, "ASK_PERIOD_S", 0.01)
 
     async def main() -> dict[str, str]:
-        tokens, turns = Tokens(), Turns(60)
+        tokens, lock = Tokens(), FairLock()
         group = Group(tokens, "killer")
 
-        def ingress(name: str) -> Router:
-            async def ask() -> bool:
-                return turns.take(name)
+        class Shared:
+            def __init__(self, name: str) -> None:
+                self._name = name
 
-            dock = SharedDock(ask, lambda: turns.give_back(name))
-            return Router({"mixed": group}, tokens, dock)  # type: ignore[arg-type]
+            async def take(self) -> bool:
+                return lock.take(self._name)
+
+            def give_back(self) -> None:
+                lock.give_back(self._name)
+
+        def ingress(name: str) -> Router:
+            return Router({"mixed": group}, tokens, Quarantine(Shared(name)))  # type: ignore[arg-type]
 
         routers = [ingress(f"ingress {i}") for i in range(num_ingresses)]
 

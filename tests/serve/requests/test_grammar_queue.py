@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from compile.errors import FieldError
 from serve.admission import Overloaded
 from serve.clients import UNKNOWN, Client
-from serve.config import bundled_model
 from serve.requests import grammar_queue
 from serve.requests.grammar_process import MAX_CPU_S, GrammarProcessLost, Tried
 from serve.requests.grammar_queue import (
@@ -29,7 +28,7 @@ from serve.requests.grammar_queue import (
 )
 from serve.requests.structured import StructuredOutputsParams
 
-WANTED = StructuredOutputsParams(regex="a")
+WANTED, OTHER = StructuredOutputsParams(regex="a"), StructuredOutputsParams(regex="b")
 HONEST = Client("honest")
 
 
@@ -192,9 +191,16 @@ def test_a_second_process_needs_cores() -> None:
 class ScriptedProcess:
     """Does what it is told with each try; notes the processor time that each was given."""
 
-    def __init__(self, do: Callable[[float], Tried]) -> None:
+    def __init__(self, do: Callable[[float], Tried], may_start: threading.Event | None = None):
         self._do = do
+        self._may_start = may_start
+        self.is_starting = threading.Event()
         self.budgets: list[float] = []
+
+    def start(self) -> None:
+        self.is_starting.set()
+        if self._may_start is not None:
+            assert self._may_start.wait(60)
 
     def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float) -> Tried:
         self.budgets.append(max_cpu_s)
@@ -204,10 +210,19 @@ class ScriptedProcess:
 def queue_of(
     do: Callable[[float], Tried], clock: Callable[[], float] = lambda: 0.0
 ) -> tuple[GrammarQueue, ScriptedProcess]:
-    queue, process = GrammarQueue(Path(), 1, clock), ScriptedProcess(do)
-    queue._idle[:] = [process]  # type: ignore[list-item]
-    assert not queue._cold
-    return queue, process
+    process: Any = ScriptedProcess(do)
+    return GrammarQueue(Path(), 1, clock, lambda _: process), process
+
+
+class Busy:
+    """Tries that last until the test says so."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def __call__(self, _: float) -> Tried:
+        assert self.may_end.wait(60)
+        return Tried("text")
 
 
 def ask(queue: GrammarQueue) -> str:
@@ -270,44 +285,39 @@ def test_several_who_ask_for_one_grammar_wait_for_one_try() -> None:
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "MAX_GRAMMAR_WAIT_S", 0.01)
-    queue, process = queue_of(lambda _: Tried("text"))
-    taken = queue._idle.pop()
-    queue._turns._running[Job(WANTED, UNKNOWN, 0)] = 0.0  # the only process is in use
-    with pytest.raises(Overloaded, match="a grammar that is compiled in"):
-        ask(queue)
-    queue._turns._running.clear()
-    queue._idle.append(taken)
-    queue._go_on()
-    assert process.budgets == [] and queue._jobs == {}
+    monkeypatch.setattr(grammar_queue, "MAX_GRAMMAR_WAIT_S", 0.05)
+    busy = Busy()
+    queue, process = queue_of(busy)
+    for wanted in (OTHER, WANTED):
+        with pytest.raises(Overloaded, match="a grammar that is compiled in"):
+            asyncio.run(queue.text(wanted, HONEST))
+    busy.may_end.set()
+    monkeypatch.setattr(grammar_queue, "MAX_GRAMMAR_WAIT_S", 60)
+    assert asyncio.run(queue.text(StructuredOutputsParams(regex="c"), HONEST)) == "text"
+    assert len(process.budgets) == 2, "of the first and of the last"
 
 
 @pytest.mark.feature("R09")
-def test_no_grammar_waits_for_the_second_process_to_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue = GrammarQueue(Path(bundled_model()), num_processes=2)
+def test_no_grammar_waits_for_the_second_process_to_start() -> None:
+    busy, may_start = Busy(), threading.Event()
+    second = ScriptedProcess(lambda _: Tried("by the second"), may_start)
+    processes: list[Any] = [ScriptedProcess(busy), second]
+    queue = GrammarQueue(Path(), 2, new_process=lambda _: processes.pop(0))
     queue.start()
-    [ready], [cold] = queue._idle, queue._cold
-    may_start, start = threading.Event(), cold.start
-    monkeypatch.setattr(cold, "start", lambda: (may_start.wait(), start()))
-    assert ready._process is not None
-    running = ready._process
-    running.send_signal(signal.SIGSTOP)
 
-    async def all_at_once() -> list[str]:
+    async def all_at_once() -> None:
         wanted = [StructuredOutputsParams(regex=f"[a-c]{{{i}}}") for i in (1, 2, 3)]
         texts = asyncio.gather(*(queue.text(each, HONEST) for each in wanted))
-        while queue._cold:
-            await asyncio.sleep(0.001)
-        running.send_signal(signal.SIGCONT)
-        found = await texts
+        assert await asyncio.to_thread(second.is_starting.wait, 60)
+        busy.may_end.set()
+        assert await texts == ["text"] * 3
+        busy.may_end.clear()
+        held = asyncio.create_task(queue.text(WANTED, HONEST))
+        await asyncio.sleep(0.01)
         may_start.set()
         async with asyncio.timeout(60):
-            while len(queue._idle) < 2:
-                await asyncio.sleep(0.01)
-        return found
+            assert await queue.text(OTHER, HONEST) == "by the second"
+        busy.may_end.set()
+        assert await held == "text"
 
-    assert all(asyncio.run(all_at_once()))
-    assert set(queue._idle) == {ready, cold} and queue._turns.num_processes == 2
-    assert cold._process is not None and cold._process.poll() is None
+    asyncio.run(all_at_once())

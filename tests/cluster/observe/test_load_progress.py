@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.actors.load_progress import LoadClock
+from cluster.observe.load_progress import LoadClock
 
 
 def test_what_remains_is_told_at_the_pace_since_the_first_part() -> None:

@@ -1,0 +1,91 @@
+"""The ranks of a group as Ray actors, one in each bundle of its placement group."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actors.artifact_board import create_artifact_board
+from cluster.actors.placement import bundles_by_node, is_on_one_node
+from cluster.actors.rank_actor import RemoteRank
+from cluster.actors.rank_group import CallEnd, RankGroup, places_of
+from cluster.config import EngineConfig
+from cluster.observe.logs import last_line
+from cluster.rank.rendezvous import Rendezvous
+from cluster.wire.credentials import Credentials
+
+
+class RayRank:
+    """The `RankHandle` of an actor. Loading and stepping occupy its group `step`."""
+
+    def __init__(self, actor: Any, board: Any) -> None:
+        self.actor = actor
+        self._board = board
+        """Kept: the group's artifact board ends with its last handle."""
+
+    def meet(self) -> Awaitable[CallEnd]:
+        return end_of(self.actor.meet.options(concurrency_group="step").remote())
+
+    def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]:
+        return end_of(self.actor.load.options(concurrency_group="step").remote(rendezvous))
+
+    def run(self) -> Awaitable[CallEnd]:
+        return end_of(self.actor.run.options(concurrency_group="step").remote())
+
+    def heartbeat(self) -> Awaitable[CallEnd]:
+        return end_of(self.actor.heartbeat.options(concurrency_group="ctl").remote())
+
+    def stats(self) -> Awaitable[CallEnd]:
+        return end_of(self.actor.stats.options(concurrency_group="ctl").remote())
+
+    def stop(self) -> None:
+        self.actor.stop.options(concurrency_group="ctl").remote()
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+
+async def end_of(ref: Any) -> CallEnd:
+    """Return how a call to an actor ended."""
+    try:
+        return CallEnd(await ref)
+    except ray.exceptions.RayError as error:
+        raised = getattr(error, "cause", None) or error
+        is_death = isinstance(error, ray.exceptions.RayActorError)
+        return CallEnd(None, last_line(error), raised, is_death)
+
+
+def create_group(
+    config: EngineConfig,
+    placement_group: PlacementGroup,
+    *,
+    first_bundle: int,
+    engine_id: str,
+    credentials: Credentials,
+    epoch: int = 0,
+) -> RankGroup:
+    """Create the actors of a group, which wait to be told to load.
+
+    Args:
+        first_bundle: the bundle of rank 0; those before it belong to the owner.
+    """
+    places = places_of(config.parallel, epoch)
+    board = create_artifact_board() if len(places) > 1 else None
+    bundles = bundles_by_node(placement_group, first_bundle, len(places))
+    is_near = is_on_one_node(placement_group, bundles)
+    actors = [
+        RemoteRank.options(
+            num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),
+            num_gpus=placement_group.bundle_specs[bundle].get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group, placement_group_bundle_index=bundle
+            ),
+        ).remote(config, place, f"{engine_id}/{place.dp_rank}", credentials, board, is_near)
+        for bundle, place in zip(bundles, places, strict=True)
+    ]
+    handles = [RayRank(actor, board) for actor in actors]
+    return RankGroup(config.parallel, handles, watchdog_s=config.watchdog_s, epoch=epoch)

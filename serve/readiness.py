@@ -1,0 +1,168 @@
+"""What `/ready` and `/health` answer, from what the status board said last.
+
+Ready: every pool and the ingresses have all their replicas, and all of them serve. Degraded: some
+are missing, and the rest serves. Nothing here does I/O; times are given to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cluster.config import PLACEMENT_TIMEOUT_S, rank_bundles
+from cluster.observe.load_progress import LoadProgress
+from cluster.observe.reports import OUTDATED
+from serve.config import DeployConfig
+
+log = logging.getLogger("lockstep.ingress")
+
+STALE_S = 5.0
+"""What the board said longer ago no longer counts."""
+
+
+class Readiness:
+    """How an application is, as one of its ingresses sees it."""
+
+    def __init__(self, config: DeployConfig, ingress_id: str, now: float) -> None:
+        """Start with nothing there."""
+        self.body: dict[str, Any] = {
+            "status": "loading",
+            "compiling": False,
+            "pools": {},
+            "ingresses": [],
+            "loading": [],
+        }
+        """Of `/ready`."""
+        self.has_tokenizer = False
+        self._config = config
+        self._ingress_id = ingress_id
+        self._is_draining = False
+        self._complete_at = self._heard_at = now
+        """When all replicas and the tokenizer were there last; before that, the start."""
+        self._late_at = self._complain_at = now + PLACEMENT_TIMEOUT_S
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request can be served now."""
+        serves = self.body["status"] in ("ready", "degraded")
+        return serves and self.has_tokenizer and not self._is_draining
+
+    @property
+    def is_anyone_ready(self) -> bool:
+        """Whether an ingress has loaded, this one or another."""
+        return any(ingress["state"] == "ready" for ingress in self.body["ingresses"])
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what concerns all is logged here: by the ingress that came first."""
+        ingresses = self.body["ingresses"]
+        return not ingresses or ingresses[0]["id"] == self._ingress_id
+
+    @property
+    def num_live_elsewhere(self) -> int:
+        """The sequences that other ingresses have admitted."""
+        ingresses = self.body["ingresses"]
+        return sum(each["num_live"] for each in ingresses if each["id"] != self._ingress_id)
+
+    def failure(self) -> str:
+        """Return which pool hangs or is gone, and why; empty if none.
+
+        A pool hangs if none of its replicas serves, and the watchdog called a step of one stuck.
+        """
+        pools = self.body["pools"].items()
+        found = (f"{name} pool: {error}" for name, pool in pools if (error := _why_down(pool)))
+        return next(found, "")
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self._is_draining = True
+        self.body = {**self.body, "status": "draining"}
+
+    def elapsed_s(self, now: float) -> float:
+        """Return how long something has been missing."""
+        return now - self._complete_at
+
+    def are_pools_late(self, body: dict[str, Any], now: float) -> bool:
+        """Return whether replicas have been missing for so long that it is told what they want."""
+        return now > self._late_at and any(
+            _num_placed(body, pool.name) < pool.replicas for pool in self._config.pools
+        )
+
+    def see(
+        self, body: dict[str, Any], free: Mapping[str, float], now: float, *, is_board_new: bool
+    ) -> bool:
+        """Take what the board says of all; return whether that is news.
+
+        Args:
+            free: the cluster's resources that are not reserved, where pools are late.
+            is_board_new: it may not have heard of all yet.
+        """
+        self._heard_at = now
+        missing = self._missing(body, free, now)
+        if missing and is_board_new and self.body["status"] != "loading":
+            return False  # nothing here has changed
+        states = {ingress["state"] for ingress in body["ingresses"]}
+        status = body["status"]
+        if "ready" not in states:
+            status = "loading"
+        elif status == "ready" and (missing or "loading" in states):
+            status = "degraded"
+        if self._is_draining:
+            status = "draining"
+        self.body = {**body, "status": status, "loading": body["loading"] + missing}
+        return True
+
+    def see_silence(self, now: float) -> None:
+        """Note that the board does not answer."""
+        if now - self._heard_at > STALE_S and self.body["status"] == "ready":
+            what = f"status board: wanted an answer, found none for {STALE_S:g} s"
+            loading = [self._awaited(what, now)]
+            self.body = {**self.body, "status": "degraded", "loading": loading}
+
+    def _missing(
+        self, body: dict[str, Any], free: Mapping[str, float], now: float
+    ) -> list[dict[str, Any]]:
+        """Tell of what has fewer replicas than wanted; after a while also what they wait for."""
+        missing: list[dict[str, Any]] = []
+        if (there := len(body["ingresses"])) < (wanted := self._config.num_ingresses):
+            missing.append(self._awaited("ingress: replicas", now, there, wanted))
+        is_late = self.are_pools_late(body, now)
+        for pool in self._config.pools:
+            if (placed := _num_placed(body, pool.name)) >= pool.replicas:
+                continue
+            what = f"{pool.name}: replicas"
+            if is_late:
+                bundles = rank_bundles(pool.engine, pool.num_cpus)
+                what += f" not placed: each wanted {bundles}, found free {dict(free)}"
+                if now > self._complain_at and self.speaks:
+                    self._complain_at = now + PLACEMENT_TIMEOUT_S
+                    log.error("%s", what)
+            missing.append(self._awaited(what, now, placed, pool.replicas, pool=pool.name))
+        if not missing:
+            self._late_at = now + PLACEMENT_TIMEOUT_S
+            if self.has_tokenizer:
+                self._complete_at = now
+        return missing
+
+    def _awaited(
+        self, what: str, now: float, done: int = 0, total: int = 1, pool: str | None = None
+    ) -> dict[str, Any]:
+        """Return an entry of `loading` for what no rank does, since all there was."""
+        progress = LoadProgress(what, done, total, self.elapsed_s(now))
+        return {**asdict(progress), "pool": pool, "replica": None}
+
+
+def _num_placed(body: dict[str, Any], pool: str) -> int:
+    replicas = body["pools"].get(pool, {"replicas": []})["replicas"]
+    return sum(replica["state"] != OUTDATED for replica in replicas)
+
+
+def _why_down(pool: dict[str, Any]) -> str:
+    """Return why a pool serves nobody and will not do so by itself soon; empty if it does."""
+    replicas = [replica for replica in pool["replicas"] if replica["state"] != OUTDATED]
+    if any(replica["state"] == "ready" for replica in replicas):
+        return ""
+    down = [each for each in replicas if each["state"] == "failed" or each.get("stuck")]
+    return str(down[0].get("error") or "no rank serves") if down else ""

@@ -1,0 +1,135 @@
+"""What `/ready` and `/health` answer to what the status board says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.config import PLACEMENT_TIMEOUT_S
+from serve.config import deploy_config
+from serve.readiness import STALE_S, Readiness
+
+
+def replica(state: str, **more: Any) -> dict[str, Any]:
+    return {"id": "r", "state": state, "ranks": [], **more}
+
+
+def board(*replicas: dict[str, Any], ingresses: str = "ready", **more: Any) -> dict[str, Any]:
+    """Return what the board says of a mixed pool and of ingresses a, b, ..."""
+    states = [replica["state"] for replica in replicas]
+    status = "loading" if "ready" not in states else "ready"
+    status = "degraded" if status == "ready" and set(states) != {"ready"} else status
+    return {
+        "status": status,
+        "compiling": False,
+        "pools": {"mixed": {"replicas": list(replicas)}},
+        "ingresses": [
+            {"id": name, "state": state, "num_live": i + 1}
+            for i, (name, state) in enumerate(zip("ab", ingresses.split(","), strict=False))
+        ],
+        "loading": [],
+        **more,
+    }
+
+
+class Seen:
+    """A readiness with a clock."""
+
+    def __init__(self, **arguments: Any) -> None:
+        config = deploy_config({"pools": "mixed", "O": 0, **arguments})
+        self.now = 100.0
+        self.readiness = Readiness(config, "a", self.now)
+        self.readiness.has_tokenizer = True
+
+    def see(self, body: dict[str, Any], *, is_board_new: bool = False) -> tuple[str, list[str]]:
+        """Return the status, and what is loading."""
+        self.readiness.see(body, {"CPU": 0.5}, self.now, is_board_new=is_board_new)
+        found = self.readiness.body
+        return found["status"], [entry["what"] for entry in found["loading"]]
+
+
+@pytest.mark.feature("R15")
+@pytest.mark.parametrize(
+    ("replicas", "why"),
+    [
+        ([], ""),
+        ([replica("loading")], ""),
+        ([replica("ready")], ""),
+        ([replica("restarting", error="rank dp=0 tp=0 epoch=0 ended: killed")], ""),
+        ([replica("stuck")], ""),
+        ([replica("restarting", stuck=True)], "mixed pool: no rank serves"),
+        ([replica("failed", error="rank dp=0 tp=1: gone")], "mixed pool: rank dp=0 tp=1: gone"),
+        ([replica("ready"), replica("failed")], ""),
+        ([replica("outdated"), replica("restarting", stuck=True, error="a")], "mixed pool: a"),
+    ],
+)
+def test_a_pool_is_down_if_its_watchdog_says_so_or_it_gave_up(
+    replicas: list[dict[str, Any]], why: str
+) -> None:
+    seen = Seen()
+    seen.see(board(*replicas))
+    assert seen.readiness.failure() == why
+
+
+def test_an_application_is_ready_with_all_its_replicas_and_its_tokenizer() -> None:
+    seen = Seen(**{"mixed.replicas": 2})
+    assert not seen.readiness.is_ready
+    assert seen.see(board(replica("loading"))) == ("loading", ["mixed: replicas"])
+    assert seen.see(board(replica("ready"))) == ("degraded", ["mixed: replicas"])
+    assert seen.readiness.is_ready, "what is there serves"
+    assert seen.see(board(replica("ready"), replica("ready"))) == ("ready", [])
+    seen.readiness.has_tokenizer = False
+    assert not seen.readiness.is_ready
+    seen.readiness.has_tokenizer = True
+    seen.readiness.drain()
+    assert seen.see(board(replica("ready"), replica("ready")))[0] == "draining"
+    assert not seen.readiness.is_ready
+
+
+def test_an_ingress_that_loads_or_is_missing_degrades_what_others_serve() -> None:
+    seen = Seen(**{"ingress.replicas": 2})
+    assert seen.see(board(replica("ready"), ingresses="loading"))[0] == "loading"
+    assert seen.see(board(replica("ready"))) == ("degraded", ["ingress: replicas"])
+    assert seen.see(board(replica("ready"), ingresses="ready,loading")) == ("degraded", [])
+    assert seen.see(board(replica("ready"), ingresses="ready,ready")) == ("ready", [])
+    assert seen.readiness.num_live_elsewhere == 2
+
+
+def test_a_board_that_is_made_anew_is_believed_once_it_has_heard_of_all() -> None:
+    seen = Seen()
+    assert seen.see(board(replica("ready"))) == ("ready", [])
+    assert seen.see(board(), is_board_new=True) == ("ready", [])
+    assert seen.see(board(), is_board_new=False) == ("loading", ["mixed: replicas"])
+
+
+def test_what_is_not_placed_in_time_tells_what_it_wants_and_what_is_free(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = Seen()
+    seen.now += PLACEMENT_TIMEOUT_S
+    assert not seen.readiness.are_pools_late(board(), seen.now)
+    seen.now += 1
+    assert seen.readiness.are_pools_late(board(), seen.now)
+    _, [what] = seen.see(board())
+    assert what == (
+        "mixed: replicas not placed: each wanted [{'CPU': 0.01}], found free {'CPU': 0.5}"
+    )
+    assert [record.getMessage() for record in caplog.records] == [what]
+    seen.see(board())
+    assert len(caplog.records) == 1, "once in a while"
+    assert not seen.readiness.are_pools_late(board(replica("loading")), seen.now)
+    seen.see(board(replica("loading")))
+    seen.see(board())
+    assert not seen.readiness.are_pools_late(board(), seen.now), "its time begins anew"
+
+
+def test_a_board_that_is_silent_degrades_what_was_ready() -> None:
+    seen = Seen()
+    seen.see(board(replica("ready")))
+    seen.readiness.see_silence(seen.now + STALE_S)
+    assert seen.readiness.body["status"] == "ready"
+    seen.readiness.see_silence(seen.now + STALE_S + 0.1)
+    assert seen.readiness.body["status"] == "degraded" and seen.readiness.is_ready
+    [entry] = seen.readiness.body["loading"]
+    assert entry["what"] == "status board: wanted an answer, found none for 5 s"
