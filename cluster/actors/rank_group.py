@@ -29,12 +29,12 @@ from cluster.actors.load_progress import LoadProgress
 from cluster.actors.placement import bundles_by_node, is_on_one_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.config import EngineConfig
-from cluster.engine.changeover import CannotCompile
+from cluster.engine.compile_handover import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
+from cluster.group.context import RankPlace
+from cluster.group.rendezvous import Rendezvous, introduce
 from cluster.observe.counts import Counts
-from cluster.rank.context import RankPlace
-from cluster.rank.rendezvous import Rendezvous, introduce
 from cluster.rank.status import RankStats
 from cluster.wire.credentials import Credentials
 

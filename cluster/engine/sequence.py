@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.engine.grammars import Compiled, MaskedRow, Matcher
+from cluster.grammar.matcher import CompiledGrammar, MaskedRow, Matcher
 from cluster.wire.messages import (
     PENDING,
     Admission,
@@ -126,7 +126,7 @@ class Sequence:
         self.finish_reason = FinishReason.NONE
         self.prompt_logprobs: list[TokenLogprobs] = []
         """As far as they are computed and not delivered."""
-        self.grammar: Compiled | None = None
+        self.grammar: CompiledGrammar | None = None
         """What its text must be, once it is compiled; None if there is no such thing."""
         self.matcher: Matcher | None = None
         """Its place in the grammar, while it runs."""
@@ -173,10 +173,12 @@ class Sequence:
         self.num_pending_tokens += draws
         self.last_step = step
 
-    def retire(self, num_new: int, draws: bool) -> None:
-        """Note that the first step in flight has ended; see `launch`."""
+    def retire(self, num_new: int, draws: bool) -> int:
+        """Note that the first step in flight has ended, see `launch`; return how many tokens have
+        KV now."""
         self.num_in_flight_tokens -= num_new
         self.num_pending_tokens -= draws
+        return self.num_computed_tokens - self.num_in_flight_tokens
 
     def forget_computed(self) -> None:
         """Start over after the blocks were freed: everything is computed again, here."""
@@ -224,63 +226,29 @@ class Batch:
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    """In the plan's order; filled in by `launch`."""
+    has_grammars: bool = False
 
     def add(self, seq: Sequence, num_new: int) -> None:
         """Let a sequence compute its next `num_new` tokens in this step."""
         self.budget -= num_new
+        if seq.grammar is not None:
+            self.has_grammars = True
         if num_new == 1:
             self.singles.append(seq)
         else:
             self.chunks.append(seq)
             self.chunk_sizes.append(num_new)
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequences in the plan's order."""
-        return self.singles + self.chunks
+    def launch(self, epoch: int, step: int) -> StepPlan:
+        """Note in each sequence what the step computes of it.
 
-    def plan(self, epoch: int, step: int) -> StepPlan:
-        """Return the plan, with what ranks must be told of rows that are new to them."""
-        sequences = self.sequences
+        Returns the plan, with what ranks must be told of rows that are new to them.
+        """
+        sequences = self.sequences = self.singles + self.chunks
         num_computed = [seq.num_computed_tokens for seq in sequences]
         num_new = [1] * len(self.singles) + self.chunk_sizes
-        token_ids = self._token_ids()
-        return StepPlan(
-            epoch=epoch,
-            step=step,
-            num_seqs=len(sequences),
-            num_tokens=len(token_ids),
-            admitted=self._admit(sequences),
-            new_blocks=self.new_blocks,
-            rows=[seq.row for seq in sequences],
-            num_computed=num_computed,
-            num_new=num_new,
-            output_index=[
-                total - seq.num_prompt_tokens
-                if start + new == (total := len(seq.token_ids) + seq.num_pending_tokens)
-                else -1
-                for seq, start, new in zip(sequences, num_computed, num_new, strict=True)
-            ],
-            token_ids=token_ids,
-            num_decodes=len(self.singles),
-            prompt_targets=[
-                _prompt_targets(i, seq, start, new)
-                for i, (seq, start, new) in enumerate(
-                    zip(sequences, num_computed, num_new, strict=True)
-                )
-                if seq.wants_prompt_logprobs and start + 1 < seq.num_prompt_tokens
-            ],
-        )
-
-    def _admit(self, sequences: list[Sequence]) -> list[Admission]:
-        # Told only now: an empty plan may never reach the ranks.
-        admitted = [seq for seq in sequences if not seq.is_on_ranks]
-        for seq in admitted:
-            self.new_blocks.append(NewBlocks(seq.row, 0, seq.block_table.copy()))
-            seq.is_on_ranks = True
-        return [_admission(seq) for seq in admitted]
-
-    def _token_ids(self) -> list[int]:
         token_ids = [
             PENDING if seq.num_pending_tokens else seq.token_ids[seq.num_computed_tokens]
             for seq in self.singles
@@ -288,7 +256,38 @@ class Batch:
         for seq, size in zip(self.chunks, self.chunk_sizes, strict=True):
             start = seq.num_computed_tokens
             token_ids += seq.token_ids[start : start + size]
-        return token_ids
+        rows: list[int] = []
+        output_index: list[int] = []
+        admitted: list[Admission] = []
+        prompt_targets: list[PromptTargets] = []
+        for seq, start, new in zip(sequences, num_computed, num_new, strict=True):
+            # Told only now: an empty plan may never reach the ranks.
+            if not seq.is_on_ranks:
+                self.new_blocks.append(NewBlocks(seq.row, 0, seq.block_table.copy()))
+                seq.is_on_ranks = True
+                admitted.append(_admission(seq))
+            if start + 1 < seq.num_prompt_tokens and seq.wants_prompt_logprobs:
+                prompt_targets.append(_prompt_targets(len(rows), seq, start, new))
+            total = len(seq.token_ids) + seq.num_pending_tokens
+            draws = start + new == total
+            rows.append(seq.row)
+            output_index.append(total - seq.num_prompt_tokens if draws else -1)
+            seq.launch(step, new, draws)
+        return StepPlan(
+            epoch=epoch,
+            step=step,
+            num_seqs=len(sequences),
+            num_tokens=len(token_ids),
+            admitted=admitted,
+            new_blocks=self.new_blocks,
+            rows=rows,
+            num_computed=num_computed,
+            num_new=num_new,
+            output_index=output_index,
+            token_ids=token_ids,
+            num_decodes=len(self.singles),
+            prompt_targets=prompt_targets,
+        )
 
 
 def _admission(seq: Sequence) -> Admission:

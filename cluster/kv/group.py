@@ -8,9 +8,10 @@ on to the followers, which do the same with their slices, and put the answers to
 2. A read has ended when no rank writes any more, and well if it ended well on all of them. Then
    every rank's lease was alive to the end, so that all slices may be believed.
 
-Nothing here does I/O: `tell` puts an order on the way, reports come in through `on_tickets_ended`
-and `on_read_ended`, and all of it happens on the step thread. A report that was not asked for is a
-`FrameError`, which ends the group: the rank that sent it has lost its way.
+A rank without followers is a group too. Nothing here does I/O: `tell` puts an order on the way,
+reports come in through `on_tickets_ended` and `on_read_ended`, and all of it happens on the step
+thread. A report that was not asked for is a `FrameError`, which ends the group: the rank that sent
+it has lost its way.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ Tell = Callable[[KVOrder], None]
 """Puts an order on its way to every follower, in order with the steps."""
 
 
+def _tell_nobody(order: KVOrder) -> None:
+    """There are no followers."""
+
+
 class GroupHolder:
     """The tickets of a prefill group.
 
     Invariant: a ticket comes out of `take_ended` once, after it has ended on every rank.
     """
 
-    def __init__(self, local: TicketHolder, num_followers: int, tell: Tell) -> None:
+    def __init__(self, local: TicketHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell
+        self._tell = tell or _tell_nobody
         self._num_alive: dict[int, int] = {}
         """By ticket: the ranks on which it has not ended."""
         self._ended: list[int] = []
@@ -83,10 +88,10 @@ class GroupReader:
     Invariant: a started read comes out of `take_finished` once, after its last write on any rank.
     """
 
-    def __init__(self, local: KVReader, num_followers: int, tell: Tell) -> None:
+    def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell
+        self._tell = tell or _tell_nobody
         self._num_reading: dict[str, int] = {}
         """By request: the ranks whose read has not ended."""
         self._errors: dict[str, str] = {}

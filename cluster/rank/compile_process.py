@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cluster.config import EngineConfig
+from cluster.group.context import Progress, RankContext, RankPlace
+from cluster.group.membership import GroupMembership
 from cluster.observe.logs import configure_logs
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
-from cluster.rank.context import Progress, RankContext, RankPlace
 from cluster.rank.forward import StepForward
 from cluster.rank.free_memory import FreeMemory
-from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepInputs
 from compile.counters import cache_misses
 from compile.scope import compile_scope

@@ -4,8 +4,8 @@
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
 3. If the rank is to serve while it compiles and the cache lacks its pieces, steps run as the model
-   is written. Compiling and capturing is left to the stages of a `Changeover`, which `enter` enters
-   between steps.
+   is written. Compiling and capturing is left to the stages of a `CompileHandover`, which `enter`
+   enters between steps.
 4. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
    rank looks at anything of its own to decide which. Behind the full graph of a decode step comes
    one that scores the vocabulary, if the configuration wants that.
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cluster.engine.changeover import Changeover
-from cluster.rank.context import Progress
+from cluster.engine.compile_handover import CompileHandover
+from cluster.group.context import Progress
+from cluster.group.membership import GroupMembership
 from cluster.rank.free_memory import FreeMemory
-from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.wire.messages import MAX_LOGPROBS, StepAgreement, checksum
 from compile.cache.builds import install_for_kernels
@@ -93,7 +93,7 @@ class StepOutput(NamedTuple):
 class StepForward:
     """The model's forward with its graphs.
 
-    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `changeover`, and
+    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `handover`, and
     so `captured`, is equal on all ranks of the group.
     """
 
@@ -116,7 +116,7 @@ class StepForward:
         self.config = config
         self._free_memory = free_memory
         self._model = model
-        self.changeover = Changeover()
+        self.handover = CompileHandover()
         """At its end, unless `compile` leaves something to do while the rank serves."""
         self.report: CaptureReport | None = None
         self._reports: list[CaptureReport] = []
@@ -143,12 +143,12 @@ class StepForward:
     @property
     def captured(self) -> CapturedGraphs:
         """What steps dispatch over."""
-        return self.changeover.captured
+        return self.handover.captured
 
     def checksum(self) -> int:
         """Return what is equal on ranks that dispatch over the same graphs in the same modes, or
         will once they have gone over to them."""
-        return checksum(str((self.captured, self.changeover.last_stage)))
+        return checksum(str((self.captured, self.handover.last_stage)))
 
     def set_kv_cache_data(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
         """Attend to these KV caches, by layer, from now on. Graphs keep those they captured."""
@@ -162,7 +162,7 @@ class StepForward:
 
         What is not compiled runs too, so that no kernel is built in the first step. If the rank
         serves while it compiles, and not all ranks find what was compiled, the model runs as it is
-        written, and `changeover` has stages left.
+        written, and `handover` has stages left.
         """
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
@@ -217,21 +217,21 @@ class StepForward:
             for _ in self.loading():
                 pass
         found = _FOUND if self._backbone.is_compiled else int(can_be_left)
-        return self._group.minimum("found", found) == _MISSING
+        return self._group.all_reduce_min("found", found) == _MISSING
 
     def _defer(self) -> None:
         """Run the model as it is written until the group goes over."""
         import_runtime()  # a rank that serves would stand still meanwhile
         self._backbone.run_as_written(True)
         shard = self._group.shard
-        self.changeover = Changeover(
+        self.handover = CompileHandover(
             last_stage=1 + len(self._cases()), num_followers=0 if shard.rank else shard.size - 1
         )
 
     def loading(self) -> Iterator[None]:
         """Load what another process has compiled, a piece at a time; see `is_loaded`.
 
-        Nothing but a Changeover makes steps run it. Call it between steps: it fills the static
+        Nothing but a CompileHandover makes steps run it. Call it between steps: it fills the static
         inputs with padding.
         """
         batch = self._inputs.dummy(NUM_LOADED_TOKENS, 1)
@@ -252,8 +252,8 @@ class StepForward:
             self._backbone.run_as_written(False)
         else:
             self._reports.append(self._capture([self._cases()[stage - 2]]))
-        is_last = stage == self.changeover.last_stage
-        self.changeover.enter(stage, self._end_captures() if is_last else None)
+        is_last = stage == self.handover.last_stage
+        self.handover.enter(stage, self._end_captures() if is_last else None)
 
     @torch.inference_mode()
     def run_sizes(self) -> None:
@@ -363,7 +363,7 @@ class StepForward:
             self._group.barrier("allocated")
             told = None if progress is None else _named(progress, "capturing graphs")
             self._reports.append(self._capture(cases, told))
-        self.changeover = Changeover(self._end_captures())
+        self.handover = CompileHandover(self._end_captures())
 
     def _capture(
         self, cases: list[CaptureCase], progress: Callable[[int, int], None] | None = None
@@ -454,21 +454,21 @@ class StepForward:
                 is the only one.
         """
         mode = CUDAGraphMode(agreed.mode)
+        is_full = mode is CUDAGraphMode.FULL
         context = self._context(
             batch,
             num_seqs,
             mode,
-            agreed.batch.graph_key(mode),
+            agreed.batch if is_full else agreed.batch.graph_key(mode),
             is_dummy_run=not num_seqs,
             num_tokens_across_dp=num_tokens_across_dp,
         )
         if mode is CUDAGraphMode.PIECEWISE:
             with self.gaps.step(), forward_context(replace(context, replay=self.gaps.replay)):
                 return StepOutput(self._call(batch.input_ids, batch.positions), None)
-        is_full_decode = mode is CUDAGraphMode.FULL and agreed.batch.uniform_decode
         with forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-            if self._score is None or not is_full_decode or not num_seqs:
+            if self._score is None or not (is_full and agreed.batch.uniform_decode and num_seqs):
                 return StepOutput(hidden, None)
             return StepOutput(hidden, self._score(hidden))
 
@@ -482,9 +482,13 @@ class StepForward:
         is_dummy_run: bool = False,
         num_tokens_across_dp: Sequence[int] | None = None,
     ) -> ForwardContext:
-        padded, num_tokens = batch.attention.seq_lens.shape[0], batch.input_ids.shape[0]
-        # Before the rank is ready all ranks run the same padding.
-        across = num_tokens_across_dp or (num_tokens,) * self._group.dp_size
+        padded = batch.attention.seq_lens.shape[0]
+        dp_metadata: DPMetadata | None = None
+        if (dp_size := self._group.dp_size) > 1:
+            num_tokens = batch.input_ids.shape[0]
+            # Before the rank is ready all ranks run the same padding.
+            across = num_tokens_across_dp or (num_tokens,) * dp_size
+            dp_metadata = DPMetadata.make(across, self._group.dp_rank, num_tokens)
         return ForwardContext(
             no_compile_layers=self._layers,
             attn_metadata=batch.attention,
@@ -496,7 +500,7 @@ class StepForward:
                 graph_bs=padded,
                 positions=batch.positions,
             ),
-            dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
+            dp_metadata=dp_metadata,
             batch_descriptor=key,
             cudagraph_runtime_mode=mode,
         )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
-from cluster.rank.row_rules import RowRulesTables
+from cluster.rank.row_rules import Counted, RowRulesTables
 from cluster.wire.messages import PENDING, Admission, StepPlan
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
@@ -70,6 +70,7 @@ class StepInputs:
         """
         rows, tokens = max_num_seqs, max_num_batched_tokens
         num_steps = 2 if is_overlapped else 1
+        self._is_overlapped = is_overlapped
         # Tokens and positions are what compiled code is traced on: a tensor that begins somewhere
         # in its storage would have an offset there, which is another symbol of its graph.
         self._of_ids, self._of_positions = Staging(device, num_steps), Staging(device, num_steps)
@@ -77,6 +78,9 @@ class StepInputs:
         """What else each step fills anew."""
         self._of_sampled = Staging(device, num_steps)
         """What stays while the same sequences are sampled."""
+        stagings = (self._of_ids, self._of_positions, self._of_step, self._of_sampled)
+        self._copied = stagings if self._of_step.is_copied else ()
+        """Those that a step turns and uploads: on a CPU it reads what it fills."""
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -106,11 +110,15 @@ class StepInputs:
         self._top_k = StaticBuffer((rows,), torch.int64, self._of_sampled)
         self._top_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
         self._min_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
+        for staging in stagings:
+            staging.allocate()
         self._blocks = self._block_table.first_columns(1)
         """Of the step that is built, as many columns as its longest sequence has blocks."""
         self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
         """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
+        self._last_attention: AttentionMetadata
+        self._attention_sizes = (-1, -1, -1)
 
     def build(
         self,
@@ -129,7 +137,8 @@ class StepInputs:
             is_mixed: attention treats every sequence as a prefill chunk, decodes included, because
                 a full graph of a mixed step fixes the number of decodes at capture.
         """
-        self._next_step()
+        for staging in self._copied:
+            staging.next_step()
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
         num_seqs = plan.num_seqs if num_seqs is None else num_seqs
         for admission in plan.admitted:
@@ -139,13 +148,16 @@ class StepInputs:
             self._row_blocks[new.row, new.start : end] = new.block_ids
         rows = np.array(plan.rows, dtype=np.int64)
         self._lay_out(plan, rows)
-        self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
+        if num_tokens != plan.num_tokens or num_seqs != plan.num_seqs:
+            self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
         num_decodes = num_seqs if plan.num_decodes == plan.num_seqs else plan.num_decodes
         num_decodes = 0 if is_mixed else num_decodes
         attention = self._attention(num_decodes, num_tokens, num_seqs)
-        pending = self._stage_pending(plan, rows)
-        positions = self._positions.host[: plan.num_tokens]
-        counted = self._rules.stage_counted(rows, plan.num_new, positions)
+        pending = self._stage_pending(plan, rows) if self._is_overlapped else None
+        counted: Counted | None = None
+        if self._rules.num_rows:
+            positions = self._positions.host[: plan.num_tokens]
+            counted = self._rules.stage_counted(rows, plan.num_new, positions)
         sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
         num_sampled = len(sampled)
         self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
@@ -160,7 +172,8 @@ class StepInputs:
             sampling=sampling,
             wants_logprobs=wants_logprobs,
         )
-        self._upload(num_seqs)
+        if self._copied:
+            self._upload(num_seqs)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -175,13 +188,9 @@ class StepInputs:
         """
         self._last_tokens[batch.sampled_rows] = token_ids
 
-    def _next_step(self) -> None:
-        for staging in (self._of_ids, self._of_positions, self._of_step, self._of_sampled):
-            staging.next_step()
-
     def _upload(self, num_seqs: int) -> None:
         """Bring what was staged to the device."""
-        for staging in (self._of_ids, self._of_positions, self._of_step, self._of_sampled):
+        for staging in self._copied:
             staging.upload()
         self._block_table.spread(num_seqs)
 
@@ -213,7 +222,8 @@ class StepInputs:
         With as many sequences as tokens every sequence decodes, unless `is_mixed`; else none of
         them attends to anything.
         """
-        self._next_step()
+        for staging in self._copied:
+            staging.next_step()
         is_decode = num_tokens == num_seqs and not is_mixed
         self._cu_seqlens_q.host[0] = 0
         self._blocks = self._block_table.first_columns(1)
@@ -229,7 +239,8 @@ class StepInputs:
             sampling=sampling,
             wants_logprobs=wants_logprobs,
         )
-        self._upload(num_seqs)
+        if self._copied:
+            self._upload(num_seqs)
         return batch
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
@@ -261,8 +272,6 @@ class StepInputs:
 
     def _pad(self, num_tokens: int, end: int, num_seqs: int, end_seqs: int) -> None:
         """Make the tokens and sequences behind the real ones padding, up to `end` each."""
-        if num_tokens == end and num_seqs == end_seqs:
-            return
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
             buffer.host[num_tokens:end] = 0
         self._seq_lens.host[num_seqs:end_seqs] = 0
@@ -270,13 +279,18 @@ class StepInputs:
         self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
 
     def _attention(self, num_decodes: int, num_tokens: int, num_seqs: int) -> AttentionMetadata:
-        return AttentionMetadata(
+        sizes = (num_decodes, num_tokens, num_seqs)
+        if sizes == self._attention_sizes and not self._copied:
+            return self._last_attention  # on a CPU the same views of what is filled anew
+        self._attention_sizes = sizes
+        self._last_attention = AttentionMetadata(
             num_decodes=num_decodes,
             cu_seqlens_q=self._cu_seqlens_q.stage(num_seqs + 1),
             seq_lens=self._seq_lens.stage(num_seqs),
             block_table=self._block_table.stage(num_seqs),
             slot_mapping=self._slot_mapping.stage(num_tokens),
         )
+        return self._last_attention
 
     def _sampling(
         self, output_index: list[int], rows: np.ndarray, sampled: np.ndarray
@@ -290,7 +304,7 @@ class StepInputs:
             self._sampled = known if len(rows) else self._sampled
         sampling = known.sampling
         positions = np.array(output_index, dtype=np.int64)[sampled]
-        adjustments = self._rules.adjustments(rows, positions)
+        adjustments = self._rules.adjustments(rows, positions) if self._rules.num_rows else None
         if not sampling.all_greedy:
             self._uniform.host[: len(rows)] = draw_uniform(self._row_seed[rows], positions)
             uniform = self._uniform.stage(len(rows))

@@ -18,17 +18,18 @@ import zmq
 from cluster.config import Role
 from cluster.engine.scheduler import SchedulerStats
 from cluster.engine.watchdog import Heartbeat
+from cluster.group.context import RankContext
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
-from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.kv.transport.memory import SharedMemory
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.observe.counts import Counts
-from cluster.rank.context import RankContext
-from cluster.rank.groups import GroupMembership
-from cluster.rank.rendezvous import Rendezvous
 from cluster.rank.runner import ModelRunner
 from cluster.rank.status import RankStats
 from cluster.wire.messages import KVSource, RankProcess
+from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import end_context
 from compile.counters import cache_misses, counter

@@ -49,6 +49,8 @@ class RowRulesTables:
     def __init__(self, rows: int, tokens: int, vocab_size: int, staging: Staging) -> None:
         self._shape = (rows, vocab_size)
         self._device = staging.device
+        self.num_rows = 0
+        """Rows with rules: without any, a step has nothing to count or to adjust."""
         self._has_rules = np.zeros(rows, dtype=bool)
         self._has_bias = np.zeros(rows, dtype=bool)
         self._has_penalties = np.zeros(rows, dtype=bool)
@@ -74,6 +76,7 @@ class RowRulesTables:
             return
         rules = found.rules
         self._has_rules[row] = True
+        self.num_rows += 1
         self._num_prompt[row] = found.num_prompt_tokens
         self._min_tokens[row] = rules.min_tokens
         if rules.biases or rules.allowed_tokens:
@@ -136,6 +139,7 @@ class RowRulesTables:
         return Penalties(presence, frequency, repetition, self._counts, self._is_in_prompt)
 
     def _clear(self, row: int) -> None:
+        self.num_rows -= 1
         if self._bias is not None and self._has_bias[row]:
             self._bias[row].zero_()
         for flags in (self._has_rules, self._has_bias, self._has_penalties):

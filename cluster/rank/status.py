@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.engine.scheduler import SchedulerStats
-from cluster.rank.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace
 
 _IN_METRICS_ALONE = ("num_preemptions", "prefix_queries", "prefix_hits")
 

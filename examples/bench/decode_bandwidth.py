@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import Admission, NewBlocks, StepPlan
 from compile.config import CompilationConfig

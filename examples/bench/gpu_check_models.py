@@ -13,8 +13,8 @@ import torch
 from gpu_check_rows import Row, Setting, captured, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import Admission, NewBlocks, StepPlan
 from compile.context import ForwardContext, forward_context

@@ -19,10 +19,10 @@ import torch
 
 from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
+from cluster.group.context import RankContext
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
 from cluster.kv.reads import KVPulls
 from cluster.kv.transport.store import BlockStore
-from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (

@@ -20,8 +20,8 @@ from sim_schedule import FAILED_START, IN_STEP, WATCHDOG_S, Fault, Shape
 from cluster.actors.rank_group import RankDied, RankGroup
 from cluster.config import ParallelConfig, Role
 from cluster.engine.divergence import StepDivergence
+from cluster.group.context import RankPlace
 from cluster.kv.handoff import HandoffMetadata
-from cluster.rank.context import RankPlace
 from cluster.wire.messages import EngineOutput, StepAgreement
 
 if TYPE_CHECKING:

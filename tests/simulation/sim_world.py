@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
+from sim_check import check_scheduler
 from sim_group import SimGroup
 from sim_judge import is_named
 from sim_kv import place_of
@@ -229,16 +230,16 @@ class World:
     def _is_busy(self) -> bool:
         leaders = [leader for pool in self.pools.values() for leader in pool.group.leaders]
         return any(
-            leader.scheduler.has_unfinished or not leader.changeover.is_over for leader in leaders
+            leader.scheduler.has_unfinished or not leader.handover.is_over for leader in leaders
         )
 
     def _check_rest(self, group: SimGroup) -> None:
         """Check that nothing is left of any request."""
         for leader in group.leaders:
             scheduler = leader.scheduler
-            scheduler.check()
-            if not leader.changeover.is_over or leader.changeover.captured != GRAPHS:
-                text = f"{leader.name}: at stage {leader.changeover.stage}"
+            check_scheduler(scheduler)
+            if not leader.handover.is_over or leader.handover.captured != GRAPHS:
+                text = f"{leader.name}: at stage {leader.handover.stage}"
                 raise Violation("not gone over", text)
             if scheduler.has_unfinished or scheduler.blocks.num_free_blocks != (
                 self.schedule.num_blocks

@@ -99,7 +99,7 @@ class PlainHandshake:
         self._password = password
 
     def demand(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a PLAIN server; its context needs a `Doorkeeper`."""
+        """Make the socket a PLAIN server; its context needs a `ZapAuthenticator`."""
         socket.plain_server = True
         socket.zap_domain = DOMAIN
 
@@ -108,7 +108,7 @@ class PlainHandshake:
         socket.plain_username, socket.plain_password = USER, self._password
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """The authenticator of one context. `socket` polls readable when a peer knocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], password: bytes) -> None:

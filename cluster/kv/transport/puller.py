@@ -17,7 +17,7 @@ import zmq
 
 from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVPulls
-from cluster.kv.transport.memory import node_id, open_shared
+from cluster.kv.transport.memory import open_shared
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, is_equal
 from cluster.kv.transport.store import BlockStore, KVThreadDied
 from cluster.observe.counts import Counts
@@ -31,6 +31,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
+from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import MAX_PART_BYTES, connecting_socket
 

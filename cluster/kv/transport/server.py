@@ -13,7 +13,13 @@ import zmq
 
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import max_chunk_blocks
-from cluster.kv.transport.proofs import Doorkeeper, KVProofs, PlainHandshake, is_equal, number_of
+from cluster.kv.transport.proofs import (
+    KVProofs,
+    PlainHandshake,
+    ZapAuthenticator,
+    is_equal,
+    number_of,
+)
 from cluster.kv.transport.store import BlockStore, KVThreadDied
 from cluster.observe.counts import Counts
 from cluster.wire.credentials import Credentials
@@ -83,7 +89,7 @@ class KVServer:
         """By ticket that is held: the number of the last call for it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         password = self._proofs.password(self._process)
-        self._door = Doorkeeper(self._context, password)
+        self._door = ZapAuthenticator(self._context, password)
         handshake = PlainHandshake(password)
         self._socket = listening_socket(
             self._context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING

@@ -151,7 +151,7 @@ def test_engines_that_step_apart_are_judged_apart(
     from cluster.actors import rank_group
     from cluster.config import ParallelConfig
     from cluster.engine.watchdog import Heartbeat, Phase
-    from cluster.rank.context import RankPlace
+    from cluster.group.context import RankPlace
 
     monkeypatch.setattr(rank_group, "HEARTBEAT_PERIOD_S", 0.05)
     beats = [
@@ -186,7 +186,7 @@ def test_a_rank_that_loads_is_not_silent_while_it_answers(
 ) -> None:
     from cluster.actors import rank_group
     from cluster.config import ParallelConfig
-    from cluster.rank.context import RankPlace
+    from cluster.group.context import RankPlace
 
     monkeypatch.setattr(rank_group, "HEARTBEAT_PERIOD_S", 0.02)
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 0.5)
@@ -223,7 +223,7 @@ def test_a_leader_that_does_not_open_its_endpoints_is_named(
 
     from cluster.actors import rank_group
     from cluster.config import ParallelConfig
-    from cluster.rank.context import RankPlace
+    from cluster.group.context import RankPlace
 
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 2.0)
     monkeypatch.setattr(rank_group, "LOADING_TIMES", 0.1)  # of three seconds

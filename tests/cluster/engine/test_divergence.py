@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
 from cluster.wire.messages import Admission, NewBlocks, PromptTargets, StepAgreement, StepPlan
 
 

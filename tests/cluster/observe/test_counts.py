@@ -9,10 +9,10 @@ import pytest
 from cluster.actors.rank_group import GroupReport, place_in_group
 from cluster.actors.status_board import ReplicaReport, StatusBoard
 from cluster.engine.scheduler import SchedulerStats
+from cluster.group.context import RankPlace
 from cluster.observe import counts as counts_module
 from cluster.observe.counts import BUCKET, SUM, Counts, Histogram, Ledger
 from cluster.observe.metrics import METRICS, Described, MetricsSnapshot, rounded_bounds, samples
-from cluster.rank.context import RankPlace
 from cluster.rank.status import RankStats
 
 

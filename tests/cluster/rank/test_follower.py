@@ -13,11 +13,11 @@ import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.divergence import StepDivergence
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank import groups
-from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.rendezvous import LeaderEndpoints
 from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import GenerateRequest, Sampling, Submit
 from compile.config import CompilationConfig

@@ -16,14 +16,15 @@ import pytest
 import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent
 from cluster.engine.watchdog import Phase
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank import groups, lockstep
-from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.step_stats import StepStats
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello, ToPeer
@@ -49,7 +50,6 @@ from cluster.wire.sockets import (
     pack,
 )
 from compile.config import CompilationConfig
-from compile.dispatch import CapturedGraphs
 from examples.bench.fault_injection import Action, Fault, Place, arm
 
 HOST, EPOCH = "127.0.0.1", 2
@@ -61,7 +61,7 @@ def vote(step: int, rank: int) -> Vote:
 
 
 def machine_of(rank: int, size: int = 2) -> LockstepMachine:
-    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, captured=CapturedGraphs())
+    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, handover=CompileHandover())
 
 
 class ScriptedChannel:

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.actors.failed_starts import FailedStart
 from cluster.actors.rank_group import GroupReport, RankDied
-from cluster.rank.context import RankPlace
+from cluster.group.context import RankPlace
 from cluster.rank.status import RankStats
 from cluster.wire.credentials import Credentials
 from serve.pools import pool as pools

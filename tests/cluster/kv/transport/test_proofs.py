@@ -15,7 +15,7 @@ import zmq
 from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder, KVReadResult
 from cluster.kv.transport import puller as puller_module
-from cluster.kv.transport.proofs import CallIds, Doorkeeper, KVProofs, PlainHandshake
+from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, ZapAuthenticator
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.wire.credentials import Credentials
@@ -228,7 +228,7 @@ class Holder:
     def __init__(self, context: Context, script: Callable[[Holder, list[bytes]], None]) -> None:
         self.process = RankProcess(1, "holder")
         password = KVProofs(OURS).password(encode(self.process))
-        self._door = Doorkeeper(context, password)
+        self._door = ZapAuthenticator(context, password)
         self.socket = listening_socket(
             context, zmq.ROUTER, PlainHandshake(password), max_waiting=1000
         )

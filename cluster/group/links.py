@@ -20,7 +20,6 @@ one.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,10 +27,10 @@ from uuid import uuid4
 
 import zmq
 
-from cluster.kv.transport.memory import node_id
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import FrameError, decode, encode
+from cluster.wire.node import link_node
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, split
 
 log = logging.getLogger("lockstep.link")
@@ -64,15 +63,7 @@ class LinkAddress:
     """Empty if all ranks stand on one node."""
 
 
-def link_node() -> str:
-    """Return what two processes share exactly when Unix sockets connect them.
-
-    Abstract Unix sockets belong to a network namespace.
-    """
-    return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"
-
-
-class WaitingEnd:
+class ListenLink:
     """The end that the other rank connects to.
 
     Invariant: from `await_hello` on, all that is sent and received is the peer's.
@@ -150,7 +141,7 @@ class WaitingEnd:
         self.socket.close(linger=CLOSE_LINGER_MS)
 
 
-class GoingEnd:
+class ConnectLink:
     """The end that connects to the other rank's."""
 
     def __init__(

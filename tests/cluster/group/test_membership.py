@@ -15,11 +15,11 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.config import EngineConfig, ParallelConfig
+from cluster.group.context import RankContext
+from cluster.group.links import LinkAddress
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank import groups
-from cluster.rank.context import RankContext
-from cluster.rank.groups import GroupMembership
-from cluster.rank.links import LinkAddress
-from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION, FrameError
@@ -68,7 +68,7 @@ def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
     def work(group: GroupMembership) -> tuple[int, list[float], int]:
         rank = group.shard.rank
         total = group.shard.all_reduce(torch.full((2,), rank + 1.0))
-        return rank, total.tolist(), group.minimum("num_blocks", 100 - rank)
+        return rank, total.tolist(), group.all_reduce_min("num_blocks", 100 - rank)
 
     assert run_ranks(3, work) == [(rank, [6.0, 6.0], 98) for rank in range(3)]
 
@@ -136,7 +136,7 @@ def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.Mo
     def work(group: GroupMembership) -> None:
         if group.rank == 0:
             monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 0.3)  # both have joined
-            group.minimum("num_blocks", 1)
+            group.all_reduce_min("num_blocks", 1)
 
     wanted = r"num_blocks: wanted all 2 ranks in 0\.3 s, found none of \[1\]"
     with pytest.raises(TimeoutError, match=wanted):
@@ -144,7 +144,7 @@ def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.Mo
 
 
 def test_one_rank_is_a_group_that_waits_for_nobody() -> None:
-    assert run_ranks(1, lambda group: (group.shard.size, group.minimum("n", 7))) == [(1, 7)]
+    assert run_ranks(1, lambda group: (group.shard.size, group.all_reduce_min("n", 7))) == [(1, 7)]
 
 
 def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from cluster.rank.links import check_hello
-from cluster.rank.rendezvous import Rendezvous
+from cluster.group.links import check_hello
+from cluster.group.rendezvous import Rendezvous
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import FrameError, decode, encode
 from model.parallel import Shard
@@ -93,7 +93,7 @@ class GroupMembership:
         shard = _join(store, place, shares_experts=shares_experts)
         return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
 
-    def minimum(self, name: str, value: int) -> int:
+    def all_reduce_min(self, name: str, value: int) -> int:
         """Return the smallest of all ranks' values; each name can be used once.
 
         It goes through the store: ranks may come minutes apart.
@@ -107,7 +107,7 @@ class GroupMembership:
 
     def barrier(self, name: str) -> None:
         """Wait until every rank that steps together is here; each name can be used once."""
-        self.minimum(f"barrier/{name}", 0)
+        self.all_reduce_min(f"barrier/{name}", 0)
 
     def close(self) -> None:
         """Leave the group. Rank 0 waits a moment for the others: the store ends with it."""
@@ -159,7 +159,7 @@ class _Place:
 
 
 def _minimum(store: TCPStore, name: str, rank: int, size: int, value: int) -> int:
-    """Return the smallest of all ranks' values; see `GroupMembership.minimum`."""
+    """Return the smallest of all ranks' values; see `GroupMembership.all_reduce_min`."""
     store.set(f"{name}/{rank}", str(value))
     keys = [f"{name}/{rank}" for rank in range(size)]
     try:

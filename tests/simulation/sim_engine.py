@@ -1,4 +1,7 @@
-"""Fakes around the scheduler: a rank whose cache holds tokens, a reader, a router with weather.
+"""One engine, or two: the real scheduler over a rank whose cache holds tokens, checked each step.
+
+Around it a reader, a router and the weather, without processes or links: what the tests of the
+engine room drive (`tests/cluster/engine`).
 
 The fake model draws each token from what it reads back out of its paged cache, and every cell names
 its whole context. A block that is shared wrongly, freed too early or believed too soon therefore
@@ -12,13 +15,15 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from typing import Any
 
-import pytest
 from hypothesis import strategies as st
+from sim_check import check_scheduler
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.kv_handover import KVHandover
+from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
@@ -173,7 +178,11 @@ class FakeEngine:
         shape: Shape,
         role: Role = Role.MIXED,
         is_overlapped: bool = False,
-        **seams: object,
+        *,
+        holder: KVHolder | None = None,
+        metadata: HandoffMetadata | None = None,
+        reader: FakeReader | None = None,
+        grammars: Any = None,
     ) -> None:
         self.shape = shape
         self.is_overlapped = is_overlapped
@@ -181,14 +190,14 @@ class FakeEngine:
         self.role = role
         self.rank = Rank(shape)
         self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
-        arguments: dict[str, object] = {"holder": None, "metadata": None, "reader": None, **seams}
         self.scheduler = Scheduler(
             SchedulerConfig(shape.max_num_seqs, shape.budget),
-            max_model_len=MAX_MODEL_LEN,
-            role=role,
-            blocks=self.blocks,
+            RequestLimits(self.blocks, MAX_MODEL_LEN, role),
             epoch=1,
-            **arguments,  # type: ignore[arg-type]
+            handover=KVHandover(self.blocks, metadata, holder=holder, reader=reader)
+            if metadata is not None
+            else None,
+            grammars=grammars,
         )
         self.num_steps = 0
         self.prompt_tokens_computed = 0
@@ -207,7 +216,7 @@ class FakeEngine:
         If overlapped, the outputs are those of the step before, as from `OverlappedEngine`.
         """
         outputs = self._step()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self._check_outputs(outputs)
         num_computed = self.scheduler.stats().prompt_tokens_computed
         if self.in_flight is None:
@@ -223,7 +232,7 @@ class FakeEngine:
         if self.role is not Role.DECODE and plan.admitted:
             assert self.scheduler.stats().num_preemptions == num_preemptions
         self.plans.append(plan)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         if not plan.rows and self.num_steps % 2 == 0:
             return self._retire()  # nobody has work: the plan reaches no rank
         launched = plan, self.rank.launch(plan)
@@ -581,31 +590,3 @@ WINDOWS = [None, None, 2, 3, 4, 5, 8, 13, 39]
 def longest_len(request: GenerateRequest) -> int:
     """Return a bound on the tokens of a request."""
     return min(MAX_MODEL_LEN, len(request.prompt_token_ids) + request.sampling.max_tokens)
-
-
-class Sim(SimpleNamespace):
-    """The fakes, by name: test modules cannot import each other."""
-
-    def __repr__(self) -> str:
-        return "sim"
-
-
-@pytest.fixture(scope="session")
-def sim() -> Sim:
-    """The fakes of this folder."""
-    return Sim(
-        Arrival=Arrival,
-        FakeEngine=FakeEngine,
-        FakeReader=FakeReader,
-        Pair=Pair,
-        Router=Router,
-        Shape=Shape,
-        Weather=Weather,
-        WINDOWS=WINDOWS,
-        arrivals=arrivals,
-        continuation=continuation,
-        longest_len=longest_len,
-        make_request=make_request,
-        shapes=shapes,
-        max_model_len=MAX_MODEL_LEN,
-    )

@@ -19,13 +19,13 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from cluster.group.channel import StepReceiver, StepSender
+from cluster.group.peers import PeerSockets
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
 from cluster.rank import links
-from cluster.rank.channel import StepReceiver, StepSender
 from cluster.rank.leader import Inbox
-from cluster.rank.lockstep import PeerSockets
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import (
