@@ -98,7 +98,6 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks a sequence may hold that has grown to `num_tokens` tokens."""
         return max_blocks_for(num_tokens, self.block_size, self.sliding_window)
 
     def first_needed(self, num_computed: int) -> int:
@@ -139,7 +138,6 @@ class BlockManager:
         return self._digest(seq, num_cached)
 
     def is_cached(self, digest: bytes) -> bool:
-        """Return whether a block of this content is cached."""
         return digest in self._cached
 
     def _is_looked_up(self, seq: Sequence) -> bool:

@@ -62,7 +62,6 @@ class CompileHandover:
         return stage == self.stage or (is_next and (self.stage > 0 or self.is_loaded))
 
     def on_loaded(self) -> None:
-        """This rank has loaded what was compiled."""
         self.is_loaded = True
 
     def on_follower_loaded(self) -> bool:

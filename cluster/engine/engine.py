@@ -110,7 +110,6 @@ class Engine:
         return self.scheduler.update(plan, sampled)
 
     def _agree(self, plan: StepPlan) -> StepAgreement:
-        """Vote for a plan's step and return what all leaders agreed on."""
         handover = self.executor.handover
         vote = plan.vote(
             draining=self.is_draining,
@@ -129,7 +128,6 @@ class Engine:
         self.scheduler.refuse(request_id, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests in whatever state they are."""
         self.scheduler.abort(request_ids)
 
     @property
@@ -148,5 +146,4 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's counters."""
         return self.scheduler.stats()

@@ -93,7 +93,6 @@ class AloneLockstep:
         self._handover = handover or CompileHandover()
 
     def agree(self, vote: Vote) -> StepAgreement:
-        """Return the agreement that a single vote amounts to."""
         return agree((vote,), self._handover.captured)
 
     def confirm(self) -> None:
@@ -214,26 +213,21 @@ class LockstepMachine:
 
     @property
     def peers(self) -> Iterable[int]:
-        """The other ranks, in order."""
         return self._peers
 
     def lacks_vote(self, dp_rank: int) -> bool:
-        """Return whether a rank's vote for this step has not arrived."""
         return self._peers[dp_rank].step < self._step
 
     def lacks_confirm(self, dp_rank: int) -> bool:
-        """Return whether a rank has not confirmed this step."""
         peer = self._peers[dp_rank]
         return peer.step < self._step or (peer.has_to_confirm and peer.step == self._step)
 
     @property
     def missing_votes(self) -> list[int]:
-        """Ranks whose vote for this step has not arrived."""
         return [rank for rank in self._peers if self.lacks_vote(rank)]
 
     @property
     def missing_confirms(self) -> list[int]:
-        """Ranks that have not confirmed this step."""
         return [rank for rank in self._peers if self.lacks_confirm(rank)]
 
     def conclude(self) -> StepConfirm:

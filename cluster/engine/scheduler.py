@@ -282,7 +282,6 @@ class Scheduler:
         return bool(self._unfinished or self._in_flight or self._outputs or is_handing_over)
 
     def stats(self) -> SchedulerStats:
-        """Return the gauges and counters of now."""
         # Other threads ask too, and may come between two changes.
         num_waiting = max(0, len(self._unfinished) - len(self.running))
         handover = self._handover
@@ -302,7 +301,6 @@ class Scheduler:
     # --- adding -----------------------------------------------------------------------------
 
     def _find_error(self, seq: Sequence) -> str:
-        """Return what keeps the request from being served, or nothing."""
         if seq.request_id in self._unfinished:
             return f"request_id: wanted a new one, found {seq.request_id!r} unfinished"
         most = MAX_UNFINISHED_TIMES * self._config.max_num_seqs
@@ -597,7 +595,6 @@ class Scheduler:
     # --- booking the result -----------------------------------------------------------------
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Append a sampled token and return the request's output."""
         token_ids = seq.token_ids
         position = len(token_ids) - seq.num_prompt_tokens
         token_ids.append(token)
@@ -708,7 +705,6 @@ class _EarlyAborts:
         self._ids: OrderedDict[str, None] = OrderedDict()
 
     def remember(self, request_ids: Iterable[str]) -> None:
-        """Keep these, as the latest; the oldest give way."""
         for request_id in request_ids:
             self._ids[request_id] = None
             self._ids.move_to_end(request_id)
@@ -716,7 +712,6 @@ class _EarlyAborts:
             self._ids.popitem(last=False)
 
     def take(self, request_id: str) -> bool:
-        """Return whether the request was aborted before it came, and forget that."""
         if request_id not in self._ids:
             return False
         del self._ids[request_id]
@@ -724,7 +719,6 @@ class _EarlyAborts:
 
 
 def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence]) -> None:
-    """Begin to fill the masks of what a plan samples, if anything of it has a grammar."""
     num_rows = 0
     rows: list[MaskedRow] = []
     for seq, index in zip(sequences, plan.output_index, strict=True):

@@ -8,7 +8,7 @@ A `Batch` is a step in the making: the sequences that the scheduler chose, until
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from cluster.grammar.matcher import CompiledGrammar, MaskedRow, Matcher
@@ -43,6 +43,7 @@ class SequenceStatus(Enum):
     """Ended here. Only an aborted read may still write to its blocks."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request on one engine.
 
@@ -51,89 +52,62 @@ class Sequence:
     `row` is -1 unless the sequence runs, or a step in flight still computes it.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrived_at",
-        "block_hashes",
-        "block_table",
-        "finish_reason",
-        "grammar",
-        "handoff",
-        "is_on_ranks",
-        "last_step",
-        "matcher",
-        "max_total_len",
-        "num_cached_tokens",
-        "num_committed_blocks",
-        "num_computed_tokens",
-        "num_dropped_blocks",
-        "num_in_flight_tokens",
-        "num_pending_tokens",
-        "num_prompt_tokens",
-        "prompt_logprobs",
-        "queued_us",
-        "request",
-        "row",
-        "status",
-        "stop_token_ids",
-        "token_ids",
-    )
+    request: GenerateRequest
+    max_model_len: InitVar[int]
+    arrival: int = 0
+    """Orders all sequences of an engine."""
+    handoff: KVHandoff | None = None
+    """The ticket to read from; None once it was read, or if there is none."""
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_total_len: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    status: SequenceStatus = field(init=False)
+    finish_reason: FinishReason = FinishReason.NONE
+    num_computed_tokens: int = 0
+    """Tokens with KV, those whose KV steps in flight compute included."""
+    num_in_flight_tokens: int = 0
+    """Of these, those that steps in flight compute."""
+    num_pending_tokens: int = 0
+    """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
+    them."""
+    last_step: int = 0
+    """The last step that was scheduled to compute it."""
+    arrived_at: float = 0.0
+    """By the scheduler's clock."""
+    queued_us: int = -1
+    """Microseconds until it first got a row; -1 before, and 0 once an output has told it."""
+    num_cached_tokens: int = -1
+    """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks, as far as they were asked for."""
+    num_committed_blocks: int = 0
+    """Head blocks that were offered to the prefix cache."""
+    num_dropped_blocks: int = 0
+    """Head blocks known to be scratch in the table: a sliding window has passed them."""
+    row: int = -1
+    is_on_ranks: bool = False
+    """Whether a plan has told the ranks what is in its row."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """As far as they are computed and not delivered."""
+    grammar: CompiledGrammar | None = None
+    """What its text must be, once it is compiled; None if there is no such thing."""
+    matcher: Matcher | None = None
+    """Its place in the grammar, while it runs."""
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        *,
-        max_model_len: int,
-        arrival: int = 0,
-        handoff: KVHandoff | None = None,
-    ) -> None:
-        sampling = request.sampling
-        self.request = request
-        self.arrival = arrival
-        """Orders all sequences of an engine."""
+    def __post_init__(self, max_model_len: int) -> None:
+        request = self.request
         self.token_ids = request.prompt_token_ids + request.output_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_total_len = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
-        self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.num_computed_tokens = 0
-        """Tokens with KV, those whose KV steps in flight compute included."""
-        self.num_in_flight_tokens = 0
-        """Of these, those that steps in flight compute."""
-        self.num_pending_tokens = 0
-        """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
-        them."""
-        self.last_step = 0
-        """The last step that was scheduled to compute it."""
-        self.arrived_at = 0.0
-        """By the scheduler's clock."""
-        self.queued_us = -1
-        """Microseconds until it first got a row; -1 before, and 0 once an output has told it."""
-        self.num_cached_tokens = -1
-        """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
-        self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []
-        """Chained hashes of the full blocks, as far as they were asked for."""
-        self.num_committed_blocks = 0
-        """Head blocks that were offered to the prefix cache."""
-        self.num_dropped_blocks = 0
-        """Head blocks known to be scratch in the table: a sliding window has passed them."""
-        self.row = -1
-        self.is_on_ranks = False
-        """Whether a plan has told the ranks what is in its row."""
-        self.handoff = handoff
-        """The ticket to read from; None once it was read, or if there is none."""
-        self.status = SequenceStatus.WAITING if handoff is None else SequenceStatus.WAITING_FOR_KV
-        self.finish_reason = FinishReason.NONE
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """As far as they are computed and not delivered."""
-        self.grammar: CompiledGrammar | None = None
-        """What its text must be, once it is compiled; None if there is no such thing."""
-        self.matcher: Matcher | None = None
-        """Its place in the grammar, while it runs."""
+        most = self.num_prompt_tokens + request.sampling.max_tokens
+        self.max_total_len = min(max_model_len, most)
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        is_here = self.handoff is None
+        self.status = SequenceStatus.WAITING if is_here else SequenceStatus.WAITING_FOR_KV
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self.request.request_id
 
     @property
@@ -162,7 +136,6 @@ class Sequence:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether no token may be added."""
         return len(self.token_ids) >= self.max_total_len
 
     def launch(self, step: int, num_new: int, draws: bool) -> None:
@@ -203,7 +176,6 @@ class Sequence:
         return MaskedRow(index, self.matcher, new)
 
     def ended(self, reason: FinishReason, error: str) -> EngineOutput:
-        """Return the last output of the request, if it ends without a token."""
         return EngineOutput.ended(
             self.request_id,
             reason,

@@ -92,7 +92,6 @@ class Watchdog:
         self._beats: list[Heartbeat | None] = [None] * len(names)
 
     def on_heartbeat(self, rank: int, beat: Heartbeat, now: float) -> None:
-        """Take a rank's answer."""
         self._beats[rank] = beat
         self._answered_at[rank] = now
 

@@ -64,7 +64,6 @@ class CompiledGrammar:
         return Matcher(self, tuple(end_token_ids))
 
     def copy(self) -> LLMatcher:
-        """Return the library's matcher at the start of a text."""
         return self._template.deep_copy()
 
 
@@ -96,7 +95,6 @@ class Matcher:
             state.consume_tokens(list(token_ids[start : start + FED_AT_ONCE]))
 
     def note_error(self) -> None:
-        """Keep the library's error, if there is one."""
         if self.state.is_error() and not self.error:
             self.fail(self.state.get_error())
 

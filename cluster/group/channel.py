@@ -71,7 +71,6 @@ class StepSender:
 
     @property
     def addresses(self) -> list[LinkAddress]:
-        """Where ranks 1, 2, ... find their ends."""
         return [link.address for link in self.links]
 
     @property
@@ -95,7 +94,6 @@ class StepSender:
         return hellos
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Hand one step to every follower."""
         self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
 
     def note_drawn(self, token_ids: list[int]) -> None:
@@ -204,11 +202,9 @@ class StepReceiver:
                 return frame
 
     def report(self, report: FollowerReport) -> None:
-        """Tell the leader what has ended here."""
         self._link.send(encode(report))
 
     def close(self) -> None:
-        """Close the follower's end."""
         self._link.close()
 
 

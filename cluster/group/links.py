@@ -164,7 +164,6 @@ class ConnectLink:
         self._name = name
 
     def greet(self, ours: Hello) -> None:
-        """Say hello."""
         self.send(encode(ours))
 
     def await_hello(self, ours: Hello, kind: type[H]) -> H:
@@ -196,14 +195,12 @@ class ConnectLink:
             raise _gone(self._name) from error
 
     def receive(self, flags: int = 0) -> bytes | None:
-        """As the other end's."""
         try:
             return join(self.socket.recv_multipart(flags), MAX_FRAME_BYTES)
         except zmq.Again:
             return None
 
     def close(self) -> None:
-        """Close the end; what was sent still leaves."""
         self.socket.close(linger=CLOSE_LINGER_MS)
 
 

@@ -98,7 +98,6 @@ class PeerSockets:
 
 
 def _check_peer(dp_rank: int, found: PeerHello, ours: PeerHello) -> None:
-    """Compare a peer's hello with what it should be beside ours."""
     wanted: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": ours.dp_size, "graphs": ours.graphs}
     for field, value in wanted.items():
         if getattr(found, field) != value:

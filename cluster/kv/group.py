@@ -46,18 +46,15 @@ class GroupHolder:
 
     @property
     def num_held(self) -> int:
-        """Tickets that have not ended on every rank."""
         return len(self._num_alive)
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start leases on all ranks' slices of the blocks and return their ticket."""
         ticket = self._local.hold(request_id, block_ids, generations)
         self._num_alive[ticket] = 1 + self._num_followers
         self._tell(HoldKV(ticket, request_id, block_ids, generations))
         return ticket
 
     def drop(self, ticket: int) -> None:
-        """End a ticket whose request was aborted, on all ranks."""
         self._local.drop(ticket)
         self._tell(DropKV(ticket))
 
@@ -76,7 +73,6 @@ class GroupHolder:
                 self._ended.append(ticket)
 
     def take_ended(self) -> list[int]:
-        """Return the tickets that ended since the last call: their blocks may be freed."""
         self.on_tickets_ended(self._local.take_ended())
         ended, self._ended = self._ended, []
         return ended
@@ -98,7 +94,6 @@ class GroupReader:
         self._finished: list[KVReadResult] = []
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Renew the ticket's lease on every source rank."""
         self._local.expect(request_id, handoff)
         self._tell(ExpectKV(request_id, handoff))
 
@@ -109,13 +104,11 @@ class GroupReader:
         source_indices: list[int],
         dst_blocks: list[int],
     ) -> None:
-        """Let every rank copy its slice of the blocks, then release its source's ticket."""
         self._num_reading[request_id] = 1 + self._num_followers
         self._local.start(request_id, handoff, source_indices, dst_blocks)
         self._tell(StartRead(request_id, handoff, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        """Stop on every rank; a started read still reports."""
         self._local.cancel(request_id)
         self._tell(CancelRead(request_id))
 
@@ -136,7 +129,6 @@ class GroupReader:
             self._finished.append(KVReadResult(request_id, ok=not error, error=error))
 
     def take_finished(self) -> list[KVReadResult]:
-        """Return the reads that ended on all ranks since the last call."""
         for result in self._local.take_finished():
             self.on_read_ended(result.request_id, result.error)
         finished, self._finished = self._finished, []

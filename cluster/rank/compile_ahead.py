@@ -86,7 +86,6 @@ class CompileAhead:
         self._wake()
 
     def close(self) -> None:
-        """End the process that compiles."""
         self._process.close()
 
     def _give_up(self, error: str) -> None:
@@ -95,6 +94,5 @@ class CompileAhead:
 
 
 def _set_num_threads(num_threads: int) -> None:
-    """Use as many threads for operations of the calling thread."""
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)

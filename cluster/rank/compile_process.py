@@ -66,7 +66,6 @@ class CompileJob:
 
     @classmethod
     def of(cls, context: RankContext, group: GroupMembership) -> CompileJob:
-        """Describe a rank of `group`."""
         shard = group.shard
         tp, dp = (shard.rank, shard.size), (group.dp_rank, group.dp_size)
         return cls(context.config, context.place, tp, dp, shard.data is not None)
@@ -112,7 +111,6 @@ class CompileProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def close(self) -> None:
@@ -196,7 +194,6 @@ def _end_with_the_rank() -> None:
 
 
 def compile_for(job: CompileJob, progress: Progress) -> None:
-    """Compile a rank's forward into the cache."""
     config, group, device = job.config, job.group(), torch.device(job.config.device)
     torch.set_num_threads(config.threads)  # part of the cache's key
     pools = graph_pools(config.compilation, device)

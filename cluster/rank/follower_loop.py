@@ -136,13 +136,11 @@ class FollowerLoop:
         self._in_flight = launched
 
     def _retire(self) -> None:
-        """Wait for the step in flight, if there is one."""
         if self._in_flight is not None:
             launched, self._in_flight = self._in_flight, None
             self._digester.note_drawn(self._runner.wait(launched).token_ids)
 
     def _do(self, order: KVOrder) -> None:
-        """Do to this rank's slice what the leader did to its own."""
         self._retire()
         holder, reader = self._holder, self._reader
         match order:

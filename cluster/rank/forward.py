@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +143,6 @@ class StepForward:
 
     @property
     def captured(self) -> CapturedGraphs:
-        """What steps dispatch over."""
         return self.handover.captured
 
     def checksum(self) -> int:
@@ -239,7 +239,6 @@ class StepForward:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether what was compiled is there to be run."""
         return bool(self._backbone.is_compiled)
 
     @torch.inference_mode()
@@ -269,9 +268,7 @@ class StepForward:
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
         prompts = sorted({*_doubling(self._inputs.max_num_batched_tokens), *listed})
         for num_tokens, num_seqs in [*((n, n) for n in decodes), *((n, 1) for n in prompts)]:
-            batch = self._inputs.dummy(num_tokens, num_seqs)
-            with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
-                hidden = self._call(batch.input_ids, batch.positions)
+            hidden = self._run_padding(num_tokens, num_seqs)
         for num_rows in (1, 2):
             self._sample_costliest(hidden[:num_rows])
 
@@ -282,12 +279,10 @@ class StepForward:
         All ranks start at once, so that none waits inside for one that is late.
         """
         num_tokens = min(NUM_TRACED_TOKENS, max_num_tokens)
-        batch = self._inputs.dummy(num_tokens, 1)
         self._synchronize()
         self._group.barrier("timed")
         began = time.monotonic()
-        with forward_context(self._context(batch, 1, is_dummy_run=True)):
-            self._call(batch.input_ids, batch.positions)
+        self._run_padding(num_tokens, 1)
         self._synchronize()
         return num_tokens, time.monotonic() - began
 
@@ -307,9 +302,7 @@ class StepForward:
         before = torch.cuda.memory_reserved(device) if is_on_cuda else 0
         if progress is not None:
             progress("measuring the largest step", 0, 1)
-        batch = self._inputs.dummy(max_num_tokens, 1)
-        with forward_context(self._context(batch, 1, is_dummy_run=True)):
-            hidden = self._call(batch.input_ids, batch.positions)
+        hidden = self._run_padding(max_num_tokens, 1)
         self._score_costliest(hidden[:MAX_SCORED_ROWS])
         self._sample_costliest(hidden[: self._inputs.max_num_seqs])
         self._synchronize()
@@ -319,6 +312,13 @@ class StepForward:
         needed = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
         return needed
+
+    def _run_padding(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
+        """Run the model on padding alone; return hidden states [T, E]."""
+        batch = self._inputs.dummy(num_tokens, num_seqs)
+        with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
+            hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
+        return hidden
 
     def _score_costliest(self, hidden: torch.Tensor) -> None:
         """Score rows as a prompt's are that wants the most logprobs. hidden: [B, E]."""
@@ -361,8 +361,8 @@ class StepForward:
         cases = self._cases()
         if cases:
             self._group.barrier("allocated")
-            told = None if progress is None else _named(progress, "capturing graphs")
-            self._reports.append(self._capture(cases, told))
+            reported = None if progress is None else partial(progress, "capturing graphs")
+            self._reports.append(self._capture(cases, reported))
         self.handover = CompileHandover(self._end_captures())
 
     def _capture(
@@ -509,7 +509,3 @@ class StepForward:
 def _doubling(most: int) -> list[int]:
     """Return 1, 2, 4, ... and `most`."""
     return sorted({most, *(2**i for i in range(most.bit_length()))})
-
-
-def _named(progress: Progress, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(what, done, total)

@@ -252,7 +252,6 @@ class Leader(Rank):
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
-        """Greet the followers and the other leaders, if there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
@@ -335,7 +334,6 @@ def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
 
 
 def new_blocks(config: EngineConfig, runner: ModelRunner) -> BlockManager:
-    """Return the blocks of a leader's pool."""
     return BlockManager(
         runner.num_blocks,
         config.cache.block_size,
@@ -440,7 +438,6 @@ class Inbox:
         return message
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close(linger=0)
 
 

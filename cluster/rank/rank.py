@@ -96,12 +96,10 @@ class KVConnector:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that readers copied under leases that were alive to the end."""
         return self.server.bytes_sent if self.server else 0
 
     @property
     def bytes_received(self) -> int:
-        """Bytes copied in reads that were believed."""
         return self.puller.bytes_received if self.puller else 0
 
     def counts(self) -> Counts:
@@ -110,7 +108,6 @@ class KVConnector:
         return {key: value for part in parts for key, value in part.counts().items()}
 
     def close(self) -> None:
-        """Stop the thread."""
         for part in (self.server, self.puller):
             if part is not None:
                 part.close()

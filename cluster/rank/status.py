@@ -38,7 +38,6 @@ class RankStats:
 
     @classmethod
     def of(cls, rank: RankContext, state: str, **figures: Any) -> RankStats:
-        """Return the figures of a rank of this process."""
         return cls(rank.place, os.getpid(), rank.node, state, **figures)
 
     def to_dict(self) -> dict[str, Any]:

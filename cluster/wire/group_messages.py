@@ -108,17 +108,7 @@ class StillThere(Wire, frozen=True, tag=True):
 
 
 KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
-ToFollower = (
-    LeaderHello
-    | StepFrame
-    | HoldKV
-    | DropKV
-    | ExpectKV
-    | StartRead
-    | CancelRead
-    | StillThere
-    | EndOfSteps
-)
+ToFollower = LeaderHello | StepFrame | KVOrder | StillThere | EndOfSteps
 
 
 class FollowerHello(Wire, frozen=True, tag=True):
@@ -154,7 +144,6 @@ class PiecesLoaded(Wire, frozen=True, tag=True):
 
 
 FollowerReport = TicketsEnded | ReadEnded | PiecesLoaded
-FromFollower = FollowerHello | TicketsEnded | ReadEnded | PiecesLoaded
 
 
 class PeerHello(Wire, frozen=True, tag=True):

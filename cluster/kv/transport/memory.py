@@ -27,7 +27,6 @@ class SharedMemory:
 
     @property
     def pid(self) -> int:
-        """The process whose /proc entry leads to the memory."""
         return os.getpid()
 
 

@@ -89,7 +89,6 @@ class KVPuller:
     # The scheduler's side, on the step thread.
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
         self._post(lambda: self._pulls.expect(request_id, handoff))
 
     def start(
@@ -99,11 +98,9 @@ class KVPuller:
         source_indices: list[int],
         dst_blocks: list[int],
     ) -> None:
-        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
         self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        """Stop and release; a read that was started still reports when it no longer writes."""
         self._post(lambda: self._pulls.cancel(request_id))
 
     def take_finished(self) -> list[KVReadResult]:
@@ -118,7 +115,6 @@ class KVPuller:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes copied in reads that were believed."""
         return self._pulls.bytes_received
 
     def counts(self) -> Counts:
@@ -132,7 +128,6 @@ class KVPuller:
         }
 
     def close(self) -> None:
-        """Stop the thread and close its sockets."""
         self._is_closed = True
         self._wake.ring()
         self._thread.join(timeout=2)
@@ -342,7 +337,6 @@ class _Line:
             raise OSError(f"wanted an address to connect to: {error}") from error
 
     def send(self, call: KVCall) -> None:
-        """Send a call."""
         call_id, body = self._ids.next(), encode(call)
         proof = self._proofs.of_call(call_id, self._process, body)
         self._open[call_id] = call, proof
