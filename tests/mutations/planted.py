@@ -251,7 +251,7 @@ MUTATIONS = (
         "captures_are_silent",
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
-        {'None if progress is None else _named(progress, "capturing graphs")': "None"},
+        {'None if progress is None else partial(progress, "capturing graphs")': "None"},
         (READY,),
     ),
     Mutation(

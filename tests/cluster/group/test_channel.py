@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from cluster.engine.lockstep import AloneLockstep
+from cluster.group import channel
 from cluster.group.channel import StepReceiver, StepSender
 from cluster.group.links import LinkAddress
-from cluster.rank import channel
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     DropKV,

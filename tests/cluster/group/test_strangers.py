@@ -19,12 +19,12 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from cluster.group import links
 from cluster.group.channel import StepReceiver, StepSender
 from cluster.group.peers import PeerSockets
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
-from cluster.rank import links
 from cluster.rank.leader import Inbox
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
