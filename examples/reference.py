@@ -40,12 +40,12 @@ FOLDER = ROOT / "serve" / "docs" / "reference"
 LIMIT = re.compile(r"(MAX|MIN|DEFAULT)_[A-Z_]+|[A-Z][A-Z_]*_(S|TIMES)")
 CLUSTER_FILES = (
     "config",
-    "messages",
+    "wire/messages",
     "engine/watchdog",
     "actors/rank_group",
     "actors/placement",
-    "grammars",
-    "rank/grammar_masks",
+    "grammar/compile",
+    "grammar/masks",
 )
 """Files outside of serve/ whose limits a user meets."""
 ANSWERS = (
