@@ -8,7 +8,7 @@
    arrive while inputs are built, so a rank hardly ever waits for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
-There is no I/O here. `LockstepMachine` is told what arrived, in the order of each connection, and
+There is no I/O here. `LockstepMachine` is given what arrived, in the order of each connection, and
 says what to send and which frames are missing; `cluster/rank/lockstep.py` drives it over sockets.
 A rank never receives a vote from two steps ahead, because no rank votes again before it has heard
 from all.

@@ -5,7 +5,7 @@ books, plans and builds. Here one step is in flight between two calls:
 
 1. `scheduler.schedule_ahead()` plans the next step. A sequence whose last token is being drawn is
    planned with `PENDING` in its place: the ranks have it on the device.
-2. Leaders agree and followers are told, as in the plain step.
+2. Leaders agree and followers get the plan, as in the plain step.
 3. `executor.launch` puts the step behind the one in flight.
 4. The step in flight is retired: wait for its tokens, tell the channel, book them.
 

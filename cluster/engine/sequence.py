@@ -14,13 +14,13 @@ from enum import Enum
 from cluster.grammar.matcher import CompiledGrammar, MaskedRow, Matcher
 from cluster.wire.messages import (
     PENDING,
-    Admission,
     EngineOutput,
     FinishReason,
     GenerateRequest,
     KVHandoff,
     NewBlocks,
     PromptTargets,
+    RowAdmission,
     RowRules,
     StepPlan,
     TokenLogprobs,
@@ -76,7 +76,7 @@ class Sequence:
     arrived_at: float = 0.0
     """By the scheduler's clock."""
     queued_us: int = -1
-    """Microseconds until it first got a row; -1 before, and 0 once an output has told it."""
+    """Microseconds until it first got a row; -1 before, and 0 once an output has reported it."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     block_table: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Sequence:
     """Head blocks known to be scratch in the table: a sliding window has passed them."""
     row: int = -1
     is_on_ranks: bool = False
-    """Whether a plan has told the ranks what is in its row."""
+    """Whether a plan has described its row to the ranks."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """As far as they are computed and not delivered."""
     grammar: CompiledGrammar | None = None
@@ -216,7 +216,7 @@ class Batch:
     def launch(self, epoch: int, step: int) -> StepPlan:
         """Note in each sequence what the step computes of it.
 
-        Returns the plan, with what ranks must be told of rows that are new to them.
+        Returns the plan, with a description of the rows that are new to the ranks.
         """
         sequences = self.sequences = self.singles + self.chunks
         num_computed = [seq.num_computed_tokens for seq in sequences]
@@ -230,7 +230,7 @@ class Batch:
             token_ids += seq.token_ids[start : start + size]
         rows: list[int] = []
         output_index: list[int] = []
-        admitted: list[Admission] = []
+        admitted: list[RowAdmission] = []
         prompt_targets: list[PromptTargets] = []
         for seq, start, new in zip(sequences, num_computed, num_new, strict=True):
             # Told only now: an empty plan may never reach the ranks.
@@ -262,9 +262,9 @@ class Batch:
         )
 
 
-def _admission(seq: Sequence) -> Admission:
+def _admission(seq: Sequence) -> RowAdmission:
     sampling = seq.request.sampling
-    return Admission(
+    return RowAdmission(
         row=seq.row,
         temperature=sampling.temperature,
         top_k=sampling.top_k,

@@ -3,7 +3,7 @@
 1. The waiting side opens its end before it loads; the owner tells the other where that is, and the
    nonce of the rendezvous.
 2. When both have loaded, the side that goes there says hello, and the other answers.
-3. Both compare what they were told with what they know. From then on frames arrive in order, and
+3. Both compare hellos with what they know. From then on frames arrive in order, and
    a connection that breaks is noticed by the waiting side, because what was lost is unknown.
 
 Any process of the application may connect to an open end, for example one of an older epoch whose

@@ -31,7 +31,7 @@ from cluster.wire.messages import PROTOCOL_VERSION
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What the ranks under one leader must be told to find their group.
+    """What the ranks under one leader must know to find their group.
 
     A leader of a later data-parallel rank opens no store: `introduce` fills in that of the first,
     with its nonce, and `earlier`.
@@ -59,7 +59,7 @@ class Rendezvous:
 
 
 def introduce(offers: Sequence[Rendezvous]) -> list[Rendezvous]:
-    """Return what the ranks under each leader must be told, of what leaders opened, by dp_rank."""
+    """Return what the ranks under each leader must know of what leaders opened, by dp_rank."""
     first = offers[0]
     return [
         replace(

@@ -3,7 +3,7 @@
 1. Another process compiles them into the cache (`compile_process.py`).
 2. When it has ended, the step thread loads one piece between two steps: all of them at once
    would hold its streams up.
-3. Then the rank's `CompileHandover` is told, and its next vote says so.
+3. Then the rank's `CompileHandover` knows, and its next vote says so.
 
 If compiling is ended from outside, or by the machine, the rank says why, once, and goes on as it
 is. If the model cannot be compiled, the rank ends, as it would have without serving meanwhile: the

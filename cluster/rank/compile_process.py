@@ -120,36 +120,36 @@ class CompileProcess:
         self._thread.join(CLOSE_S)
 
     def _follow(self, job: CompileJob) -> None:
-        process, told = self._process, ""
+        process, reported = self._process, ""
         assert process.stdin is not None and process.stdout is not None
         try:
             # It stays open: its end tells the process that the rank is gone.
             process.stdin.write(pickle.dumps(job))
             process.stdin.flush()
             for line in process.stdout:
-                told = self._take(line) or told
+                reported = self._take(line) or reported
         except (OSError, ValueError) as error:
-            told = str(error)
+            reported = str(error)
         code = process.wait()
         process.stdout.close()
         with suppress(OSError):  # of a job that was not taken
             process.stdin.close()
         if code:
-            self.error = told or _end_of(code)
+            self.error = reported or _end_of(code)
         self.has_ended = True
         if not self._is_closing:
             self._on_end()
 
     def _take(self, line: bytes) -> str:
         """Note progress; return an error if the line tells one."""
-        told = json.loads(line)
-        if "error" in told:
-            self.is_final = bool(told["is_final"])
-            return str(told["error"])
-        if "misses" in told:
-            cache_misses.update(told["misses"])
+        reported = json.loads(line)
+        if "error" in reported:
+            self.is_final = bool(reported["is_final"])
+            return str(reported["error"])
+        if "misses" in reported:
+            cache_misses.update(reported["misses"])
             return ""
-        self.done, self.total = told["done"], told["total"]
+        self.done, self.total = reported["done"], reported["total"]
         return ""
 
 
@@ -173,17 +173,17 @@ def main() -> int:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(**told: object) -> None:
-        print(json.dumps(told), file=out, flush=True)
+    def report(**reported: object) -> None:
+        print(json.dumps(reported), file=out, flush=True)
 
     try:
-        compile_for(job, lambda _, done, total: tell(done=done, total=total))
+        compile_for(job, lambda _, done, total: report(done=done, total=total))
     except Exception as error:
         log.exception("compiling for a rank that serves")
-        tell(error=one_line(error), is_final=as_final(error) is not None)
+        report(error=one_line(error), is_final=as_final(error) is not None)
         return 1
     finally:
-        tell(misses=cache_misses)
+        report(misses=cache_misses)
     return 0
 
 

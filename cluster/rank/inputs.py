@@ -16,7 +16,7 @@ import torch
 
 from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
 from cluster.rank.row_rules import Counted, RowRulesTables
-from cluster.wire.messages import PENDING, Admission, StepPlan
+from cluster.wire.messages import PENDING, RowAdmission, StepPlan
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
 
@@ -205,7 +205,7 @@ class StepInputs:
         self._pending.host[:num_pending, 1] = rows[index]
         return self._pending.stage(num_pending)
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: RowAdmission) -> None:
         row = admission.row
         self._row_temperature[row] = admission.temperature
         self._row_top_k[row] = admission.top_k

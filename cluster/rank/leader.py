@@ -94,7 +94,7 @@ class Leader(Rank):
         """Load, and wait until all followers and all other leaders have.
 
         Args:
-            endpoints: where the followers were told to go; needed if there are any.
+            endpoints: where the followers connect; needed if there are any.
             rendezvous: where to find other leaders; None if its own endpoints are all there is.
         """
         endpoints = endpoints or LeaderEndpoints(context)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
-from cluster.wire.messages import Admission, LogitRules, RowRules
+from cluster.wire.messages import LogitRules, RowAdmission, RowRules
 from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class RowRulesTables:
         self._is_before_min = StaticBuffer((rows,), torch.bool, staging)
         self._penalties = StaticBuffer((rows, 3), torch.float32, staging)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: RowAdmission) -> None:
         """Let a row follow the rules of its new sequence, or none."""
         row, found = admission.row, admission.rules
         if self._has_rules[row]:

@@ -28,7 +28,7 @@ class RankStats:
     """The last one that the rank began. Steps in which no rank has work are not counted here:
     followers hear nothing of them."""
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
-    """A follower has none: of it only `held_tickets` is told."""
+    """A follower has none: it reports `held_tickets` alone."""
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     compiling: bool = False

@@ -24,7 +24,7 @@ from cluster.wire.messages import StepAgreement, StepKind, StepPlan
 from compile.config import CUDAGraphMode
 
 KEEP = 0.9
-"""Weight of what was known, when a step has told how long a token takes."""
+"""Weight of what was known, when a step has shown how long a token takes."""
 NUM_LOGGED_STEPS = 1000
 NUM_TOLD_STEPS = 8
 """Of the log in an error: those that lead to it."""

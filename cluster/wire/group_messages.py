@@ -49,7 +49,7 @@ class StepDigest(Wire, frozen=True):
     token_ids: int
     prompt_targets: int
     row_state: int
-    """Of every admission and block that the rows were told of since the first step."""
+    """Of every admission and block of a row since the first step."""
     drawn: int
     """Of every token drawn up to the last step but one, where followers draw along; else 0."""
 

@@ -20,7 +20,7 @@ from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.lockstep import AloneLockstep
 from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 from compile.config import CompilationConfig
 from compile.counters import counter
 
@@ -161,7 +161,7 @@ def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> Ste
         step=computed,
         num_seqs=size,
         num_tokens=size * new,
-        admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if first],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if first],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))
             for row in rows

@@ -26,7 +26,6 @@ from cluster.kv.transport.store import BlockStore
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (
-    Admission,
     EngineOutput,
     GenerateRequest,
     KVAnswer,
@@ -37,6 +36,7 @@ from cluster.wire.messages import (
     KVRenew,
     KVSource,
     RankProcess,
+    RowAdmission,
     StepPlan,
     Submit,
 )
@@ -125,7 +125,7 @@ class Watched:
         return num_copies + SAMPLED_COPIES
 
 
-def _num_rule_copies(admission: Admission) -> int:
+def _num_rule_copies(admission: RowAdmission) -> int:
     """Return what a row's own rules copy once: bias as ids and values, and tokens to count."""
     if admission.rules is None:
         return 0

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 IDLE_S = 600.0
 """After this long without a read nothing is kept open; longer than any read takes."""
-MAX_LINES = 128
+MAX_CONNECTIONS = 128
 """Holders to be connected to, and as many whose memory is mapped: one for each prefill rank that
 this one reads from. Beyond that the one that was called least recently gives way."""
 MAX_OPEN_CALLS = 4096
@@ -184,28 +184,28 @@ class _Transport:
         self._node = node_id()
         self._ids = CallIds()
         # By source: address, pid and descriptor come again, its process does not.
-        self._lines: dict[KVSource, _Line] = {}
+        self._connections: dict[KVSource, _Connection] = {}
         self._mapped: dict[KVSource, BlockStore] = {}
         self._used_at: dict[KVSource, float] = {}
         self._closed: set[KVSource] = set()
         """On this node, but their memory may not be looked into."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        line = self._lines.get(source)
-        if line is None:
+        connection = self._connections.get(source)
+        if connection is None:
             self._forget_the_gone()
-            if len(self._lines) >= MAX_LINES:
-                self.forget(min(self._lines, key=lambda known: self._used_at.get(known, 0.0)))
-            line = self._lines[source] = _Line(
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self.forget(min(self._connections, key=lambda known: self._used_at.get(known, 0.0)))
+            connection = self._connections[source] = _Connection(
                 self._context,
                 source,
                 credentials=self._credentials,
                 ids=self._ids,
                 block_bytes=self.store.block_bytes,
             )
-            self.poller.register(line.socket, zmq.POLLIN)
+            self.poller.register(connection.socket, zmq.POLLIN)
         self._used_at[source] = time.monotonic()
-        line.send(call)
+        connection.send(call)
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry.
@@ -214,9 +214,9 @@ class _Transport:
         written, so a source whose answers have come never seems silent, however long that takes.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
-        for source, line in list(self._lines.items()):
+        for source, connection in list(self._connections.items()):
             try:
-                answers += [(source, *answered) for answered in line.receive()]
+                answers += [(source, *answered) for answered in connection.receive()]
             except FrameError as error:
                 # That process is not the one that issued the ticket; its reads end by time-out.
                 log.error("kv answer from %s: %s; it is heard no more", source.address, error)
@@ -247,7 +247,7 @@ class _Transport:
             self._map(source)
         except PermissionError as error:
             log.warning("kv.transport: tcp to %s, not shm: %s", source.address, error)
-            if len(self._closed) >= MAX_LINES:
+            if len(self._closed) >= MAX_CONNECTIONS:
                 self._closed.clear()
             self._closed.add(source)
             return False
@@ -259,7 +259,7 @@ class _Transport:
         mapped = self._mapped.get(source)
         if mapped is None:
             self._forget_the_gone()
-            if len(self._mapped) >= MAX_LINES:  # each has a descriptor
+            if len(self._mapped) >= MAX_CONNECTIONS:  # each has a descriptor
                 del self._mapped[next(iter(self._mapped))]
             memory = open_shared(source.pid, source.shm_fd)
             mapped = BlockStore.of_memory(memory, self.store.block_bytes)
@@ -283,20 +283,20 @@ class _Transport:
         self._mapped.pop(source, None)
         self._used_at.pop(source, None)
         self._closed.discard(source)
-        line = self._lines.pop(source, None)
-        if line is not None:
-            self.poller.unregister(line.socket)
-            line.socket.close(linger=0)
+        connection = self._connections.pop(source, None)
+        if connection is not None:
+            self.poller.unregister(connection.socket)
+            connection.socket.close(linger=0)
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         self.store.scatter(ids, blocks)
 
     def close(self) -> None:
-        for line in self._lines.values():
-            line.socket.close()
+        for connection in self._connections.values():
+            connection.socket.close()
 
 
-class _Line:
+class _Connection:
     """The connection to one holder, with the calls that it has not answered."""
 
     def __init__(

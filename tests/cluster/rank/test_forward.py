@@ -20,9 +20,9 @@ from cluster.rank.free_memory import FreeMemory
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (
-    Admission,
     GenerateRequest,
     NewBlocks,
+    RowAdmission,
     Sampling,
     StepAgreement,
     StepKind,
@@ -293,7 +293,9 @@ def plan_of(step: int, computed: int, new: int, output_index: list[int]) -> Step
         step=step,
         num_seqs=2,
         num_tokens=2 * new,
-        admitted=[Admission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first],
+        admitted=[
+            RowAdmission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first
+        ],
         new_blocks=[NewBlocks(row, 0, [1 + row]) for row in (0, 1) if is_first],
         rows=[0, 1],
         num_computed=[computed] * 2,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cluster.rank.inputs import StepInputs
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 
 BLOCK_SIZE = 4
 ROWS, TOKENS, COLUMNS = 6, 32, 5
@@ -32,7 +32,7 @@ def decode_plan(rows: list[int], computed: int, *, admit: bool = False) -> StepP
         step=computed,
         num_seqs=len(rows),
         num_tokens=len(rows),
-        admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if admit],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if admit],
         new_blocks=[NewBlocks(r, 0, b) for r, b in zip(rows, blocks, strict=True) if admit],
         rows=rows,
         num_computed=[computed] * len(rows),

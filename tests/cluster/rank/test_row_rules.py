@@ -15,10 +15,10 @@ from cluster.engine.sequence import Sequence
 from cluster.rank.buffers import Staging
 from cluster.rank.row_rules import RowRulesTables
 from cluster.wire.messages import (
-    Admission,
     GenerateRequest,
     Inbound,
     LogitRules,
+    RowAdmission,
     RowRules,
     Sampling,
     Submit,
@@ -43,8 +43,8 @@ def tables_of(rows: int, tokens: int, vocab_size: int) -> RowRulesTables:
     return tables
 
 
-def admission(row: int, found: LogitRules) -> Admission:
-    return Admission(row, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(found, (), 5, []))
+def admission(row: int, found: LogitRules) -> RowAdmission:
+    return RowAdmission(row, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(found, (), 5, []))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 64, 509])
@@ -84,7 +84,7 @@ def test_the_most_that_may_be_asked_for_holds_a_step_up_for_milliseconds() -> No
         began = time.thread_time()
         submit: Submit = decode(frame, Inbound)
         assert limits.find_error(Sequence(submit.request, max_model_len=8192)) == ""
-        tables.admit(Admission(0, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(asked, stops, 4096, [])))
+        tables.admit(RowAdmission(0, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(asked, stops, 4096, [])))
         took.append(time.thread_time() - began)
     print(f"{min(took) * 1e3:.2f} ms")
     assert min(took) < 0.005

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def inputs() -> StepInputs:
 
 
 def plan(
-    rows: list[int], output_index: list[int], admitted: tuple[Admission, ...] = ()
+    rows: list[int], output_index: list[int], admitted: tuple[RowAdmission, ...] = ()
 ) -> StepPlan:
     """Each row decodes one token; a sequence with output index -1 samples none."""
     return StepPlan(
@@ -42,8 +42,8 @@ def plan(
     )
 
 
-def admission(row: int, temperature: float, num_logprobs: int = -1) -> Admission:
-    return Admission(row, temperature, 7 * row, 0.5, 0.25, 11 + row, num_logprobs, None)
+def admission(row: int, temperature: float, num_logprobs: int = -1) -> RowAdmission:
+    return RowAdmission(row, temperature, 7 * row, 0.5, 0.25, 11 + row, num_logprobs, None)
 
 
 def temperatures(batch: StepBatch) -> list[float]:

@@ -453,14 +453,14 @@ def test_holders_that_are_made_up_take_no_more_than_their_sockets(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context has 1,023 sockets, and a rank whose thread lacks one ends."""
-    monkeypatch.setattr(puller_module, "MAX_LINES", 5)
+    monkeypatch.setattr(puller_module, "MAX_CONNECTIONS", 5)
     transport = target.puller._transport
     for i in range(40):
         source = KVSource(0, "elsewhere", 0, -1, f"tcp://{HOST}:{40_000 + i}", RankProcess(i, ""))
         handoff = KVHandoff(1, f"r{i}", [source], [4], [7], 4, BLOCK_BYTES, "kv", 0.03)
         target.puller.expect(f"r{i}", handoff)
     time.sleep(0.2)  # each was to be renewed a few times
-    assert 0 < len(transport._lines) <= 5
+    assert 0 < len(transport._connections) <= 5
     for i in range(40):
         target.puller.cancel(f"r{i}")
     context: Context = zmq.Context()
