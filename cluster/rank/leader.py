@@ -39,7 +39,7 @@ from cluster.group.context import RankContext
 from cluster.group.links import LinkAddress
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffMetadata
+from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.observe.counts import Counts
 from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
@@ -291,8 +291,7 @@ class Leader(Rank):
             self._holder = GroupHolder(transfer.server, len(followers), tell)
         if transfer.puller is not None:
             self._reader = GroupReader(transfer.puller, len(followers), tell)
-        blocks = new_blocks(context.config, self.runner)
-        handover: KVHandover | None = None
+        metadata: HandoffMetadata | None = None
         if context.config.role is not Role.MIXED:
             metadata = HandoffMetadata(
                 sources=[transfer.source, *(hello.source for hello in followers)],
@@ -300,15 +299,15 @@ class Leader(Rank):
                 layout=self.runner.kv_spec.layout,
                 lease_s=context.config.transfer.lease_s,
             )
-            handover = KVHandover(blocks, metadata, holder=self._holder, reader=self._reader)
         return assemble_engine(
             context.config,
             self.runner,
             epoch=context.place.epoch,
             channel=channel,
             lockstep=lockstep,
-            blocks=blocks,
-            handover=handover,
+            metadata=metadata,
+            holder=self._holder,
+            reader=self._reader,
         )
 
     def _close(self) -> None:
@@ -333,15 +332,6 @@ def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
             raise FrameError(f"follower tp={hello.tp_rank}: {field}: wanted {ours}, found {theirs}")
 
 
-def new_blocks(config: EngineConfig, runner: ModelRunner) -> BlockManager:
-    return BlockManager(
-        runner.num_blocks,
-        config.cache.block_size,
-        config.cache.enable_prefix_caching,
-        sliding_window=runner.model_config.kv_window,
-    )
-
-
 def assemble_engine(
     config: EngineConfig,
     runner: ModelRunner,
@@ -349,27 +339,37 @@ def assemble_engine(
     epoch: int = 0,
     channel: Channel | None = None,
     lockstep: Lockstep | None = None,
-    blocks: BlockManager | None = None,
-    handover: KVHandover | None = None,
+    metadata: HandoffMetadata | None = None,
+    holder: TicketHolder | None = None,
+    reader: KVReader | None = None,
 ) -> Engine:
     """Return the engine of a leader.
 
     Args:
         channel: leads to the tensor-parallel followers; None if there are none.
         lockstep: with the other data-parallel leaders; None if there are none.
-        blocks: of the pool, if `handover` has them too.
-        handover: who holds or reads KV; None on an engine that keeps its sequences.
+        metadata, holder, reader: with what KV is handed over, see `KVHandover`; None on an engine
+            that keeps its sequences.
     """
-    limits = RequestLimits(
-        blocks=blocks or new_blocks(config, runner),
-        max_model_len=config.max_model_len,
-        role=config.role,
-        vocab_size=runner.model_config.vocab_size,
-        max_prompt_len=runner.model_config.max_prompt_len,
+    cache, model = config.cache, runner.model_config
+    blocks = BlockManager(
+        runner.num_blocks,
+        cache.block_size,
+        cache.enable_prefix_caching,
+        sliding_window=model.kv_window,
     )
+    handover: KVHandover | None = None
+    if metadata is not None:
+        handover = KVHandover(blocks, metadata, holder=holder, reader=reader)
     scheduler = Scheduler(
         config.scheduler,
-        limits,
+        RequestLimits(
+            blocks=blocks,
+            max_model_len=config.max_model_len,
+            role=config.role,
+            vocab_size=model.vocab_size,
+            max_prompt_len=model.max_prompt_len,
+        ),
         epoch=epoch,
         handover=handover,
         grammars=runner.grammars,

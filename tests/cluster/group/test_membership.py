@@ -59,7 +59,7 @@ def run_ranks(
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(run, range(size)))
     finally:
-        for end in endpoints.channel.links:
+        for end in endpoints.channel.links if endpoints.channel is not None else ():
             end.close()
         end_context(endpoints.sockets, "test")
 
