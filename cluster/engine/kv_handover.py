@@ -18,6 +18,8 @@ from cluster.engine.sequence import Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, KVReader, KVReadResult, TicketHolder
 from cluster.wire.messages import KVHandoff
 
+NO_READER = "handoff: wanted none on an engine without KV reader, found one"
+
 
 class KVHandover:
     """Who holds and reads for one engine, and the sequences that they have.
@@ -98,7 +100,7 @@ class KVHandover:
     def find_error(self, seq: Sequence, handoff: KVHandoff) -> str:
         """Return what keeps a new sequence's KV from being read here, or nothing."""
         if self._reader is None:
-            return "handoff: wanted none on an engine without KV reader, found one"
+            return NO_READER
         if seq.request_id in self._reading:
             return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
         num_tokens = seq.num_tokens - 1

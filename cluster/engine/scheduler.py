@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.kv_handover import KVHandover
+from cluster.engine.kv_handover import NO_READER, KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus
 from cluster.grammar.matcher import MaskedRow
@@ -312,7 +312,7 @@ class Scheduler:
         if error or seq.handoff is None:
             return error
         if self._handover is None:
-            return "handoff: wanted none on an engine without KV reader, found one"
+            return NO_READER
         return self._handover.find_error(seq, seq.handoff)
 
     def _refuse(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:

@@ -202,25 +202,15 @@ def compile_for(job: CompileJob, progress: Progress) -> None:
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):
         model, model_config = blank_model(Path(config.model_path), shard=group.shard, dtype=dtype)
-    limits = config.scheduler
-    inputs = StepInputs(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_blocks_per_seq=config.max_blocks_per_seq,
-        block_size=config.cache.block_size,
-        vocab_size=model_config.vocab_size,
-        device=device,
-    )
     forward = StepForward(
         model,
-        model.attention_layers(),
-        inputs,
+        StepInputs(config, model_config.vocab_size, device),
         scope.config,
         group=group,
         pools=pools,
         free_memory=FreeMemory(group, device, 0),
     )
-    forward.prepare(limits.max_num_batched_tokens)
+    forward.prepare(config.scheduler.max_num_batched_tokens)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ from compile.graphs.capture import (
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
-from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
 
@@ -101,7 +100,6 @@ class StepForward:
     def __init__(
         self,
         model: CausalLM,
-        layers: dict[str, Attention],
         inputs: StepInputs,
         config: CompilationConfig,
         *,
@@ -122,7 +120,7 @@ class StepForward:
         self.report: CaptureReport | None = None
         self._reports: list[CaptureReport] = []
         self.gaps = GapTimer()
-        self._layers = layers
+        self._layers = model.attention_layers()
         self._inputs = inputs
         self._group = group
         self._pools = pools

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from cluster.config import EngineConfig
 from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
 from cluster.rank.row_rules import Counted, RowRulesTables
 from cluster.wire.messages import PENDING, RowAdmission, StepPlan
@@ -52,25 +53,13 @@ class _SampledRows:
 class StepInputs:
     """Row state and static buffers of one rank."""
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_blocks_per_seq: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
-        is_overlapped: bool = False,
-    ) -> None:
-        """Start with empty rows.
-
-        Args:
-            is_overlapped: a step may be built while the one before is in flight.
-        """
-        rows, tokens = max_num_seqs, max_num_batched_tokens
-        num_steps = 2 if is_overlapped else 1
-        self._is_overlapped = is_overlapped
+    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
+        """Start with empty rows."""
+        rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+        max_blocks_per_seq = config.max_blocks_per_seq
+        self._is_overlapped = config.overlap
+        # A step may be built while the one before is in flight.
+        num_steps = 2 if config.overlap else 1
         # Tokens and positions are what compiled code is traced on: a tensor that begins somewhere
         # in its storage would have an offset there, which is another symbol of its graph.
         self._of_ids, self._of_positions = Staging(device, num_steps), Staging(device, num_steps)
@@ -82,9 +71,9 @@ class StepInputs:
         self._copied = stagings if self._of_step.is_copied else ()
         """Those that a step turns and uploads: on a CPU it reads what it fills."""
         self.device = device
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self._block_size = block_size
+        self.max_num_seqs = rows
+        self.max_num_batched_tokens = tokens
+        self._block_size = config.cache.block_size
         self._row_blocks = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
         self._row_temperature = np.zeros(rows, dtype=np.float32)
         self._row_top_k = np.zeros(rows, dtype=np.int64)

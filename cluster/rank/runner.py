@@ -131,18 +131,9 @@ class ModelRunner:
             block_size=config.cache.block_size,
             dtype=getattr(torch, config.dtype),
         )
-        self.inputs = StepInputs(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_blocks_per_seq=config.max_blocks_per_seq,
-            block_size=config.cache.block_size,
-            vocab_size=self.model_config.vocab_size,
-            device=self.device,
-            is_overlapped=config.overlap,
-        )
+        self.inputs = StepInputs(config, self.model_config.vocab_size, self.device)
         self.forward = StepForward(
             self.model,
-            layers,
             self.inputs,
             scope.config,
             group=group,

@@ -5,20 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 
 
 @pytest.fixture
 def inputs() -> StepInputs:
-    return StepInputs(
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        max_blocks_per_seq=4,
-        block_size=4,
-        vocab_size=64,
-        device=torch.device("cpu"),
-    )
+    cache, limits = CacheConfig(block_size=4), SchedulerConfig(4, 16)
+    config = EngineConfig("model", 16, cache=cache, scheduler=limits)
+    return StepInputs(config, 64, torch.device("cpu"))
 
 
 def plan(
