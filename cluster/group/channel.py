@@ -34,7 +34,7 @@ from cluster.wire.group_messages import (
     StillThere,
     ToFollower,
 )
-from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode, encode
+from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode_from, encode
 from cluster.wire.polling import Budget, Doorbell
 
 log = logging.getLogger("lockstep.channel")
@@ -123,7 +123,7 @@ class StepSender:
                 if body is None:
                     speaking.remove((tp_rank, link))
                 else:
-                    reports.append((tp_rank, _decode(body, FollowerReport, _name(tp_rank))))
+                    reports.append((tp_rank, decode_from(_name(tp_rank), body, FollowerReport)))
         return reports
 
     def check(self) -> None:
@@ -197,7 +197,7 @@ class StepReceiver:
             if body is None:
                 self._doorbell.clear()
                 return None
-            frame = _decode(body, ToFollower, "leader")
+            frame = decode_from("leader", body, ToFollower)
             if not isinstance(frame, StillThere):
                 return frame
 
@@ -209,13 +209,6 @@ class StepReceiver:
 
 
 _STILL_THERE = encode(StillThere())
-
-
-def _decode(body: bytes, kind: Any, name: str) -> Any:
-    try:
-        return decode(body, kind)
-    except FrameError as error:
-        raise FrameError(f"{name}: {error}") from error
 
 
 def _name(tp_rank: int) -> str:

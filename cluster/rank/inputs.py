@@ -40,6 +40,10 @@ class StepBatch:
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
 
 
+_Staged = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor]
+"""The tensors of a `StepBatch`, in its order."""
+
+
 @dataclass(frozen=True)
 class _SampledRows:
     """What stays the same from step to step while the same sequences are sampled."""
@@ -106,8 +110,9 @@ class StepInputs:
         self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
         """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
-        self._last_attention: AttentionMetadata
-        self._attention_sizes = (-1, -1, -1)
+        self._staged: _Staged
+        self._sizes = (-1, -1, -1, -1)
+        """Of the last step: decodes, tokens, sequences, those that were sampled."""
 
     def build(
         self,
@@ -141,7 +146,6 @@ class StepInputs:
             self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
         num_decodes = num_seqs if plan.num_decodes == plan.num_seqs else plan.num_decodes
         num_decodes = 0 if is_mixed else num_decodes
-        attention = self._attention(num_decodes, num_tokens, num_seqs)
         pending = self._stage_pending(plan, rows) if self._is_overlapped else None
         counted: Counted | None = None
         if self._rules.num_rows:
@@ -152,17 +156,8 @@ class StepInputs:
         self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
         self._sampled_index.host[:num_sampled] = rows[sampled]
         sampling, wants_logprobs = self._sampling(plan.output_index, rows, sampled)
-        batch = StepBatch(
-            input_ids=self._input_ids.stage(num_tokens),
-            positions=self._positions.stage(num_tokens),
-            attention=attention,
-            logits_index=self._logits_index.stage(num_sampled),
-            sampled_rows=self._sampled_index.stage(num_sampled),
-            sampling=sampling,
-            wants_logprobs=wants_logprobs,
-        )
-        if self._copied:
-            self._upload(num_seqs)
+        staged = self._stage(num_decodes, num_tokens, num_seqs, num_sampled)
+        batch = StepBatch(*staged, sampling, wants_logprobs)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -219,18 +214,8 @@ class StepInputs:
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)
         sampling, wants_logprobs = self._sampling([], nothing, nothing)
-        batch = StepBatch(
-            input_ids=self._input_ids.stage(num_tokens),
-            positions=self._positions.stage(num_tokens),
-            attention=self._attention(num_seqs if is_decode else 0, num_tokens, num_seqs),
-            logits_index=self._logits_index.stage(0),
-            sampled_rows=self._sampled_index.stage(0),
-            sampling=sampling,
-            wants_logprobs=wants_logprobs,
-        )
-        if self._copied:
-            self._upload(num_seqs)
-        return batch
+        staged = self._stage(num_seqs if is_decode else 0, num_tokens, num_seqs, 0)
+        return StepBatch(*staged, sampling, wants_logprobs)
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
         """Write where the plan's tokens belong into the host arrays."""
@@ -267,19 +252,29 @@ class StepInputs:
         self._blocks[num_seqs:end_seqs] = 0
         self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
 
-    def _attention(self, num_decodes: int, num_tokens: int, num_seqs: int) -> AttentionMetadata:
-        sizes = (num_decodes, num_tokens, num_seqs)
-        if sizes == self._attention_sizes and not self._copied:
-            return self._last_attention  # on a CPU the same views of what is filled anew
-        self._attention_sizes = sizes
-        self._last_attention = AttentionMetadata(
+    def _stage(self, num_decodes: int, num_tokens: int, num_seqs: int, num_sampled: int) -> _Staged:
+        """Bring what was filled to the device; return it."""
+        sizes = (num_decodes, num_tokens, num_seqs, num_sampled)
+        if sizes == self._sizes and not self._copied:
+            return self._staged  # on a CPU the same views of what is filled anew
+        attention = AttentionMetadata(
             num_decodes=num_decodes,
             cu_seqlens_q=self._cu_seqlens_q.stage(num_seqs + 1),
             seq_lens=self._seq_lens.stage(num_seqs),
             block_table=self._block_table.stage(num_seqs),
             slot_mapping=self._slot_mapping.stage(num_tokens),
         )
-        return self._last_attention
+        self._sizes = sizes
+        self._staged = (
+            self._input_ids.stage(num_tokens),
+            self._positions.stage(num_tokens),
+            attention,
+            self._logits_index.stage(num_sampled),
+            self._sampled_index.stage(num_sampled),
+        )
+        if self._copied:
+            self._upload(num_seqs)
+        return self._staged
 
     def _sampling(
         self, output_index: list[int], rows: np.ndarray, sampled: np.ndarray

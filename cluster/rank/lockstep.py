@@ -13,7 +13,7 @@ from typing import Protocol
 from cluster.engine.lockstep import LockstepMachine
 from cluster.rank.step_stats import StepStats
 from cluster.wire.group_messages import ToPeer
-from cluster.wire.messages import FrameError, StepAgreement, Vote, decode, encode
+from cluster.wire.messages import StepAgreement, Vote, decode_from, encode
 
 
 class VoteChannel(Protocol):
@@ -75,8 +75,4 @@ class JoinedLockstep:
         if body is None:
             machine.on_silence(machine.missing_votes or machine.missing_confirms)
             return
-        try:
-            frame = decode(body, ToPeer)
-        except FrameError as error:
-            raise FrameError(f"rank dp={dp_rank} tp=0: {error}") from error
-        machine.on_frame(dp_rank, frame)
+        machine.on_frame(dp_rank, decode_from(f"rank dp={dp_rank} tp=0", body, ToPeer))

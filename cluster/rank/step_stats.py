@@ -172,7 +172,7 @@ class StepStats:
         return counts
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
-        in_flight = {step: num_tokens for step, (num_tokens, _) in self._in_flight.items()}
+        in_flight = {begun: num_tokens for begun, (num_tokens, _) in self._in_flight.items()}
         self._now = (step, phase, self._clock(), is_asleep, in_flight)
 
     def _expect(self, num_tokens: int) -> float:

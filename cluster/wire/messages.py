@@ -598,6 +598,18 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
         ) from error
 
 
+def decode_from(sender: str, data: bytes, kind: type[T] | Any) -> Any:
+    """Return what `decode` does.
+
+    Raises:
+        FrameError: as of `decode`; names the sender too.
+    """
+    try:
+        return decode(data, kind)
+    except FrameError as error:
+        raise FrameError(f"{sender}: {error}") from error
+
+
 def checksum(content: object, start: int = 0) -> int:
     """Return 32 bits that follow from the encoded content, and from an earlier checksum."""
     return zlib.crc32(encode(content), start)
