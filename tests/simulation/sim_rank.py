@@ -80,7 +80,9 @@ class SimRank:
         )
         device = AsyncDevice if schedule.has_device else HostDevice
         self.device: AsyncDevice | HostDevice = device(self)
-        self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)
+        self.model = PagedModel(
+            schedule.num_blocks, schedule.block_size, schedule.max_num_seqs, VOCAB
+        )
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
 

@@ -31,7 +31,16 @@ from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
 from sim_owner import PoolHandle, SimPool, SimTokens
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
-from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
+from sim_schedule import (
+    FATAL,
+    MAX_MODEL_LEN,
+    MIN_STEPS,
+    VOCAB,
+    Arrival,
+    Fault,
+    Schedule,
+    draw_arrival,
+)
 
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
@@ -213,9 +222,9 @@ class World:
             self.outcome.num_aborted += 1
 
     async def _consume(self, arrival: Arrival, tokens: list[int]) -> None:
-        wanted = continuation(arrival.prompt, arrival.max_tokens, arrival.stop)
-        reason = ""
-        async with aclosing(self.router.generate(_request(arrival))) as outputs:
+        request, reason = _request(arrival), ""
+        wanted = continuation(request, VOCAB, MAX_MODEL_LEN)
+        async with aclosing(self.router.generate(request)) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
                 reason = output.finish_reason

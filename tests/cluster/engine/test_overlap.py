@@ -21,8 +21,8 @@ from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPla
 class Device:
     """Runs steps one after the other on a clock of its own: the host's time when it is free."""
 
-    def __init__(self, rank: Any, host_s: float, device_s: float) -> None:
-        self._rank = rank
+    def __init__(self, model: Any, host_s: float, device_s: float) -> None:
+        self._model = model
         self._host_s, self._device_s = host_s, device_s
         self.now = 0.0
         """Of the host."""
@@ -34,19 +34,19 @@ class Device:
 
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
-    ) -> tuple[float, Callable[[], SampledTokens]]:
+    ) -> tuple[float, Callable[[], list[int]]]:
         confirm()
         self.now += self._host_s  # to plan the step and to build its inputs
         if self.plans:
             self.idle_s.append(max(self.now - self.free_at, 0.0))
         self.plans.append(plan)
         self.free_at = max(self.now, self.free_at) + self._device_s
-        return self.free_at, self._rank.launch(plan)
+        return self.free_at, self._model.launch(plan)
 
-    def wait(self, launched: tuple[float, Callable[[], SampledTokens]]) -> SampledTokens:
+    def wait(self, launched: tuple[float, Callable[[], list[int]]]) -> SampledTokens:
         ends_at, run = launched
         self.now = max(self.now, ends_at)
-        return run()
+        return SampledTokens(run(), [], [])
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
@@ -63,7 +63,7 @@ def engine_on(
 ) -> tuple[Engine, Device]:
     """Return an engine over a fake rank with its device."""
     fake = sim.FakeEngine(sim.Shape(num_blocks=40), **arguments)
-    device = Device(fake.rank, host_s, device_s)
+    device = Device(fake.model, host_s, device_s)
     return loop(fake.scheduler, lockstep or AloneLockstep(), None, device), device
 
 
