@@ -359,10 +359,11 @@ class Scheduler:
 
     def _abort(self, seq: Sequence) -> bool:
         """End a request; return whether it is left in the queue, for the caller to take out."""
-        is_reading = self._handover is not None and self._handover.is_reading(seq)
-        if self._handover is not None and seq.status is WAITING_FOR_KV:
-            self._handover.cancel(seq)
-        is_waiting = False
+        is_reading = is_waiting = False
+        if self._handover is not None:
+            is_reading = self._handover.is_reading(seq)
+            if seq.status is WAITING_FOR_KV:
+                self._handover.cancel(seq)
         if self._compiling.pop(seq.request_id, None) is not None:
             assert self._grammars is not None
             self._grammars.forget(seq.request_id)
