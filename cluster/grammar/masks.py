@@ -64,8 +64,8 @@ class GrammarMasks:
         """By the text that is being compiled the requests that wait for it."""
         self._done: deque[tuple[str, CompiledGrammar | None, str]] = deque()
         """Filled by the compiling thread."""
-        self.filled_step = 0
-        """The last step that has masks."""
+        self.filled_step = -1
+        """The last step that has masks; -1 before the first."""
         self._filled: Future[Masks]
         """Of that step."""
 
