@@ -52,7 +52,6 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
         return self.tensor_parallel_size * self.data_parallel_size
 
 

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from cluster.rank.context import RankContext
+from cluster.group.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import GenerateRequest, Submit, TokenLogprobs

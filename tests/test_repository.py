@@ -194,7 +194,7 @@ from dataclasses import replace
 import msgspec
 from cluster.config import CacheConfig, EngineConfig
 from cluster.wire.messages import GenerateRequest, Grammar, Sampling, Submit
-from cluster.rank.context import RankContext
+from cluster.group.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 config = EngineConfig("examples/tiny", max_model_len=32, cache=CacheConfig(num_kv_blocks=4))

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.config import ParallelConfig
-from cluster.engine.changeover import CannotCompile
+from cluster.engine.compile_handover import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
+from cluster.group.context import RankPlace
+from cluster.group.rendezvous import Rendezvous, introduce
 from cluster.observe.reports import GroupReport
-from cluster.rank.context import RankPlace
-from cluster.rank.rendezvous import Rendezvous, introduce
 
 STATS_TIMEOUT_S = 1.0
 """How long ranks may take to answer for a report of their figures."""

@@ -14,8 +14,8 @@ from cluster.actors.placement import bundles_by_node, is_on_one_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
+from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
-from cluster.rank.rendezvous import Rendezvous
 from cluster.wire.credentials import Credentials
 
 

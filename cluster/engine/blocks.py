@@ -9,10 +9,6 @@ reaches. A block table keeps its length: the entry of a block that is not held a
 was, is the scratch block. So a hit needs only the blocks in the window of its next token to be
 cached, and the blocks before them are not looked for.
 
-A sequence that was prefilled here keeps its blocks under a ticket until a reader has them
-(`TicketedSequences`). Its request has had its last output. A ticket ends by itself, at the latest
-with its lease, and only then are its blocks free.
-
 Sources: paged blocks after PagedAttention (Kwon et al., 2023); chained block hashes and eviction
 of a sequence's tail before its head after vLLM's prefix cache.
 """
@@ -21,14 +17,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Iterator
-from itertools import chain
+from collections import OrderedDict
+from collections.abc import Iterable
 
 from cluster.config import EngineConfig
-from cluster.engine.sequence import Sequence, SequenceStatus
-from cluster.kv.handoff import HandoffMetadata, TicketHolder
-from cluster.wire.messages import KVHandoff
+from cluster.engine.sequence import Sequence
 from compile.errors import FieldError
 
 SCRATCH = 0
@@ -105,7 +98,6 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks a sequence may hold that has grown to `num_tokens` tokens."""
         return max_blocks_for(num_tokens, self.block_size, self.sliding_window)
 
     def first_needed(self, num_computed: int) -> int:
@@ -146,7 +138,6 @@ class BlockManager:
         return self._digest(seq, num_cached)
 
     def is_cached(self, digest: bytes) -> bool:
-        """Return whether a block of this content is cached."""
         return digest in self._cached
 
     def _is_looked_up(self, seq: Sequence) -> bool:
@@ -254,53 +245,6 @@ class BlockManager:
                 self._hashes[block] = digest
         seq.num_committed_blocks = num_full
 
-    def check(self, holders: Iterable[Sequence]) -> None:
-        """Assert the invariants, given every sequence that holds blocks. For tests."""
-        holders = list(holders)
-        refs = Counter(chain.from_iterable(seq.block_table for seq in holders))
-        num_scratch = sum(self._num_scratch(seq) for seq in holders)
-        assert refs.pop(SCRATCH, 0) == num_scratch, "scratch in place of a block, or kept for none"
-        assert self._ref_counts[SCRATCH] == 0, "block 0 was handed out"
-        for block in range(1, self.num_blocks + 1):
-            found = self._ref_counts[block]
-            assert found == refs[block], f"block {block}: {found} refs, {refs[block]} holders"
-            assert (found == 0) == (block in self._free), f"block {block}: {found} refs, in free"
-        assert len(self._free) + len(refs) == self.num_blocks, "free and held are not all"
-        contents: dict[int, tuple[bytes, list[int]]] = {}
-        for seq in holders:
-            for i, block in enumerate(seq.block_table):
-                if block == SCRATCH:
-                    continue
-                content = seq.request.cache_salt, seq.token_ids[: (i + 1) * self.block_size]
-                assert contents.setdefault(block, content) == content, (
-                    f"block {block}: wrongly shared"
-                )
-            self._check_committed(seq)
-        known = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}
-        assert known == self._cached, "hashes and cache disagree"
-
-    def _check_committed(self, seq: Sequence) -> None:
-        """Assert that what the cache was offered of a sequence is there, under its digests."""
-        if not self.enable_prefix_caching:
-            return
-        num_committed = seq.num_committed_blocks
-        hashes, seq.block_hashes = seq.block_hashes, []
-        assert self._hash(seq, num_committed) == hashes[:num_committed], "digests of other tokens"
-        seq.block_hashes = hashes
-        is_read = seq.handoff is not None and not seq.num_computed_tokens
-        assert is_read or num_committed * self.block_size <= seq.num_confirmed_tokens, (
-            "a block without KV was offered to the cache"
-        )
-
-    def _num_scratch(self, seq: Sequence) -> int:
-        """Return how many head entries must be scratch: all that its next token does not read."""
-        # A sequence whose KV is being read has computed nothing, but will have all but one token.
-        is_reading = seq.block_table and not seq.num_computed_tokens and seq.handoff is not None
-        num_computed = seq.num_tokens - 1 if is_reading else seq.num_confirmed_tokens
-        first = self.first_needed(num_computed) if seq.block_table else 0
-        assert all(block == SCRATCH for block in seq.block_table[:first])
-        return first
-
     def _take(self) -> int:
         """Hand out the least valuable free block for new content."""
         block, _ = self._free.popitem(last=False)
@@ -327,58 +271,3 @@ class BlockManager:
     def _digest(self, seq: Sequence, i: int) -> bytes:
         hashes = seq.block_hashes
         return hashes[i] if i < len(hashes) else self._hash(seq, i + 1)[i]
-
-
-class TicketedSequences:
-    """The sequences of one engine whose blocks are held under tickets.
-
-    Invariant: without `holder` and `metadata` there are none. Request ids may occur twice.
-    """
-
-    def __init__(
-        self, blocks: BlockManager, holder: TicketHolder | None, metadata: HandoffMetadata | None
-    ) -> None:
-        self._blocks = blocks
-        self._holder = holder
-        self._metadata = metadata
-        self._by_ticket: dict[int, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_ticket)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._by_ticket.values())
-
-    @property
-    def num_tickets(self) -> int:
-        """Tickets that have not ended."""
-        return self._holder.num_held if self._holder else 0
-
-    def hold(self, seq: Sequence) -> KVHandoff:
-        """Put a computed sequence's blocks under a ticket and return it."""
-        assert self._holder is not None and self._metadata is not None
-        seq.status = SequenceStatus.HOLDING_KV
-        block_ids = seq.block_table.copy()
-        generations = [self._blocks.generations[block] for block in block_ids]
-        # What a sliding window has passed may not be read, and no generation vouches for it.
-        first = block_ids.count(SCRATCH)
-        ticket = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
-        self._by_ticket[ticket] = seq
-        return self._metadata.write(
-            ticket, seq.request_id, block_ids, generations, seq.num_computed_tokens
-        )
-
-    def drop(self, request_ids: Container[str]) -> None:
-        """End the tickets of these requests."""
-        for ticket, seq in self._by_ticket.items():
-            if seq.request_id in request_ids and self._holder is not None:
-                self._holder.drop(ticket)
-
-    def free_ended(self) -> None:
-        """Free the blocks of tickets that ended since the last call."""
-        if self._holder is None:
-            return
-        for ticket in self._holder.take_ended():
-            seq = self._by_ticket.pop(ticket)
-            self._blocks.free(seq)
-            seq.status = SequenceStatus.FINISHED

@@ -38,7 +38,6 @@ class StepDivergence(RuntimeError):
         self.log = log
 
     def after(self, log: tuple[str, ...]) -> StepDivergence:
-        """Return the error with the end of a step log."""
         return StepDivergence(*self.parts, log)
 
     def __reduce__(self) -> tuple[type[StepDivergence], tuple[object, ...]]:

@@ -6,12 +6,12 @@ leader books the result:
 
 1. `scheduler.schedule()` turns what is waiting and running into a `StepPlan`.
 2. `lockstep.agree(vote)` exchanges votes; every rank receives the same `StepAgreement`.
-3. `channel.send(plan, agreed)` hands the plan to the followers.
+3. `channel.send(plan, agreed)` hands the plan to the followers, if there are any.
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
    confirmed the same step; it rarely blocks, because building inputs takes longer.
    While the group serves and compiles, an agreement may name a stage that all ranks enter before
-   (`cluster/engine/changeover.py`).
+   (`cluster/engine/compile_handover.py`); only then is that asked.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
@@ -24,10 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from cluster.engine.changeover import Changeover
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
-from compile.dispatch import CapturedGraphs
 
 
 class Lockstep(Protocol):
@@ -38,9 +37,6 @@ class Lockstep(Protocol):
 
     def confirm(self) -> None:
         """Wait until every rank is known to have agreed on the same; raise if one has not."""
-
-    def dispatch_over(self, captured: CapturedGraphs) -> None:
-        """Choose among these graphs from the next step on."""
 
 
 class Channel(Protocol):
@@ -60,16 +56,17 @@ class Channel(Protocol):
 class Executor(Protocol):
     """Runs plans on this rank, one after the other; shared by leaders and followers."""
 
-    @property
-    def changeover(self) -> Changeover:
-        """How far this rank has gone over to compiled steps."""
+    handover: CompileHandover
+    """How far this rank has gone over to compiled steps."""
 
     def execute(
-        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
         """Launch a step, wait for it, and return what it sampled."""
 
-    def launch(self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]) -> Any:
+    def launch(
+        self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
+    ) -> Any:
         """Run the model on the plan's batch, or a dummy one; return what to wait for.
 
         It enters the agreement's stage before. On a device that runs by itself the step may still
@@ -86,11 +83,11 @@ class Engine:
     `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
     sleep until a peer votes for the next step, or until a new request, a finished KV read or an
     expired lease wakes it. `is_draining`: this rank was asked to end; the group ends once all ranks
-    were.
+    were. `channel` is None if no follower belongs to the rank.
     """
 
     def __init__(
-        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel, executor: Executor
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, executor: Executor
     ) -> None:
         self.scheduler = scheduler
         self.lockstep = lockstep
@@ -107,16 +104,17 @@ class Engine:
         if not agreed.has_work:
             self.lockstep.confirm()
             return self.scheduler.take_outputs()
-        self.channel.send(plan, agreed)
+        if self.channel is not None:
+            self.channel.send(plan, agreed)
         sampled = self.executor.execute(plan, agreed, self.lockstep.confirm)
         return self.scheduler.update(plan, sampled)
 
     def _agree(self, plan: StepPlan) -> StepAgreement:
-        """Vote for a plan's step and return what all leaders agreed on."""
-        changeover = self.executor.changeover
-        self.lockstep.dispatch_over(changeover.captured)
+        handover = self.executor.handover
         vote = plan.vote(
-            draining=self.is_draining, stage=changeover.stage, can_advance=changeover.can_advance
+            draining=self.is_draining,
+            stage=handover.stage,
+            can_advance=not handover.is_over and handover.can_advance,
         )
         self.agreed = self.lockstep.agree(vote)
         return self.agreed
@@ -130,7 +128,6 @@ class Engine:
         self.scheduler.refuse(request_id, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests in whatever state they are."""
         self.scheduler.abort(request_ids)
 
     @property
@@ -149,5 +146,4 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's counters."""
         return self.scheduler.stats()

@@ -8,7 +8,7 @@
    arrive while inputs are built, so a rank hardly ever waits for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
-There is no I/O here. `LockstepMachine` is told what arrived, in the order of each connection, and
+There is no I/O here. `LockstepMachine` is given what arrived, in the order of each connection, and
 says what to send and which frames are missing; `cluster/rank/lockstep.py` drives it over sockets.
 A rank never receives a vote from two steps ahead, because no rank votes again before it has heard
 from all.
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.divergence import StepDivergence
 from cluster.wire.group_messages import PeerHello, StepConfirm
 from cluster.wire.messages import StepAgreement, StepKind, Vote
@@ -42,7 +43,10 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     is_end = all(vote.draining for vote in votes)
     advances = not is_end and all(vote.can_advance for vote in votes)
     has_work = advances or (not is_end and any(vote.has_work for vote in votes))
-    kind = _kind(votes)
+    kind = max(vote.kind for vote in votes)
+    # Ranks decode together only if all sequences of all ranks decode as many tokens.
+    if len({vote.max_query_len for vote in votes if vote.kind is StepKind.DECODE}) > 1:
+        kind = StepKind.MIXED
     scheduled = tuple([vote.num_tokens for vote in votes])
     mode, batch = decide(
         is_uniform_decode=kind is StepKind.DECODE,
@@ -70,13 +74,6 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     )
 
 
-def _kind(votes: Sequence[Vote]) -> StepKind:
-    """Ranks decode together only if all sequences of all ranks decode as many tokens."""
-    kind = max(vote.kind for vote in votes)
-    query_lens = {vote.max_query_len for vote in votes if vote.kind is StepKind.DECODE}
-    return StepKind.MIXED if len(query_lens) > 1 else kind
-
-
 def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
     """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
 
@@ -86,6 +83,20 @@ def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int,
     across = agreed.num_tokens_across_dp
     num_padding = across[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
     return num_padding, across if len(across) > 1 else None
+
+
+class AloneLockstep:
+    """The agreement of a group of one: its own vote."""
+
+    def __init__(self, handover: CompileHandover | None = None) -> None:
+        """Dispatch over what `handover` has captured; None: nothing."""
+        self._handover = handover or CompileHandover()
+
+    def agree(self, vote: Vote) -> StepAgreement:
+        return agree((vote,), self._handover.captured)
+
+    def confirm(self) -> None:
+        """There are no others to ask."""
 
 
 class _Peer:
@@ -148,21 +159,18 @@ class LockstepMachine:
         dp_rank: int,
         dp_size: int,
         epoch: int,
-        captured: CapturedGraphs,
+        handover: CompileHandover,
         first_step: int = 1,
     ) -> None:
+        """Start before the first step; steps dispatch over what `handover` has captured."""
         self._dp_rank = dp_rank
         self._epoch = epoch
-        self._captured = captured
+        self._handover = handover
         self._step = first_step - 1
         others = (rank for rank in range(dp_size) if rank != dp_rank)
         self._peers = {rank: _Peer(rank, epoch, first_step) for rank in others}
         self._mine: Vote | None = None
         self._confirm: StepConfirm | None = None
-
-    def dispatch_over(self, captured: CapturedGraphs) -> None:
-        """Choose among these graphs from the next step on, as all ranks do."""
-        self._captured = captured
 
     def vote(self, vote: Vote) -> Vote:
         """Take this rank's vote for the next step; return it to be sent to all others.
@@ -205,26 +213,21 @@ class LockstepMachine:
 
     @property
     def peers(self) -> Iterable[int]:
-        """The other ranks, in order."""
         return self._peers
 
     def lacks_vote(self, dp_rank: int) -> bool:
-        """Return whether a rank's vote for this step has not arrived."""
         return self._peers[dp_rank].step < self._step
 
     def lacks_confirm(self, dp_rank: int) -> bool:
-        """Return whether a rank has not confirmed this step."""
         peer = self._peers[dp_rank]
         return peer.step < self._step or (peer.has_to_confirm and peer.step == self._step)
 
     @property
     def missing_votes(self) -> list[int]:
-        """Ranks whose vote for this step has not arrived."""
         return [rank for rank in self._peers if self.lacks_vote(rank)]
 
     @property
     def missing_confirms(self) -> list[int]:
-        """Ranks that have not confirmed this step."""
         return [rank for rank in self._peers if self.lacks_confirm(rank)]
 
     def conclude(self) -> StepConfirm:
@@ -257,7 +260,7 @@ class LockstepMachine:
         raise PeersSilent(f"{names} step {self._step}: wanted a frame in time, found none")
 
     def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
-        return agree(votes, self._captured)
+        return agree(votes, self._handover.captured)
 
     def _check_confirm(self, peer: _Peer) -> None:
         mine = self._confirm

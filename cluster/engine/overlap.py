@@ -5,7 +5,7 @@ books, plans and builds. Here one step is in flight between two calls:
 
 1. `scheduler.schedule_ahead()` plans the next step. A sequence whose last token is being drawn is
    planned with `PENDING` in its place: the ranks have it on the device.
-2. Leaders agree and followers are told, as in the plain step.
+2. Leaders agree and followers get the plan, as in the plain step.
 3. `executor.launch` puts the step behind the one in flight.
 4. The step in flight is retired: wait for its tokens, tell the channel, book them.
 
@@ -45,7 +45,7 @@ class OverlappedEngine(Engine):
     """
 
     def __init__(
-        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel, executor: Executor
+        self, scheduler: Scheduler, lockstep: Lockstep, channel: Channel | None, executor: Executor
     ) -> None:
         super().__init__(scheduler, lockstep, channel, executor)
         self._in_flight: tuple[StepPlan, Any] | None = None
@@ -54,7 +54,7 @@ class OverlappedEngine(Engine):
     def step(self) -> list[EngineOutput]:
         """Launch a step and return the outputs of the one before; or only the latter, if the next
         cannot be planned without them."""
-        if self._in_flight is not None and not self.executor.changeover.is_over:
+        if self._in_flight is not None and not self.executor.handover.is_over:
             return self._retire()
         plan = self.scheduler.schedule_ahead()
         if plan is None:
@@ -63,7 +63,8 @@ class OverlappedEngine(Engine):
         if not agreed.has_work:
             self.lockstep.confirm()
             return self._retire()
-        self.channel.send(plan, agreed)
+        if self.channel is not None:
+            self.channel.send(plan, agreed)
         launched = self.executor.launch(plan, agreed, self.lockstep.confirm)
         outputs = self._retire()
         self._in_flight = plan, launched
@@ -75,5 +76,6 @@ class OverlappedEngine(Engine):
             return self.scheduler.take_outputs()
         (plan, launched), self._in_flight = self._in_flight, None
         sampled = self.executor.wait(launched)
-        self.channel.note_drawn(sampled.token_ids)
+        if self.channel is not None:
+            self.channel.note_drawn(sampled.token_ids)
         return self.scheduler.update(plan, sampled)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.config import Role
-from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.blocks import BlockManager
 from cluster.engine.sequence import Sequence
-from cluster.kv.handoff import HandoffMetadata
-from cluster.wire.messages import KVHandoff, LogitRules, Sampling
+from cluster.wire.messages import LogitRules, Sampling
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,18 @@ class RequestLimits:
     blocks: BlockManager
     max_model_len: int
     role: Role
-    reads: HandoffMetadata | None
-    """What a ticket must say; None if the engine takes no sequences over."""
-    vocab_size: int | None
+    vocab_size: int | None = None
     """Token ids from here on are refused; None takes all (a model would not)."""
-    has_grammars: bool
-    """Whether a request may have one."""
-    max_prompt_len: int | None
+    max_prompt_len: int | None = None
     """The longest prompt whose KV the model can compute; None: any."""
 
     def find_error(self, seq: Sequence) -> str:
         """Return what keeps a new sequence from being served, or nothing."""
-        error = (
+        return (
             self._find_prompt_error(seq)
             or self._find_length_error(seq)
             or self._find_sampling_error(seq.request.sampling)
         )
-        if error or seq.handoff is None:
-            return error
-        return self._find_handoff_error(seq, seq.handoff)
 
     def _find_prompt_error(self, seq: Sequence) -> str:
         num_prompt = seq.num_prompt_tokens
@@ -95,8 +87,6 @@ class RequestLimits:
         if rules is not None and len(rules.bias_token_ids) != len(rules.biases):
             wanted = f"{len(rules.bias_token_ids)}, one per token"
             return f"rules.biases: wanted {wanted}, found {len(rules.biases)}"
-        if sampling.grammar is not None and not self.has_grammars:
-            return "grammar: wanted none on an engine that compiles none, found one"
         if vocab_size is None:
             return ""
         if error := _find_grammar_error(sampling, vocab_size):
@@ -109,16 +99,6 @@ class RequestLimits:
         if (largest := max(rules.bias_token_ids, default=0)) >= vocab_size:
             return f"rules.bias_token_ids: wanted ids below {vocab_size}, found {largest}"
         return _find_mask_error(rules, sampling.stop_token_ids, vocab_size)
-
-    def _find_handoff_error(self, seq: Sequence, handoff: KVHandoff) -> str:
-        if self.reads is None:
-            return "handoff: wanted none on an engine without KV reader, found one"
-        num_tokens = seq.num_tokens - 1
-        num_blocks = self.blocks.num_blocks_for(num_tokens)
-        error = self.reads.find_error(handoff, num_tokens, num_blocks)
-        if not error and SCRATCH in handoff.block_ids[self.blocks.first_needed(num_tokens) :]:
-            error = "handoff.block_ids: wanted all blocks of the sliding window, found scratch"
-        return error
 
 
 def _find_grammar_error(sampling: Sampling, vocab_size: int) -> str:

@@ -5,14 +5,15 @@ The life of a request:
 1. `add` checks it (`RequestLimits`). A bad one ends with an error output, a good one queues in
    order of arrival; one with a grammar as soon as that is compiled (`_take_compiled`).
 2. With a handoff it waits for its KV: as soon as blocks are free a read starts (`_start_read`),
-   and when that has ended well the sequence is ready for a row (`_take_finished_reads`).
+   and when that has ended well the sequence is ready for a row (`_take_finished_reads`). What
+   is held or read meanwhile is `kv_handover.py`'s.
 3. Without a handoff it is admitted (`_admit`): the prefix cache gives it computed head blocks, and
    its prompt is computed in chunks, next to the decodes of others, under one token budget.
 4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
    sequence that came last gives up its blocks and waits to be computed again (`_preempt`).
 5. `update` books what the step sampled. The sequence ends with a stop token or at its limit; on a
    prefill engine it leaves its row after the first token and holds its blocks under a ticket
-   until a reader has them (`_hold`).
+   until a reader has them (`_hand_over`).
 6. `abort` ends it anywhere on this way.
 
 Steps may be scheduled one ahead (`schedule_ahead`): while a step is in flight the next one is
@@ -31,13 +32,14 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.config import Role, SchedulerConfig
-from cluster.engine.blocks import SCRATCH, BlockManager, TicketedSequences
-from cluster.engine.grammars import Grammars, MaskedRow
+from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.kv_handover import NO_READER, KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus
-from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
+from cluster.grammar.matcher import MaskedRow
 from cluster.wire.messages import (
     EngineOutput,
     FinishReason,
@@ -48,6 +50,9 @@ from cluster.wire.messages import (
     Submit,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from cluster.grammar.masks import GrammarMasks  # whose library an engine may do without
 
 WAITING = SequenceStatus.WAITING
 WAITING_FOR_KV = SequenceStatus.WAITING_FOR_KV
@@ -88,57 +93,41 @@ class Scheduler:
     With `schedule_ahead`, one more plan may be made before an `update`; a step is in flight from
     its plan to its update, and updates come in the order of plans.
 
-    Invariant: an unfinished sequence is in exactly one of `_compiling`, `_waiting`, `_reading`,
-    `_ready`, `running`; every submitted request gets exactly one output with a finish reason. What
-    a step in flight computes keeps its blocks and its row.
+    Invariant: an unfinished sequence is in exactly one of `_compiling`, `_waiting`, `_ready`,
+    `running` and the reads of `handover`; every submitted request gets exactly one output with a
+    finish reason. What a step in flight computes keeps its blocks and its row.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
+        limits: RequestLimits,
         *,
-        max_model_len: int,
-        role: Role,
-        blocks: BlockManager,
         epoch: int,
-        holder: TicketHolder | None,
-        metadata: HandoffMetadata | None,
-        reader: KVReader | None,
-        vocab_size: int | None = None,
-        max_prompt_len: int | None = None,
+        handover: KVHandover | None = None,
+        grammars: GrammarMasks | None = None,
         clock: Callable[[], float] | None = None,
-        grammars: Grammars | None = None,
     ) -> None:
         """Start without sequences.
 
         Args:
-            vocab_size: token ids from here on are refused; None takes all (a model would not).
-            max_prompt_len: the longest prompt whose KV the model can compute; None: any.
-            clock: tells how long sequences wait; None: nobody wants to know.
+            limits: what the engine can serve, of which role, in which blocks.
+            handover: who holds or reads KV; None on an engine that keeps its sequences.
             grammars: compiles them and fills masks; None refuses requests with a grammar.
+            clock: tells how long sequences wait; None: nobody wants to know.
 
         Raises:
-            ValueError: a role lacks what it hands KV over with.
+            ValueError: a prefill engine has nobody to hold KV.
         """
-        if role is Role.PREFILL and (holder is None or metadata is None):
-            raise ValueError("holder and metadata: wanted both for role prefill, found None")
-        if reader is not None and metadata is None:
-            raise ValueError("metadata: wanted some for a KV reader, found None")
-        self.blocks = blocks
+        self._is_prefill = limits.role is Role.PREFILL
+        if self._is_prefill and handover is None:
+            raise ValueError("handover: wanted one for role prefill, found None")
+        self.blocks = limits.blocks
         self._config = config
-        self._role = role
         self._epoch = epoch
-        self._reader = reader
+        self._handover = handover
         self._clock = clock or (lambda: 0.0)
-        self._limits = RequestLimits(
-            blocks=blocks,
-            max_model_len=max_model_len,
-            role=role,
-            reads=metadata if reader is not None else None,
-            vocab_size=vocab_size,
-            max_prompt_len=max_prompt_len,
-            has_grammars=grammars is not None,
-        )
+        self._limits = limits
         self._grammars = grammars
         self._step = 0
         self._num_arrivals = 0
@@ -149,13 +138,10 @@ class Scheduler:
         """In order of arrival: to be admitted, or to start a read."""
         self._blocked: _HeadNeed | None = None
         """What the head of the queue needs, if it did not fit."""
-        self._reading: dict[str, Sequence] = {}
-        """Reads that were started, aborted ones included until they write no more."""
         self._ready: list[Sequence] = []
         """In order of arrival: their KV was read and they need a row."""
         self.running: list[Sequence] = []
         """In order of admission; for others to read only."""
-        self._held = TicketedSequences(blocks, holder, metadata)
         self._in_flight: dict[int, list[Sequence]] = {}
         """By step the sequences of plans that were made and not booked, in the plan's order."""
         self._free_rows = list(range(config.max_num_seqs))
@@ -198,7 +184,8 @@ class Scheduler:
         if num_waiting:  # all of them in one pass: the queue may be long
             self._waiting = deque(seq for seq in self._waiting if seq.status is not FINISHED)
         if unknown:
-            self._held.drop(unknown)
+            if self._handover is not None:
+                self._handover.drop(unknown)
             self._early_aborts.remember(unknown)
 
     def refuse(self, request_id: str, error: str) -> None:
@@ -217,15 +204,14 @@ class Scheduler:
         self._step += 1
         self._take_what_ended()
         batch = Batch(self._config.max_num_batched_tokens)
-        if self._schedule_running(batch):
+        if self._schedule_running(batch) and self._waiting:
             self._schedule_waiting(batch)
-        plan = batch.plan(self._epoch, self._step)
-        if sequences := batch.sequences:
-            self._in_flight[plan.step] = sequences
-            for seq, num_new, index in zip(sequences, plan.num_new, plan.output_index, strict=True):
-                seq.launch(plan.step, num_new, index >= 0)
-            if self._grammars is not None:
-                _fill_masks(self._grammars, plan, sequences)
+        plan = batch.launch(self._epoch, self._step)
+        if batch.sequences:
+            self._in_flight[plan.step] = batch.sequences
+            if batch.has_grammars:
+                assert self._grammars is not None
+                _fill_masks(self._grammars, plan, batch.sequences)
         return plan
 
     def schedule_ahead(self) -> StepPlan | None:
@@ -248,9 +234,10 @@ class Scheduler:
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> list[EngineOutput]:
         """Book what the first step in flight sampled; return all outputs since."""
-        outputs = self.take_outputs()
+        outputs, self._outputs = self._outputs, []
         batch = self._in_flight.pop(plan.step, [])
         num_running = len(self.running)
+        blocks, block_size = self.blocks, self.blocks.block_size
         for targets, found in zip(plan.prompt_targets, sampled.prompt_logprobs, strict=True):
             batch[targets.index].prompt_logprobs += found
         drawn = 0
@@ -258,12 +245,15 @@ class Scheduler:
             batch, plan.num_computed, plan.num_new, plan.output_index, strict=True
         ):
             has_drawn = index >= 0
-            seq.retire(num_new, has_drawn)
+            num_confirmed = seq.retire(num_new, has_drawn)
             if start < seq.num_prompt_tokens:
                 end = min(start + num_new, seq.num_prompt_tokens)
                 self._prompt_tokens_computed += end - start
             if seq.status is RUNNING:
-                self._confirm(seq)
+                if num_confirmed // block_size > seq.num_committed_blocks:
+                    blocks.commit(seq)
+                if blocks.sliding_window is not None:
+                    blocks.drop_outside_window(seq)
                 if has_drawn and seq.matcher is not None and seq.matcher.error:
                     outputs.append(seq.ended(FinishReason.ERROR, f"grammar: {seq.matcher.error}"))
                     self._end(seq, FinishReason.ERROR)
@@ -288,18 +278,18 @@ class Scheduler:
 
         So it does as long as a step in flight computes it, even if it has ended.
         """
-        is_busy = self._unfinished or self._reading or self._held or self._in_flight
-        return bool(is_busy or self._outputs)
+        is_handing_over = self._handover is not None and self._handover.has_any
+        return bool(self._unfinished or self._in_flight or self._outputs or is_handing_over)
 
     def stats(self) -> SchedulerStats:
-        """Return the gauges and counters of now."""
         # Other threads ask too, and may come between two changes.
         num_waiting = max(0, len(self._unfinished) - len(self.running))
+        handover = self._handover
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=num_waiting,
-            num_waiting_for_kv=min(len(self._reading), num_waiting),
-            held_tickets=self._held.num_tickets,
+            num_waiting_for_kv=min(handover.num_reading, num_waiting) if handover else 0,
+            held_tickets=handover.num_tickets if handover else 0,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             prompt_tokens_computed=self._prompt_tokens_computed,
@@ -308,44 +298,27 @@ class Scheduler:
             prefix_hits=self.blocks.prefix_hits,
         )
 
-    def check(self) -> None:
-        """Assert the invariants of queues, rows and blocks. For tests."""
-        queued = [*self._waiting, *self._ready, *self.running]
-        reading = [seq for seq in self._reading.values() if seq.status is not FINISHED]
-        compiling = self._compiling.values()
-        unfinished = sorted(seq.request_id for seq in [*queued, *reading, *compiling])
-        assert unfinished == sorted(self._unfinished), "a sequence is lost or queued twice"
-        for seq in self._waiting:
-            assert not seq.block_table and not seq.num_computed_tokens, "waits with blocks"
-        computed = {id(seq): seq for batch in self._in_flight.values() for seq in batch}
-        ended = [seq for seq in computed.values() if seq.status is FINISHED]
-        rows = [seq.row for seq in [*self.running, *ended]] + self._free_rows
-        assert sorted(rows) == list(range(self._config.max_num_seqs)), "a row is lost or shared"
-        for seq in self._unfinished.values():
-            is_in_flight = id(seq) in computed
-            assert is_in_flight == (seq.num_in_flight_tokens > 0), "in flight, or not"
-            assert is_in_flight or not seq.num_pending_tokens, "nothing draws its token"
-        self.blocks.check([*queued, *self._reading.values(), *self._held, *ended])
-
     # --- adding -----------------------------------------------------------------------------
 
     def _find_error(self, seq: Sequence) -> str:
-        """Return what keeps the request from being served, or nothing."""
         if seq.request_id in self._unfinished:
             return f"request_id: wanted a new one, found {seq.request_id!r} unfinished"
-        if seq.handoff is not None and seq.request_id in self._reading:
-            return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
         most = MAX_UNFINISHED_TIMES * self._config.max_num_seqs
         if len(self._unfinished) >= most:
             return f"requests: wanted at most {most} unfinished ones, found one more"
-        return self._limits.find_error(seq)
+        if seq.request.sampling.grammar is not None and self._grammars is None:
+            return "grammar: wanted none on an engine that compiles none, found one"
+        error = self._limits.find_error(seq)
+        if error or seq.handoff is None:
+            return error
+        if self._handover is None:
+            return NO_READER
+        return self._handover.find_error(seq, seq.handoff)
 
     def _refuse(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
         """End a request that was never queued. A ticket of a bad one runs out by itself."""
-        is_reading = seq.request_id in self._reading
-        if seq.handoff and self._reader and not error and not is_reading:
-            self._reader.expect(seq.request_id, seq.handoff)
-            self._reader.cancel(seq.request_id)
+        if self._handover is not None and not error:
+            self._handover.refuse(seq)
         self._emit(seq, reason, error)
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -356,8 +329,8 @@ class Scheduler:
             self._waiting.append(seq)
         else:
             self._compiling[seq.request_id] = seq
-        if seq.handoff is not None and self._reader is not None:
-            self._reader.expect(seq.request_id, seq.handoff)
+        if self._handover is not None:
+            self._handover.expect(seq)
 
     def _is_compiled(self, seq: Sequence) -> bool:
         """Return whether a sequence may queue: it needs no grammar, or has it now."""
@@ -368,8 +341,7 @@ class Scheduler:
         return seq.grammar is not None
 
     def _take_compiled(self) -> None:
-        if self._grammars is None or not self._compiling:
-            return
+        assert self._grammars is not None
         for result in self._grammars.take_compiled():
             seq = self._compiling.pop(result.request_id, None)
             if seq is None:
@@ -378,8 +350,8 @@ class Scheduler:
                 seq.grammar = result.compiled
                 insort(self._waiting, seq, key=_arrival)
                 continue
-            if seq.handoff is not None and self._reader is not None:
-                self._reader.cancel(seq.request_id)
+            if self._handover is not None:
+                self._handover.cancel(seq)
             self._finish(seq, FinishReason.ERROR)
             self._emit(seq, FinishReason.ERROR, result.error)
 
@@ -387,11 +359,11 @@ class Scheduler:
 
     def _abort(self, seq: Sequence) -> bool:
         """End a request; return whether it is left in the queue, for the caller to take out."""
-        # An older request of the same id may still be read.
-        is_reading = self._reading.get(seq.request_id) is seq
-        if seq.status is WAITING_FOR_KV and self._reader is not None:
-            self._reader.cancel(seq.request_id)
-        is_waiting = False
+        is_reading = is_waiting = False
+        if self._handover is not None:
+            is_reading = self._handover.is_reading(seq)
+            if seq.status is WAITING_FOR_KV:
+                self._handover.cancel(seq)
         if self._compiling.pop(seq.request_id, None) is not None:
             assert self._grammars is not None
             self._grammars.forget(seq.request_id)
@@ -411,16 +383,17 @@ class Scheduler:
     # --- what happened since the last step --------------------------------------------------
 
     def _take_what_ended(self) -> None:
-        self._held.free_ended()
-        self._take_compiled()
-        self._take_finished_reads()
-        self._seat_ready()
+        if self._compiling:
+            self._take_compiled()
+        if self._handover is not None:
+            self._handover.free_ended()
+            self._take_finished_reads(self._handover)
+        # Sequences whose KV was read join the running ones, while rows last.
+        while self._ready and self._free_rows:
+            self._seat(self._ready.pop(0))
 
-    def _take_finished_reads(self) -> None:
-        if self._reader is None:
-            return
-        for result in self._reader.take_finished():
-            seq = self._reading.pop(result.request_id)
+    def _take_finished_reads(self, handover: KVHandover) -> None:
+        for seq, result in handover.take_finished():
             if seq.status is FINISHED:
                 self._release(seq)
             elif result.ok:
@@ -439,11 +412,6 @@ class Scheduler:
         insort(self._ready, seq, key=_arrival)
 
     # --- choosing the batch -----------------------------------------------------------------
-
-    def _seat_ready(self) -> None:
-        """Let sequences whose KV was read join the running ones, while rows last."""
-        while self._ready and self._free_rows:
-            self._seat(self._ready.pop(0))
 
     def _schedule_running(self, batch: Batch) -> bool:
         """Give each running sequence its next tokens; return whether none lacked a block."""
@@ -470,7 +438,7 @@ class Scheduler:
     def _may_end(self, seq: Sequence) -> bool:
         """Return whether a sequence leaves its row with its pending token, whatever that is."""
         is_full = len(seq.token_ids) + seq.num_pending_tokens >= seq.max_total_len
-        return is_full or self._role is Role.PREFILL
+        return is_full or self._is_prefill
 
     def _needs_token(self, seq: Sequence) -> bool:
         """Return whether a sequence's next step needs its pending token on the host."""
@@ -558,9 +526,9 @@ class Scheduler:
         A read leaves one for each sequence that has some: otherwise the next running sequence to
         grow would pre-empt what was just read.
         """
-        if seq.handoff is None:
+        if seq.handoff is None or self._handover is None:
             return 0
-        return len(self.running) + len(self._ready) + len(self._reading)
+        return len(self.running) + len(self._ready) + self._handover.num_reading
 
     def _fits_now(self, need: _HeadNeed, batch: Batch) -> bool:
         """Return whether the head of the queue fits; if not, remember what it needs."""
@@ -603,11 +571,8 @@ class Scheduler:
         if not self._fits_now(need, batch):
             return False
         self._open_table(seq, cached, num_tokens, first)
-        self._reading[seq.request_id] = seq
-        assert self._reader is not None
-        start = max(len(cached), first)
-        source_indices = list(range(start, len(seq.block_table)))
-        self._reader.start(seq.request_id, handoff, source_indices, seq.block_table[start:])
+        assert self._handover is not None, "a ticket was accepted"
+        self._handover.start_read(seq, handoff, max(len(cached), first))
         return True
 
     def _open_table(
@@ -630,15 +595,9 @@ class Scheduler:
 
     # --- booking the result -----------------------------------------------------------------
 
-    def _confirm(self, seq: Sequence) -> None:
-        """Book that more of a sequence's tokens have KV."""
-        if seq.num_confirmed_tokens // self.blocks.block_size > seq.num_committed_blocks:
-            self.blocks.commit(seq)
-        self.blocks.drop_outside_window(seq)
-
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Append a sampled token and return the request's output."""
-        position, token_ids = seq.num_output_tokens, seq.token_ids
+        token_ids = seq.token_ids
+        position = len(token_ids) - seq.num_prompt_tokens
         token_ids.append(token)
         handoff: KVHandoff | None = None
         stop_token_id = -1
@@ -651,8 +610,8 @@ class Scheduler:
             self._end(seq, FinishReason.STOP)
         elif len(token_ids) >= seq.max_total_len:
             self._end(seq, FinishReason.LENGTH)
-        elif self._role is Role.PREFILL:
-            handoff = self._hold(seq)
+        elif self._is_prefill:
+            handoff = self._hand_over(seq)
         return EngineOutput(
             request_id=seq.request.request_id,
             position=position,
@@ -671,11 +630,12 @@ class Scheduler:
         self._release(seq)
         self._finish(seq, reason)
 
-    def _hold(self, seq: Sequence) -> KVHandoff:
+    def _hand_over(self, seq: Sequence) -> KVHandoff:
         """Take a prefilled sequence out of its row; its blocks stay under a ticket."""
+        assert self._handover is not None
         self._free_row(seq)
         self._finish(seq, FinishReason.HANDOFF)
-        return self._held.hold(seq)
+        return self._handover.hold(seq)
 
     # --- ending -----------------------------------------------------------------------------
 
@@ -746,7 +706,6 @@ class _EarlyAborts:
         self._ids: OrderedDict[str, None] = OrderedDict()
 
     def remember(self, request_ids: Iterable[str]) -> None:
-        """Keep these, as the latest; the oldest give way."""
         for request_id in request_ids:
             self._ids[request_id] = None
             self._ids.move_to_end(request_id)
@@ -754,15 +713,13 @@ class _EarlyAborts:
             self._ids.popitem(last=False)
 
     def take(self, request_id: str) -> bool:
-        """Return whether the request was aborted before it came, and forget that."""
         if request_id not in self._ids:
             return False
         del self._ids[request_id]
         return True
 
 
-def _fill_masks(grammars: Grammars, plan: StepPlan, sequences: list[Sequence]) -> None:
-    """Begin to fill the masks of what a plan samples, if anything of it has a grammar."""
+def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence]) -> None:
     num_rows = 0
     rows: list[MaskedRow] = []
     for seq, index in zip(sequences, plan.output_index, strict=True):

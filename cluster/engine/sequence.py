@@ -8,19 +8,19 @@ A `Batch` is a step in the making: the sequences that the scheduler chose, until
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
-from cluster.engine.grammars import Compiled, MaskedRow, Matcher
+from cluster.grammar.matcher import CompiledGrammar, MaskedRow, Matcher
 from cluster.wire.messages import (
     PENDING,
-    Admission,
     EngineOutput,
     FinishReason,
     GenerateRequest,
     KVHandoff,
     NewBlocks,
     PromptTargets,
+    RowAdmission,
     RowRules,
     StepPlan,
     TokenLogprobs,
@@ -43,6 +43,7 @@ class SequenceStatus(Enum):
     """Ended here. Only an aborted read may still write to its blocks."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request on one engine.
 
@@ -51,89 +52,62 @@ class Sequence:
     `row` is -1 unless the sequence runs, or a step in flight still computes it.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrived_at",
-        "block_hashes",
-        "block_table",
-        "finish_reason",
-        "grammar",
-        "handoff",
-        "is_on_ranks",
-        "last_step",
-        "matcher",
-        "max_total_len",
-        "num_cached_tokens",
-        "num_committed_blocks",
-        "num_computed_tokens",
-        "num_dropped_blocks",
-        "num_in_flight_tokens",
-        "num_pending_tokens",
-        "num_prompt_tokens",
-        "prompt_logprobs",
-        "queued_us",
-        "request",
-        "row",
-        "status",
-        "stop_token_ids",
-        "token_ids",
-    )
+    request: GenerateRequest
+    max_model_len: InitVar[int]
+    arrival: int = 0
+    """Orders all sequences of an engine."""
+    handoff: KVHandoff | None = None
+    """The ticket to read from; None once it was read, or if there is none."""
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_total_len: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    status: SequenceStatus = field(init=False)
+    finish_reason: FinishReason = FinishReason.NONE
+    num_computed_tokens: int = 0
+    """Tokens with KV, those whose KV steps in flight compute included."""
+    num_in_flight_tokens: int = 0
+    """Of these, those that steps in flight compute."""
+    num_pending_tokens: int = 0
+    """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
+    them."""
+    last_step: int = 0
+    """The last step that was scheduled to compute it."""
+    arrived_at: float = 0.0
+    """By the scheduler's clock."""
+    queued_us: int = -1
+    """Microseconds until it first got a row; -1 before, and 0 once an output has reported it."""
+    num_cached_tokens: int = -1
+    """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks, as far as they were asked for."""
+    num_committed_blocks: int = 0
+    """Head blocks that were offered to the prefix cache."""
+    num_dropped_blocks: int = 0
+    """Head blocks known to be scratch in the table: a sliding window has passed them."""
+    row: int = -1
+    is_on_ranks: bool = False
+    """Whether a plan has described its row to the ranks."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """As far as they are computed and not delivered."""
+    grammar: CompiledGrammar | None = None
+    """What its text must be, once it is compiled; None if there is no such thing."""
+    matcher: Matcher | None = None
+    """Its place in the grammar, while it runs."""
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        *,
-        max_model_len: int,
-        arrival: int = 0,
-        handoff: KVHandoff | None = None,
-    ) -> None:
-        sampling = request.sampling
-        self.request = request
-        self.arrival = arrival
-        """Orders all sequences of an engine."""
+    def __post_init__(self, max_model_len: int) -> None:
+        request = self.request
         self.token_ids = request.prompt_token_ids + request.output_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_total_len = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
-        self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.num_computed_tokens = 0
-        """Tokens with KV, those whose KV steps in flight compute included."""
-        self.num_in_flight_tokens = 0
-        """Of these, those that steps in flight compute."""
-        self.num_pending_tokens = 0
-        """Output tokens that steps in flight draw: they follow `token_ids`, and nobody here knows
-        them."""
-        self.last_step = 0
-        """The last step that was scheduled to compute it."""
-        self.arrived_at = 0.0
-        """By the scheduler's clock."""
-        self.queued_us = -1
-        """Microseconds until it first got a row; -1 before, and 0 once an output has told it."""
-        self.num_cached_tokens = -1
-        """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
-        self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []
-        """Chained hashes of the full blocks, as far as they were asked for."""
-        self.num_committed_blocks = 0
-        """Head blocks that were offered to the prefix cache."""
-        self.num_dropped_blocks = 0
-        """Head blocks known to be scratch in the table: a sliding window has passed them."""
-        self.row = -1
-        self.is_on_ranks = False
-        """Whether a plan has told the ranks what is in its row."""
-        self.handoff = handoff
-        """The ticket to read from; None once it was read, or if there is none."""
-        self.status = SequenceStatus.WAITING if handoff is None else SequenceStatus.WAITING_FOR_KV
-        self.finish_reason = FinishReason.NONE
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """As far as they are computed and not delivered."""
-        self.grammar: Compiled | None = None
-        """What its text must be, once it is compiled; None if there is no such thing."""
-        self.matcher: Matcher | None = None
-        """Its place in the grammar, while it runs."""
+        most = self.num_prompt_tokens + request.sampling.max_tokens
+        self.max_total_len = min(max_model_len, most)
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        is_here = self.handoff is None
+        self.status = SequenceStatus.WAITING if is_here else SequenceStatus.WAITING_FOR_KV
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self.request.request_id
 
     @property
@@ -162,7 +136,6 @@ class Sequence:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether no token may be added."""
         return len(self.token_ids) >= self.max_total_len
 
     def launch(self, step: int, num_new: int, draws: bool) -> None:
@@ -173,10 +146,12 @@ class Sequence:
         self.num_pending_tokens += draws
         self.last_step = step
 
-    def retire(self, num_new: int, draws: bool) -> None:
-        """Note that the first step in flight has ended; see `launch`."""
+    def retire(self, num_new: int, draws: bool) -> int:
+        """Note that the first step in flight has ended, see `launch`; return how many tokens have
+        KV now."""
         self.num_in_flight_tokens -= num_new
         self.num_pending_tokens -= draws
+        return self.num_computed_tokens - self.num_in_flight_tokens
 
     def forget_computed(self) -> None:
         """Start over after the blocks were freed: everything is computed again, here."""
@@ -201,7 +176,6 @@ class Sequence:
         return MaskedRow(index, self.matcher, new)
 
     def ended(self, reason: FinishReason, error: str) -> EngineOutput:
-        """Return the last output of the request, if it ends without a token."""
         return EngineOutput.ended(
             self.request_id,
             reason,
@@ -224,63 +198,29 @@ class Batch:
     singles: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    """In the plan's order; filled in by `launch`."""
+    has_grammars: bool = False
 
     def add(self, seq: Sequence, num_new: int) -> None:
         """Let a sequence compute its next `num_new` tokens in this step."""
         self.budget -= num_new
+        if seq.grammar is not None:
+            self.has_grammars = True
         if num_new == 1:
             self.singles.append(seq)
         else:
             self.chunks.append(seq)
             self.chunk_sizes.append(num_new)
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequences in the plan's order."""
-        return self.singles + self.chunks
+    def launch(self, epoch: int, step: int) -> StepPlan:
+        """Note in each sequence what the step computes of it.
 
-    def plan(self, epoch: int, step: int) -> StepPlan:
-        """Return the plan, with what ranks must be told of rows that are new to them."""
-        sequences = self.sequences
+        Returns the plan, with a description of the rows that are new to the ranks.
+        """
+        sequences = self.sequences = self.singles + self.chunks
         num_computed = [seq.num_computed_tokens for seq in sequences]
         num_new = [1] * len(self.singles) + self.chunk_sizes
-        token_ids = self._token_ids()
-        return StepPlan(
-            epoch=epoch,
-            step=step,
-            num_seqs=len(sequences),
-            num_tokens=len(token_ids),
-            admitted=self._admit(sequences),
-            new_blocks=self.new_blocks,
-            rows=[seq.row for seq in sequences],
-            num_computed=num_computed,
-            num_new=num_new,
-            output_index=[
-                total - seq.num_prompt_tokens
-                if start + new == (total := len(seq.token_ids) + seq.num_pending_tokens)
-                else -1
-                for seq, start, new in zip(sequences, num_computed, num_new, strict=True)
-            ],
-            token_ids=token_ids,
-            num_decodes=len(self.singles),
-            prompt_targets=[
-                _prompt_targets(i, seq, start, new)
-                for i, (seq, start, new) in enumerate(
-                    zip(sequences, num_computed, num_new, strict=True)
-                )
-                if seq.wants_prompt_logprobs and start + 1 < seq.num_prompt_tokens
-            ],
-        )
-
-    def _admit(self, sequences: list[Sequence]) -> list[Admission]:
-        # Told only now: an empty plan may never reach the ranks.
-        admitted = [seq for seq in sequences if not seq.is_on_ranks]
-        for seq in admitted:
-            self.new_blocks.append(NewBlocks(seq.row, 0, seq.block_table.copy()))
-            seq.is_on_ranks = True
-        return [_admission(seq) for seq in admitted]
-
-    def _token_ids(self) -> list[int]:
         token_ids = [
             PENDING if seq.num_pending_tokens else seq.token_ids[seq.num_computed_tokens]
             for seq in self.singles
@@ -288,12 +228,43 @@ class Batch:
         for seq, size in zip(self.chunks, self.chunk_sizes, strict=True):
             start = seq.num_computed_tokens
             token_ids += seq.token_ids[start : start + size]
-        return token_ids
+        rows: list[int] = []
+        output_index: list[int] = []
+        admitted: list[RowAdmission] = []
+        prompt_targets: list[PromptTargets] = []
+        for seq, start, new in zip(sequences, num_computed, num_new, strict=True):
+            # Told only now: an empty plan may never reach the ranks.
+            if not seq.is_on_ranks:
+                self.new_blocks.append(NewBlocks(seq.row, 0, seq.block_table.copy()))
+                seq.is_on_ranks = True
+                admitted.append(_admission(seq))
+            if start + 1 < seq.num_prompt_tokens and seq.wants_prompt_logprobs:
+                prompt_targets.append(_prompt_targets(len(rows), seq, start, new))
+            total = len(seq.token_ids) + seq.num_pending_tokens
+            draws = start + new == total
+            rows.append(seq.row)
+            output_index.append(total - seq.num_prompt_tokens if draws else -1)
+            seq.launch(step, new, draws)
+        return StepPlan(
+            epoch=epoch,
+            step=step,
+            num_seqs=len(sequences),
+            num_tokens=len(token_ids),
+            admitted=admitted,
+            new_blocks=self.new_blocks,
+            rows=rows,
+            num_computed=num_computed,
+            num_new=num_new,
+            output_index=output_index,
+            token_ids=token_ids,
+            num_decodes=len(self.singles),
+            prompt_targets=prompt_targets,
+        )
 
 
-def _admission(seq: Sequence) -> Admission:
+def _admission(seq: Sequence) -> RowAdmission:
     sampling = seq.request.sampling
-    return Admission(
+    return RowAdmission(
         row=seq.row,
         temperature=sampling.temperature,
         top_k=sampling.top_k,

@@ -92,7 +92,6 @@ class Watchdog:
         self._beats: list[Heartbeat | None] = [None] * len(names)
 
     def on_heartbeat(self, rank: int, beat: Heartbeat, now: float) -> None:
-        """Take a rank's answer."""
         self._beats[rank] = beat
         self._answered_at[rank] = now
 
@@ -148,7 +147,7 @@ def _place(beat: Heartbeat, leader: Heartbeat) -> tuple[int, float]:
     A vote wakes every rank that sleeps. So one that sleeps is behind those that have voted for the
     next step, and ahead of one that plans it and has not voted. A follower hears nothing of steps
     without work: it waits for what its leader plans next, and is behind once that runs. A leader
-    may plan ahead of a step that its follower was told of and has not begun.
+    may plan ahead of a step that its follower has received and not begun.
     """
     if beat.is_asleep:
         return beat.step + 1, ASLEEP

@@ -8,9 +8,10 @@ on to the followers, which do the same with their slices, and put the answers to
 2. A read has ended when no rank writes any more, and well if it ended well on all of them. Then
    every rank's lease was alive to the end, so that all slices may be believed.
 
-Nothing here does I/O: `tell` puts an order on the way, reports come in through `on_tickets_ended`
-and `on_read_ended`, and all of it happens on the step thread. A report that was not asked for is a
-`FrameError`, which ends the group: the rank that sent it has lost its way.
+A rank without followers is a group too. Nothing here does I/O: `tell` puts an order on the way,
+reports come in through `on_tickets_ended` and `on_read_ended`, and all of it happens on the step
+thread. A report that was not asked for is a `FrameError`, which ends the group: the rank that sent
+it has lost its way.
 """
 
 from __future__ import annotations
@@ -25,34 +26,35 @@ Tell = Callable[[KVOrder], None]
 """Puts an order on its way to every follower, in order with the steps."""
 
 
+def _tell_nobody(order: KVOrder) -> None:
+    """There are no followers."""
+
+
 class GroupHolder:
     """The tickets of a prefill group.
 
     Invariant: a ticket comes out of `take_ended` once, after it has ended on every rank.
     """
 
-    def __init__(self, local: TicketHolder, num_followers: int, tell: Tell) -> None:
+    def __init__(self, local: TicketHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell
+        self._tell = tell or _tell_nobody
         self._num_alive: dict[int, int] = {}
         """By ticket: the ranks on which it has not ended."""
         self._ended: list[int] = []
 
     @property
     def num_held(self) -> int:
-        """Tickets that have not ended on every rank."""
         return len(self._num_alive)
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start leases on all ranks' slices of the blocks and return their ticket."""
         ticket = self._local.hold(request_id, block_ids, generations)
         self._num_alive[ticket] = 1 + self._num_followers
         self._tell(HoldKV(ticket, request_id, block_ids, generations))
         return ticket
 
     def drop(self, ticket: int) -> None:
-        """End a ticket whose request was aborted, on all ranks."""
         self._local.drop(ticket)
         self._tell(DropKV(ticket))
 
@@ -71,7 +73,6 @@ class GroupHolder:
                 self._ended.append(ticket)
 
     def take_ended(self) -> list[int]:
-        """Return the tickets that ended since the last call: their blocks may be freed."""
         self.on_tickets_ended(self._local.take_ended())
         ended, self._ended = self._ended, []
         return ended
@@ -83,17 +84,16 @@ class GroupReader:
     Invariant: a started read comes out of `take_finished` once, after its last write on any rank.
     """
 
-    def __init__(self, local: KVReader, num_followers: int, tell: Tell) -> None:
+    def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell
+        self._tell = tell or _tell_nobody
         self._num_reading: dict[str, int] = {}
         """By request: the ranks whose read has not ended."""
         self._errors: dict[str, str] = {}
         self._finished: list[KVReadResult] = []
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Renew the ticket's lease on every source rank."""
         self._local.expect(request_id, handoff)
         self._tell(ExpectKV(request_id, handoff))
 
@@ -104,13 +104,11 @@ class GroupReader:
         source_indices: list[int],
         dst_blocks: list[int],
     ) -> None:
-        """Let every rank copy its slice of the blocks, then release its source's ticket."""
         self._num_reading[request_id] = 1 + self._num_followers
         self._local.start(request_id, handoff, source_indices, dst_blocks)
         self._tell(StartRead(request_id, handoff, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        """Stop on every rank; a started read still reports."""
         self._local.cancel(request_id)
         self._tell(CancelRead(request_id))
 
@@ -131,7 +129,6 @@ class GroupReader:
             self._finished.append(KVReadResult(request_id, ok=not error, error=error))
 
     def take_finished(self) -> list[KVReadResult]:
-        """Return the reads that ended on all ranks since the last call."""
         for result in self._local.take_finished():
             self.on_read_ended(result.request_id, result.error)
         finished, self._finished = self._finished, []

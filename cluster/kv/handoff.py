@@ -161,11 +161,9 @@ class KVHolder:
 
     @property
     def num_held(self) -> int:
-        """Tickets that have not ended."""
         return len(self._leases)
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease on the blocks and return its ticket."""
         self.last_ticket += 1
         held = dict(zip(block_ids, generations, strict=True))
         self._leases[self.last_ticket] = _Lease(request_id, held, self.clock() + self.lease_s)
@@ -188,7 +186,6 @@ class KVHolder:
         return True
 
     def drop(self, ticket: int) -> None:
-        """End a ticket whose request was aborted."""
         if ticket in self._leases:
             self._end(ticket)
 
@@ -205,7 +202,6 @@ class KVHolder:
         return expired
 
     def take_ended(self) -> list[int]:
-        """Return the tickets that ended since the last call: their blocks may be freed."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -203,7 +203,6 @@ class KVPulls:
         return None if math.isinf(soonest) else soonest
 
     def take_finished(self) -> list[KVReadResult]:
-        """Return the started reads that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -219,7 +218,6 @@ class KVPulls:
             pull.error = f"kv shared memory of process {pull.source.pid}: {error}"
 
     def _ask_next(self, pull: _Pull) -> None:
-        """Ask for the next chunk, or release when none is wanted any more."""
         stop = pull.num_read + max_chunk_blocks(self._block_bytes)
         indices = pull.source_indices[pull.num_read : stop]
         if not indices or pull.is_cancelled or pull.error:
@@ -271,13 +269,11 @@ class KVPulls:
         return True
 
     def _answer_by(self, pull: _Pull) -> float:
-        """Return when a read ends without an answer."""
         if self._answered.get(pull.source, 0.0) > pull.asked_at:
             return pull.asked_at + ANSWER_TIMEOUT_S
         return self._silent_at(pull)
 
     def _silent_at(self, pull: _Pull) -> float:
-        """Return when its holder is taken for dead."""
         return max(pull.asked_at, self._heard_at.get(pull.source, 0.0)) + ANSWER_TIMEOUT_S
 
     def _finish(self, pull: _Pull) -> None:

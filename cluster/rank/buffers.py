@@ -24,49 +24,53 @@ class Staging:
     fills the one that the step before the last one did: that step has ended. On a CPU there is one
     array, which steps read where it is, and nothing is copied.
 
-    Invariant: all buffers are reserved before the first of them is used.
+    Invariant: all buffers are reserved before `allocate`, and none is used before it.
     """
 
     def __init__(self, device: torch.device, num_steps: int = 1) -> None:
         """Reserve nothing yet; up to `num_steps` steps are in flight."""
         self.device = device
         self.is_copied = device.type == "cuda"
-        self.turn = 0
         self._num_arrays = num_steps if self.is_copied else 1
+        self._turn = 0
         self._num_bytes = 0
+        self._buffers: list[StaticBuffer] = []
+        self._arrays: list[torch.Tensor] = []
+        self._on_device: torch.Tensor
         self._spans: list[tuple[int, int]] = []
         """What `upload` has to copy: first byte, and the one behind the last."""
 
-    def reserve(self, num_bytes: int) -> int:
+    def reserve(self, buffer: StaticBuffer, num_bytes: int) -> int:
         """Return where a new buffer begins."""
+        self._buffers.append(buffer)
         start = self._num_bytes
         self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return start
 
-    @cached_property
-    def arrays(self) -> list[torch.Tensor]:
-        """The host arrays, uint8."""
+    def allocate(self) -> None:
+        """Give all buffers their memory, which is zero."""
         with torch.inference_mode(False):
-            return [
+            self._arrays = [
                 torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=self.is_copied)
                 for _ in range(self._num_arrays)
             ]
-
-    @cached_property
-    def on_device(self) -> torch.Tensor:
-        """What steps read, uint8: on a CPU the host array."""
-        if not self.is_copied:
-            return self.arrays[0]
-        with torch.inference_mode(False):
-            return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self.device)
+            self._on_device = self._arrays[0]
+            if self.is_copied:
+                self._on_device = torch.zeros(
+                    self._num_bytes, dtype=torch.uint8, device=self.device
+                )
+            for buffer in self._buffers:
+                buffer.place(self._arrays, self._on_device)
 
     def next_step(self) -> None:
-        """Fill the array of the next step from now on."""
-        self.turn = (self.turn + 1) % self._num_arrays
+        """Fill the arrays of the next step from now on."""
+        self._turn = (self._turn + 1) % self._num_arrays
+        for buffer in self._buffers:
+            buffer.host = buffer.hosts[self._turn]
 
     def stage(self, start: int, end: int) -> None:
         """Let the next `upload` copy these bytes."""
-        if self.is_copied and start < end:
+        if start < end:
             self._spans.append((start, end))
 
     def upload(self) -> None:
@@ -74,9 +78,9 @@ class Staging:
 
         What lies in a gap is copied too, so a buffer holds what was staged for this step alone.
         """
-        array = self.arrays[self.turn]
+        array = self._arrays[self._turn]
         for start, end in joined(self._spans):
-            self.on_device[start:end].copy_(array[start:end], non_blocking=True)
+            self._on_device[start:end].copy_(array[start:end], non_blocking=True)
         self._spans = []
 
 
@@ -93,41 +97,41 @@ def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class StaticBuffer:
-    """One tensor on the device whose address never changes, and the host arrays that fill it."""
+    """One tensor on the device whose address never changes, and the host arrays that fill it.
+
+    From the staging's `allocate` on, `device` is the whole tensor, and `host` the array to fill in
+    this step; what that holds of earlier steps is undefined.
+    """
+
+    host: npt.NDArray[Any]
+    hosts: list[npt.NDArray[Any]]
+    device: torch.Tensor
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, staging: Staging) -> None:
         self._shape, self._dtype, self._staging = shape, dtype, staging
+        self._is_copied = staging.is_copied
         self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._num_bytes = shape[0] * self._row_bytes
-        self._start = staging.reserve(self._num_bytes)
+        self._start = staging.reserve(self, self._num_bytes)
         self._view: torch.Tensor | None = None
 
-    @property
-    def host(self) -> npt.NDArray[Any]:
-        """The array to fill in this step. What it holds of earlier steps is undefined."""
-        return self._hosts[self._staging.turn]
-
-    @cached_property
-    def device(self) -> torch.Tensor:
-        """The whole tensor."""
-        return self._of(self._staging.on_device)
+    def place(self, arrays: list[torch.Tensor], on_device: torch.Tensor) -> None:
+        """Take the buffer's part of its staging's memory."""
+        self.hosts = [self._of(array).numpy() for array in arrays]
+        self.host, self.device = self.hosts[0], self._of(on_device)
 
     def stage(self, n: int) -> torch.Tensor:
         """Return the first `n` entries on the device, as they are once the staging is uploaded."""
-        self._staging.stage(self._start, self._start + n * self._row_bytes)
+        if self._is_copied:
+            self._staging.stage(self._start, self._start + n * self._row_bytes)
         # Most steps have the size of the step before.
         if self._view is None or self._view.shape[0] != n:
             self._view = self.device[:n]
         return self._view
 
-    @cached_property
-    def _hosts(self) -> list[npt.NDArray[Any]]:
-        return [self._of(array).numpy() for array in self._staging.arrays]
-
     def _of(self, memory: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False):
-            own = memory[self._start : self._start + self._num_bytes]
-            return own.view(self._dtype).view(self._shape)
+        own = memory[self._start : self._start + self._num_bytes]
+        return own.view(self._dtype).view(self._shape)
 
 
 class StaticTable:
@@ -163,7 +167,8 @@ class StaticTable:
 
     def stage(self, n: int) -> torch.Tensor:
         """Return the first `n` rows on the device, in their full width; see `spread`."""
-        self._flat.stage(n * self._num_columns)
+        if self._is_packed:
+            self._flat.stage(n * self._num_columns)
         if self._view is None or self._view.shape[0] != n:
             self._view = self.device[:n]
         return self._view

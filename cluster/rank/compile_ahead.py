@@ -1,9 +1,9 @@
 """`CompileAhead`: what a rank does about its compiled pieces while it serves without them.
 
 1. Another process compiles them into the cache (`compile_process.py`).
-2. When it has ended, the step thread loads one piece at each step's border: all of them at once
+2. When it has ended, the step thread loads one piece between two steps: all of them at once
    would hold its streams up.
-3. Then the rank's `Changeover` is told, and its next vote says so.
+3. Then the rank's `CompileHandover` knows, and its next vote says so.
 
 If compiling is ended from outside, or by the machine, the rank says why, once, and goes on as it
 is. If the model cannot be compiled, the rank ends, as it would have without serving meanwhile: the
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from cluster.engine.changeover import CannotCompile
+from cluster.engine.compile_handover import CannotCompile
 from cluster.rank.compile_process import CompileJob, CompileProcess
 from cluster.rank.forward import StepForward
 
@@ -31,7 +31,7 @@ class CompileAhead:
         """Start compiling.
 
         Args:
-            wake: makes the step thread come to a border soon. Called on any thread.
+            wake: wakes the step thread. Called on any thread.
         """
         self.error = ""
         """Why the rank goes on without compiled pieces."""
@@ -49,11 +49,11 @@ class CompileAhead:
     @property
     def progress(self) -> tuple[str, int, int] | None:
         """What is being done, how much of it is done and of how much; None when all is."""
-        changeover = self._forward.changeover
-        if self.error or changeover.is_over:
+        handover = self._forward.handover
+        if self.error or handover.is_over:
             return None
-        if changeover.stage:
-            return "capturing graphs", changeover.stage - 1, changeover.last_stage - 1
+        if handover.stage:
+            return "capturing graphs", handover.stage - 1, handover.last_stage - 1
         return "compiling", self._process.done, self._process.total
 
     def load_slice(self) -> None:
@@ -62,7 +62,7 @@ class CompileAhead:
         Raises:
             CannotCompile: there is nothing to load, and no other start would have it.
         """
-        if self.error or self._forward.changeover.is_loaded:
+        if self.error or self._forward.handover.is_loaded:
             return
         is_compiling = not self._process.has_ended
         # A step whose threads wait for one that the compiler has displaced takes a hundred times
@@ -80,13 +80,12 @@ class CompileAhead:
         with torch.inference_mode():
             has_more = next(self._loading, self) is not self
         if not has_more and self._forward.is_loaded:
-            self._forward.changeover.on_loaded()
+            self._forward.handover.on_loaded()
         elif not has_more:
             self._give_up("what was compiled cannot be loaded")
         self._wake()
 
     def close(self) -> None:
-        """End the process that compiles."""
         self._process.close()
 
     def _give_up(self, error: str) -> None:
@@ -95,6 +94,5 @@ class CompileAhead:
 
 
 def _set_num_threads(num_threads: int) -> None:
-    """Use as many threads for operations of the calling thread."""
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)

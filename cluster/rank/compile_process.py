@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cluster.config import EngineConfig
+from cluster.group.context import Progress, RankContext, RankPlace
+from cluster.group.membership import GroupMembership
 from cluster.observe.logs import configure_logs
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
-from cluster.rank.context import Progress, RankContext, RankPlace
 from cluster.rank.forward import StepForward
 from cluster.rank.free_memory import FreeMemory
-from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepInputs
 from compile.counters import cache_misses
 from compile.scope import compile_scope
@@ -66,7 +66,6 @@ class CompileJob:
 
     @classmethod
     def of(cls, context: RankContext, group: GroupMembership) -> CompileJob:
-        """Describe a rank of `group`."""
         shard = group.shard
         tp, dp = (shard.rank, shard.size), (group.dp_rank, group.dp_size)
         return cls(context.config, context.place, tp, dp, shard.data is not None)
@@ -112,7 +111,6 @@ class CompileProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def close(self) -> None:
@@ -122,36 +120,36 @@ class CompileProcess:
         self._thread.join(CLOSE_S)
 
     def _follow(self, job: CompileJob) -> None:
-        process, told = self._process, ""
+        process, reported = self._process, ""
         assert process.stdin is not None and process.stdout is not None
         try:
             # It stays open: its end tells the process that the rank is gone.
             process.stdin.write(pickle.dumps(job))
             process.stdin.flush()
             for line in process.stdout:
-                told = self._take(line) or told
+                reported = self._take(line) or reported
         except (OSError, ValueError) as error:
-            told = str(error)
+            reported = str(error)
         code = process.wait()
         process.stdout.close()
         with suppress(OSError):  # of a job that was not taken
             process.stdin.close()
         if code:
-            self.error = told or _end_of(code)
+            self.error = reported or _end_of(code)
         self.has_ended = True
         if not self._is_closing:
             self._on_end()
 
     def _take(self, line: bytes) -> str:
         """Note progress; return an error if the line tells one."""
-        told = json.loads(line)
-        if "error" in told:
-            self.is_final = bool(told["is_final"])
-            return str(told["error"])
-        if "misses" in told:
-            cache_misses.update(told["misses"])
+        reported = json.loads(line)
+        if "error" in reported:
+            self.is_final = bool(reported["is_final"])
+            return str(reported["error"])
+        if "misses" in reported:
+            cache_misses.update(reported["misses"])
             return ""
-        self.done, self.total = told["done"], told["total"]
+        self.done, self.total = reported["done"], reported["total"]
         return ""
 
 
@@ -175,17 +173,17 @@ def main() -> int:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(**told: object) -> None:
-        print(json.dumps(told), file=out, flush=True)
+    def report(**reported: object) -> None:
+        print(json.dumps(reported), file=out, flush=True)
 
     try:
-        compile_for(job, lambda _, done, total: tell(done=done, total=total))
+        compile_for(job, lambda _, done, total: report(done=done, total=total))
     except Exception as error:
         log.exception("compiling for a rank that serves")
-        tell(error=one_line(error), is_final=as_final(error) is not None)
+        report(error=one_line(error), is_final=as_final(error) is not None)
         return 1
     finally:
-        tell(misses=cache_misses)
+        report(misses=cache_misses)
     return 0
 
 
@@ -196,7 +194,6 @@ def _end_with_the_rank() -> None:
 
 
 def compile_for(job: CompileJob, progress: Progress) -> None:
-    """Compile a rank's forward into the cache."""
     config, group, device = job.config, job.group(), torch.device(job.config.device)
     torch.set_num_threads(config.threads)  # part of the cache's key
     pools = graph_pools(config.compilation, device)
@@ -205,25 +202,15 @@ def compile_for(job: CompileJob, progress: Progress) -> None:
     dtype = getattr(torch, config.dtype)
     with compile_scope(scope):
         model, model_config = blank_model(Path(config.model_path), shard=group.shard, dtype=dtype)
-    limits = config.scheduler
-    inputs = StepInputs(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_blocks_per_seq=config.max_blocks_per_seq,
-        block_size=config.cache.block_size,
-        vocab_size=model_config.vocab_size,
-        device=device,
-    )
     forward = StepForward(
         model,
-        model.attention_layers(),
-        inputs,
+        StepInputs(config, model_config.vocab_size, device),
         scope.config,
         group=group,
         pools=pools,
         free_memory=FreeMemory(group, device, 0),
     )
-    forward.prepare(limits.max_num_batched_tokens)
+    forward.prepare(config.scheduler.max_num_batched_tokens)
 
 
 if __name__ == "__main__":

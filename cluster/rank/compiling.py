@@ -16,9 +16,9 @@ import torch
 
 import model
 from cluster.config import EngineConfig
-from cluster.engine.changeover import CannotCompile
-from cluster.rank.context import RankContext
-from cluster.rank.groups import GroupMembership
+from cluster.engine.compile_handover import CannotCompile
+from cluster.group.context import RankContext
+from cluster.group.membership import GroupMembership
 from compile.cache.key import sources_hash
 from compile.cache.manager import Toolchain
 from compile.config import AttentionGraphSupport, CompilationConfig, CompilationLevel
@@ -92,7 +92,7 @@ def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
         return True
     is_here = shutil.which(cxx()) is not None
     # A rank that runs eagerly would pad its steps unlike its peers, and they would wait for it.
-    if group.minimum("has_compiler", int(is_here)):
+    if group.all_reduce_min("has_compiler", int(is_here)):
         return True
     log.warning(
         "compilation.level: serving at level 0, wanted level %d: no C++ compiler (%s) %s",

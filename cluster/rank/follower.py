@@ -15,11 +15,11 @@ import zmq
 
 from cluster.engine.divergence import StepDigester
 from cluster.engine.scheduler import SchedulerStats
-from cluster.rank.channel import StepReceiver
-from cluster.rank.context import RankContext
+from cluster.group.channel import StepReceiver
+from cluster.group.context import RankContext
+from cluster.group.rendezvous import Rendezvous
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.rank import Rank
-from cluster.rank.rendezvous import Rendezvous
 from cluster.wire.group_messages import FollowerHello
 from cluster.wire.messages import PROTOCOL_VERSION
 
@@ -72,7 +72,7 @@ class Follower(Rank):
         self._close()
 
     def stop(self) -> None:
-        """Make `run` return at the next step's border. Any thread may call it."""
+        """Make `run` return before the next step. Any thread may call it."""
         self.loop.is_stopping = True
         self._doorbell.ring()
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cluster.engine.changeover import Changeover
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
+from cluster.engine.engine import Executor
 from cluster.kv.handoff import KVReader, TicketHolder
 from cluster.rank.step_stats import StepStats
 from cluster.wire.group_messages import (
@@ -33,7 +33,7 @@ from cluster.wire.group_messages import (
     StepFrame,
     TicketsEnded,
 )
-from cluster.wire.messages import FrameError, SampledTokens, StepAgreement, StepPlan
+from cluster.wire.messages import FrameError
 
 
 class PlanReceiver(Protocol):
@@ -46,28 +46,14 @@ class PlanReceiver(Protocol):
         """Tell the leader what has ended here."""
 
 
-class StepRunner(Protocol):
-    """Runs a plan on this rank, and keeps account of it."""
+class StepRunner(Executor, Protocol):
+    """Runs plans on this rank, and keeps account of them."""
 
-    @property
-    def step_stats(self) -> StepStats:
-        """What the step thread does, and the last steps."""
-
-    @property
-    def changeover(self) -> Changeover:
-        """How far this rank has gone over to compiled steps."""
+    step_stats: StepStats
+    """What the step thread does, and the last steps."""
 
     def load_slice(self) -> None:
         """Load a part of what was compiled, if there is any."""
-
-    def execute(self, plan: StepPlan, agreed: StepAgreement) -> SampledTokens:
-        """Launch a step, wait for it, and return what it sampled."""
-
-    def launch(self, plan: StepPlan, agreed: StepAgreement) -> Any:
-        """Run the model on the plan's batch, or a dummy one; return what to wait for."""
-
-    def wait(self, launched: Any) -> SampledTokens:
-        """Wait until a launched step has ended, and return what it sampled."""
 
 
 class FollowerLoop:
@@ -136,10 +122,10 @@ class FollowerLoop:
             check_digest(self._name, frame.digest, mine)
         except StepDivergence as error:
             raise error.after(self._runner.step_stats.tail()) from None
-        changeover, wanted = self._runner.changeover, frame.agreed.stage
-        if not changeover.accepts(wanted):
-            raise StepDivergence(self._name, mine.step, "stage", wanted, changeover.stage)
-        if wanted != changeover.stage:
+        handover, wanted = self._runner.handover, frame.agreed.stage
+        if not handover.accepts(wanted):
+            raise StepDivergence(self._name, mine.step, "stage", wanted, handover.stage)
+        if wanted != handover.stage:
             self._retire()  # a stage is entered between two steps
         self.step = frame.plan.step
         if not self._is_overlapped:
@@ -150,13 +136,11 @@ class FollowerLoop:
         self._in_flight = launched
 
     def _retire(self) -> None:
-        """Wait for the step in flight, if there is one."""
         if self._in_flight is not None:
             launched, self._in_flight = self._in_flight, None
             self._digester.note_drawn(self._runner.wait(launched).token_ids)
 
     def _do(self, order: KVOrder) -> None:
-        """Do to this rank's slice what the leader did to its own."""
         self._retire()
         holder, reader = self._holder, self._reader
         match order:
@@ -180,7 +164,7 @@ class FollowerLoop:
 
     def _report(self) -> None:
         self._runner.load_slice()
-        if self._runner.changeover.is_loaded and not self._has_said_loaded:
+        if self._runner.handover.is_loaded and not self._has_said_loaded:
             self._has_said_loaded = True
             self.receiver.report(PiecesLoaded())
         if self._holder is not None and (tickets := self._holder.take_ended()):

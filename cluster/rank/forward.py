@@ -4,8 +4,8 @@
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
 3. If the rank is to serve while it compiles and the cache lacks its pieces, steps run as the model
-   is written. Compiling and capturing is left to the stages of a `Changeover`, which `enter` enters
-   between steps.
+   is written. Compiling and capturing is left to the stages of a `CompileHandover`, which `enter`
+   enters between steps.
 4. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
    rank looks at anything of its own to decide which. Behind the full graph of a decode step comes
    one that scores the vocabulary, if the configuration wants that.
@@ -16,14 +16,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from cluster.engine.changeover import Changeover
-from cluster.rank.context import Progress
+from cluster.engine.compile_handover import CompileHandover
+from cluster.group.context import Progress
+from cluster.group.membership import GroupMembership
 from cluster.rank.free_memory import FreeMemory
-from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.wire.messages import MAX_LOGPROBS, StepAgreement, checksum
 from compile.cache.builds import install_for_kernels
@@ -55,7 +56,6 @@ from compile.graphs.capture import (
 from compile.graphs.pools import GraphPools
 from compile.graphs.wrapper import CUDAGraphWrapper, wrap_forward
 from compile.pieces.decorator import compile_as_is
-from model.layers.attention import Attention
 from model.layers.decoder import CausalLM
 from model.sampler import costliest_sampling, likeliest, sample, score
 
@@ -93,14 +93,13 @@ class StepOutput(NamedTuple):
 class StepForward:
     """The model's forward with its graphs.
 
-    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `changeover`, and
+    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `handover`, and
     so `captured`, is equal on all ranks of the group.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        layers: dict[str, Attention],
         inputs: StepInputs,
         config: CompilationConfig,
         *,
@@ -116,12 +115,12 @@ class StepForward:
         self.config = config
         self._free_memory = free_memory
         self._model = model
-        self.changeover = Changeover()
+        self.handover = CompileHandover()
         """At its end, unless `compile` leaves something to do while the rank serves."""
         self.report: CaptureReport | None = None
         self._reports: list[CaptureReport] = []
         self.gaps = GapTimer()
-        self._layers = layers
+        self._layers = model.attention_layers()
         self._inputs = inputs
         self._group = group
         self._pools = pools
@@ -142,13 +141,12 @@ class StepForward:
 
     @property
     def captured(self) -> CapturedGraphs:
-        """What steps dispatch over."""
-        return self.changeover.captured
+        return self.handover.captured
 
     def checksum(self) -> int:
         """Return what is equal on ranks that dispatch over the same graphs in the same modes, or
         will once they have gone over to them."""
-        return checksum(str((self.captured, self.changeover.last_stage)))
+        return checksum(str((self.captured, self.handover.last_stage)))
 
     def set_kv_cache_data(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
         """Attend to these KV caches, by layer, from now on. Graphs keep those they captured."""
@@ -162,7 +160,7 @@ class StepForward:
 
         What is not compiled runs too, so that no kernel is built in the first step. If the rank
         serves while it compiles, and not all ranks find what was compiled, the model runs as it is
-        written, and `changeover` has stages left.
+        written, and `handover` has stages left.
         """
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
@@ -217,21 +215,21 @@ class StepForward:
             for _ in self.loading():
                 pass
         found = _FOUND if self._backbone.is_compiled else int(can_be_left)
-        return self._group.minimum("found", found) == _MISSING
+        return self._group.all_reduce_min("found", found) == _MISSING
 
     def _defer(self) -> None:
         """Run the model as it is written until the group goes over."""
         import_runtime()  # a rank that serves would stand still meanwhile
         self._backbone.run_as_written(True)
         shard = self._group.shard
-        self.changeover = Changeover(
+        self.handover = CompileHandover(
             last_stage=1 + len(self._cases()), num_followers=0 if shard.rank else shard.size - 1
         )
 
     def loading(self) -> Iterator[None]:
         """Load what another process has compiled, a piece at a time; see `is_loaded`.
 
-        Nothing but a Changeover makes steps run it. Call it between steps: it fills the static
+        Nothing but a CompileHandover makes steps run it. Call it between steps: it fills the static
         inputs with padding.
         """
         batch = self._inputs.dummy(NUM_LOADED_TOKENS, 1)
@@ -239,7 +237,6 @@ class StepForward:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether what was compiled is there to be run."""
         return bool(self._backbone.is_compiled)
 
     @torch.inference_mode()
@@ -252,8 +249,8 @@ class StepForward:
             self._backbone.run_as_written(False)
         else:
             self._reports.append(self._capture([self._cases()[stage - 2]]))
-        is_last = stage == self.changeover.last_stage
-        self.changeover.enter(stage, self._end_captures() if is_last else None)
+        is_last = stage == self.handover.last_stage
+        self.handover.enter(stage, self._end_captures() if is_last else None)
 
     @torch.inference_mode()
     def run_sizes(self) -> None:
@@ -269,9 +266,7 @@ class StepForward:
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
         prompts = sorted({*_doubling(self._inputs.max_num_batched_tokens), *listed})
         for num_tokens, num_seqs in [*((n, n) for n in decodes), *((n, 1) for n in prompts)]:
-            batch = self._inputs.dummy(num_tokens, num_seqs)
-            with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
-                hidden = self._call(batch.input_ids, batch.positions)
+            hidden = self._run_padding(num_tokens, num_seqs)
         for num_rows in (1, 2):
             self._sample_costliest(hidden[:num_rows])
 
@@ -282,12 +277,10 @@ class StepForward:
         All ranks start at once, so that none waits inside for one that is late.
         """
         num_tokens = min(NUM_TRACED_TOKENS, max_num_tokens)
-        batch = self._inputs.dummy(num_tokens, 1)
         self._synchronize()
         self._group.barrier("timed")
         began = time.monotonic()
-        with forward_context(self._context(batch, 1, is_dummy_run=True)):
-            self._call(batch.input_ids, batch.positions)
+        self._run_padding(num_tokens, 1)
         self._synchronize()
         return num_tokens, time.monotonic() - began
 
@@ -307,9 +300,7 @@ class StepForward:
         before = torch.cuda.memory_reserved(device) if is_on_cuda else 0
         if progress is not None:
             progress("measuring the largest step", 0, 1)
-        batch = self._inputs.dummy(max_num_tokens, 1)
-        with forward_context(self._context(batch, 1, is_dummy_run=True)):
-            hidden = self._call(batch.input_ids, batch.positions)
+        hidden = self._run_padding(max_num_tokens, 1)
         self._score_costliest(hidden[:MAX_SCORED_ROWS])
         self._sample_costliest(hidden[: self._inputs.max_num_seqs])
         self._synchronize()
@@ -319,6 +310,13 @@ class StepForward:
         needed = torch.cuda.max_memory_reserved(device) - before
         torch.cuda.empty_cache()
         return needed
+
+    def _run_padding(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
+        """Run the model on padding alone; return hidden states [T, E]."""
+        batch = self._inputs.dummy(num_tokens, num_seqs)
+        with forward_context(self._context(batch, num_seqs, is_dummy_run=True)):
+            hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
+        return hidden
 
     def _score_costliest(self, hidden: torch.Tensor) -> None:
         """Score rows as a prompt's are that wants the most logprobs. hidden: [B, E]."""
@@ -361,9 +359,9 @@ class StepForward:
         cases = self._cases()
         if cases:
             self._group.barrier("allocated")
-            told = None if progress is None else _named(progress, "capturing graphs")
-            self._reports.append(self._capture(cases, told))
-        self.changeover = Changeover(self._end_captures())
+            reported = None if progress is None else partial(progress, "capturing graphs")
+            self._reports.append(self._capture(cases, reported))
+        self.handover = CompileHandover(self._end_captures())
 
     def _capture(
         self, cases: list[CaptureCase], progress: Callable[[int, int], None] | None = None
@@ -454,21 +452,21 @@ class StepForward:
                 is the only one.
         """
         mode = CUDAGraphMode(agreed.mode)
+        is_full = mode is CUDAGraphMode.FULL
         context = self._context(
             batch,
             num_seqs,
             mode,
-            agreed.batch.graph_key(mode),
+            agreed.batch if is_full else agreed.batch.graph_key(mode),
             is_dummy_run=not num_seqs,
             num_tokens_across_dp=num_tokens_across_dp,
         )
         if mode is CUDAGraphMode.PIECEWISE:
             with self.gaps.step(), forward_context(replace(context, replay=self.gaps.replay)):
                 return StepOutput(self._call(batch.input_ids, batch.positions), None)
-        is_full_decode = mode is CUDAGraphMode.FULL and agreed.batch.uniform_decode
         with forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
-            if self._score is None or not is_full_decode or not num_seqs:
+            if self._score is None or not (is_full and agreed.batch.uniform_decode and num_seqs):
                 return StepOutput(hidden, None)
             return StepOutput(hidden, self._score(hidden))
 
@@ -482,9 +480,13 @@ class StepForward:
         is_dummy_run: bool = False,
         num_tokens_across_dp: Sequence[int] | None = None,
     ) -> ForwardContext:
-        padded, num_tokens = batch.attention.seq_lens.shape[0], batch.input_ids.shape[0]
-        # Before the rank is ready all ranks run the same padding.
-        across = num_tokens_across_dp or (num_tokens,) * self._group.dp_size
+        padded = batch.attention.seq_lens.shape[0]
+        dp_metadata: DPMetadata | None = None
+        if (dp_size := self._group.dp_size) > 1:
+            num_tokens = batch.input_ids.shape[0]
+            # Before the rank is ready all ranks run the same padding.
+            across = num_tokens_across_dp or (num_tokens,) * dp_size
+            dp_metadata = DPMetadata.make(across, self._group.dp_rank, num_tokens)
         return ForwardContext(
             no_compile_layers=self._layers,
             attn_metadata=batch.attention,
@@ -496,7 +498,7 @@ class StepForward:
                 graph_bs=padded,
                 positions=batch.positions,
             ),
-            dp_metadata=DPMetadata.make(across, self._group.dp_rank, num_tokens),
+            dp_metadata=dp_metadata,
             batch_descriptor=key,
             cudagraph_runtime_mode=mode,
         )
@@ -505,7 +507,3 @@ class StepForward:
 def _doubling(most: int) -> list[int]:
     """Return 1, 2, 4, ... and `most`."""
     return sorted({most, *(2**i for i in range(most.bit_length()))})
-
-
-def _named(progress: Progress, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(what, done, total)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from cluster.rank.groups import GroupMembership
+from cluster.group.membership import GroupMembership
 from model.config import ModelConfig
 
 MARGIN_BYTES = 64 << 20
@@ -49,7 +49,7 @@ class FreeMemory:
             logits_bytes: what it takes if it scores the vocabulary as well.
         """
         self._num_asked += 1
-        free = self._group.minimum(f"free/{self._num_asked}", self._free_bytes(self._device))
+        free = self._group.all_reduce_min(f"free/{self._num_asked}", self._free_bytes(self._device))
         return free >= MARGIN_BYTES + num_tokens * self._bytes_per_token + logits_bytes
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from cluster.config import EngineConfig
 from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
-from cluster.rank.row_rules import RowRulesTables
-from cluster.wire.messages import PENDING, Admission, StepPlan
+from cluster.rank.row_rules import Counted, RowRulesTables
+from cluster.wire.messages import PENDING, RowAdmission, StepPlan
 from model.layers.attention import AttentionMetadata
 from model.sampler import SamplingTensors, draw_uniform
 
@@ -39,6 +40,10 @@ class StepBatch:
     """Per sampled sequence how many likeliest tokens it wants; -1 none."""
 
 
+_Staged = tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor]
+"""The tensors of a `StepBatch`, in its order."""
+
+
 @dataclass(frozen=True)
 class _SampledRows:
     """What stays the same from step to step while the same sequences are sampled."""
@@ -52,24 +57,13 @@ class _SampledRows:
 class StepInputs:
     """Row state and static buffers of one rank."""
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_blocks_per_seq: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
-        is_overlapped: bool = False,
-    ) -> None:
-        """Start with empty rows.
-
-        Args:
-            is_overlapped: a step may be built while the one before is in flight.
-        """
-        rows, tokens = max_num_seqs, max_num_batched_tokens
-        num_steps = 2 if is_overlapped else 1
+    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
+        """Start with empty rows."""
+        rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+        max_blocks_per_seq = config.max_blocks_per_seq
+        self._is_overlapped = config.overlap
+        # A step may be built while the one before is in flight.
+        num_steps = 2 if config.overlap else 1
         # Tokens and positions are what compiled code is traced on: a tensor that begins somewhere
         # in its storage would have an offset there, which is another symbol of its graph.
         self._of_ids, self._of_positions = Staging(device, num_steps), Staging(device, num_steps)
@@ -77,10 +71,13 @@ class StepInputs:
         """What else each step fills anew."""
         self._of_sampled = Staging(device, num_steps)
         """What stays while the same sequences are sampled."""
+        stagings = (self._of_ids, self._of_positions, self._of_step, self._of_sampled)
+        self._copied = stagings if self._of_step.is_copied else ()
+        """Those that a step turns and uploads: on a CPU it reads what it fills."""
         self.device = device
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self._block_size = block_size
+        self.max_num_seqs = rows
+        self.max_num_batched_tokens = tokens
+        self._block_size = config.cache.block_size
         self._row_blocks = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
         self._row_temperature = np.zeros(rows, dtype=np.float32)
         self._row_top_k = np.zeros(rows, dtype=np.int64)
@@ -106,11 +103,16 @@ class StepInputs:
         self._top_k = StaticBuffer((rows,), torch.int64, self._of_sampled)
         self._top_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
         self._min_p = StaticBuffer((rows,), torch.float32, self._of_sampled)
+        for staging in stagings:
+            staging.allocate()
         self._blocks = self._block_table.first_columns(1)
         """Of the step that is built, as many columns as its longest sequence has blocks."""
         self._last_tokens = torch.full((rows,), PENDING, dtype=torch.int64, device=device)
         """The last token that each row drew; a plan made ahead of it finds it here."""
         self._sampled: _SampledRows | None = None
+        self._staged: _Staged
+        self._sizes = (-1, -1, -1, -1)
+        """Of the last step: decodes, tokens, sequences, those that were sampled."""
 
     def build(
         self,
@@ -129,7 +131,8 @@ class StepInputs:
             is_mixed: attention treats every sequence as a prefill chunk, decodes included, because
                 a full graph of a mixed step fixes the number of decodes at capture.
         """
-        self._next_step()
+        for staging in self._copied:
+            staging.next_step()
         num_tokens = plan.num_tokens if num_tokens is None else num_tokens
         num_seqs = plan.num_seqs if num_seqs is None else num_seqs
         for admission in plan.admitted:
@@ -139,28 +142,22 @@ class StepInputs:
             self._row_blocks[new.row, new.start : end] = new.block_ids
         rows = np.array(plan.rows, dtype=np.int64)
         self._lay_out(plan, rows)
-        self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
+        if num_tokens != plan.num_tokens or num_seqs != plan.num_seqs:
+            self._pad(plan.num_tokens, num_tokens, plan.num_seqs, num_seqs)
         num_decodes = num_seqs if plan.num_decodes == plan.num_seqs else plan.num_decodes
         num_decodes = 0 if is_mixed else num_decodes
-        attention = self._attention(num_decodes, num_tokens, num_seqs)
-        pending = self._stage_pending(plan, rows)
-        positions = self._positions.host[: plan.num_tokens]
-        counted = self._rules.stage_counted(rows, plan.num_new, positions)
+        pending = self._stage_pending(plan, rows) if self._is_overlapped else None
+        counted: Counted | None = None
+        if self._rules.num_rows:
+            positions = self._positions.host[: plan.num_tokens]
+            counted = self._rules.stage_counted(rows, plan.num_new, positions)
         sampled = np.flatnonzero(np.array(plan.output_index, dtype=np.int64) >= 0)
         num_sampled = len(sampled)
         self._logits_index.host[:num_sampled] = self._cu_seqlens_q.host[1:][sampled] - 1
         self._sampled_index.host[:num_sampled] = rows[sampled]
         sampling, wants_logprobs = self._sampling(plan.output_index, rows, sampled)
-        batch = StepBatch(
-            input_ids=self._input_ids.stage(num_tokens),
-            positions=self._positions.stage(num_tokens),
-            attention=attention,
-            logits_index=self._logits_index.stage(num_sampled),
-            sampled_rows=self._sampled_index.stage(num_sampled),
-            sampling=sampling,
-            wants_logprobs=wants_logprobs,
-        )
-        self._upload(num_seqs)
+        staged = self._stage(num_decodes, num_tokens, num_seqs, num_sampled)
+        batch = StepBatch(*staged, sampling, wants_logprobs)
         if pending is not None:
             places, pending_rows = pending.unbind(1)
             batch.input_ids[places] = self._last_tokens[pending_rows]
@@ -175,13 +172,9 @@ class StepInputs:
         """
         self._last_tokens[batch.sampled_rows] = token_ids
 
-    def _next_step(self) -> None:
-        for staging in (self._of_ids, self._of_positions, self._of_step, self._of_sampled):
-            staging.next_step()
-
     def _upload(self, num_seqs: int) -> None:
         """Bring what was staged to the device."""
-        for staging in (self._of_ids, self._of_positions, self._of_step, self._of_sampled):
+        for staging in self._copied:
             staging.upload()
         self._block_table.spread(num_seqs)
 
@@ -196,7 +189,7 @@ class StepInputs:
         self._pending.host[:num_pending, 1] = rows[index]
         return self._pending.stage(num_pending)
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: RowAdmission) -> None:
         row = admission.row
         self._row_temperature[row] = admission.temperature
         self._row_top_k[row] = admission.top_k
@@ -213,24 +206,16 @@ class StepInputs:
         With as many sequences as tokens every sequence decodes, unless `is_mixed`; else none of
         them attends to anything.
         """
-        self._next_step()
+        for staging in self._copied:
+            staging.next_step()
         is_decode = num_tokens == num_seqs and not is_mixed
         self._cu_seqlens_q.host[0] = 0
         self._blocks = self._block_table.first_columns(1)
         self._pad(0, num_tokens, 0, num_seqs)
         nothing = np.zeros(0, dtype=np.int64)
         sampling, wants_logprobs = self._sampling([], nothing, nothing)
-        batch = StepBatch(
-            input_ids=self._input_ids.stage(num_tokens),
-            positions=self._positions.stage(num_tokens),
-            attention=self._attention(num_seqs if is_decode else 0, num_tokens, num_seqs),
-            logits_index=self._logits_index.stage(0),
-            sampled_rows=self._sampled_index.stage(0),
-            sampling=sampling,
-            wants_logprobs=wants_logprobs,
-        )
-        self._upload(num_seqs)
-        return batch
+        staged = self._stage(num_seqs if is_decode else 0, num_tokens, num_seqs, 0)
+        return StepBatch(*staged, sampling, wants_logprobs)
 
     def _lay_out(self, plan: StepPlan, rows: np.ndarray) -> None:
         """Write where the plan's tokens belong into the host arrays."""
@@ -261,22 +246,35 @@ class StepInputs:
 
     def _pad(self, num_tokens: int, end: int, num_seqs: int, end_seqs: int) -> None:
         """Make the tokens and sequences behind the real ones padding, up to `end` each."""
-        if num_tokens == end and num_seqs == end_seqs:
-            return
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
             buffer.host[num_tokens:end] = 0
         self._seq_lens.host[num_seqs:end_seqs] = 0
         self._blocks[num_seqs:end_seqs] = 0
         self._cu_seqlens_q.host[num_seqs + 1 : end_seqs + 1] = self._cu_seqlens_q.host[num_seqs]
 
-    def _attention(self, num_decodes: int, num_tokens: int, num_seqs: int) -> AttentionMetadata:
-        return AttentionMetadata(
+    def _stage(self, num_decodes: int, num_tokens: int, num_seqs: int, num_sampled: int) -> _Staged:
+        """Bring what was filled to the device; return it."""
+        sizes = (num_decodes, num_tokens, num_seqs, num_sampled)
+        if sizes == self._sizes and not self._copied:
+            return self._staged  # on a CPU the same views of what is filled anew
+        attention = AttentionMetadata(
             num_decodes=num_decodes,
             cu_seqlens_q=self._cu_seqlens_q.stage(num_seqs + 1),
             seq_lens=self._seq_lens.stage(num_seqs),
             block_table=self._block_table.stage(num_seqs),
             slot_mapping=self._slot_mapping.stage(num_tokens),
         )
+        self._sizes = sizes
+        self._staged = (
+            self._input_ids.stage(num_tokens),
+            self._positions.stage(num_tokens),
+            attention,
+            self._logits_index.stage(num_sampled),
+            self._sampled_index.stage(num_sampled),
+        )
+        if self._copied:
+            self._upload(num_seqs)
+        return self._staged
 
     def _sampling(
         self, output_index: list[int], rows: np.ndarray, sampled: np.ndarray
@@ -290,7 +288,7 @@ class StepInputs:
             self._sampled = known if len(rows) else self._sampled
         sampling = known.sampling
         positions = np.array(output_index, dtype=np.int64)[sampled]
-        adjustments = self._rules.adjustments(rows, positions)
+        adjustments = self._rules.adjustments(rows, positions) if self._rules.num_rows else None
         if not sampling.all_greedy:
             self._uniform.host[: len(rows)] = draw_uniform(self._row_seed[rows], positions)
             uniform = self._uniform.stage(len(rows))

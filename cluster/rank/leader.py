@@ -1,11 +1,11 @@
 """A leader: the process of one data-parallel rank that plans, steps and talks to the world.
 
-A step's border is the only place where anything from outside comes in:
+Anything from outside comes in between two steps alone:
 
 1. Frames that wait in the inbox (submissions, aborts) are decoded and given to the engine, and
-   followers' reports of KV that was read or released to the group's holder and reader. No more of
-   either than a border has time for: however much is sent here, the step goes on. A rank that
-   serves while it compiles also loads one of the pieces that are ready.
+   followers' reports of KV that was read or released to the group's holder and reader. Both are
+   bounded, so that a flood cannot hold a step up. A rank that serves while it compiles also loads
+   one of the pieces that are ready.
 2. `engine.step()` runs one step, together with the other data-parallel leaders.
 3. Its outputs leave, one frame per ingress.
 4. If no rank found anything to run, the leader sleeps in one wait over its inbox, its followers'
@@ -29,19 +29,21 @@ from cluster.config import EngineConfig, Role
 from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep
-from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.kv_handover import KVHandover
+from cluster.engine.lockstep import AloneLockstep, LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
+from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler, SchedulerStats
+from cluster.group.channel import StepSender
+from cluster.group.context import RankContext
+from cluster.group.links import LinkAddress
+from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.observe.counts import Counts
-from cluster.rank.channel import NoFollowers
-from cluster.rank.context import RankContext
-from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
+from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rank import Rank
-from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
@@ -58,7 +60,6 @@ from cluster.wire.messages import (
     Abort,
     FrameError,
     Inbound,
-    KVSource,
     Submit,
     Watch,
     asker_of,
@@ -72,8 +73,8 @@ log = logging.getLogger("lockstep.leader")
 MAX_SLEEP_MS = 1000
 """An idle leader looks around this often, whatever rang: the bound on a lost wake-up."""
 MAX_INBOX_FRAMES, MAX_INBOX_S = 256, 0.002
-"""Taken at a step's border, while all ranks wait: as long as a short step. What is left is taken
-at the next border; some hundred thousand submissions a second are more than any engine runs."""
+"""Taken between two steps, while all ranks wait: as long as a short step. What is left is taken
+after the next one; some hundred thousand submissions a second are more than any engine runs."""
 MAX_INBOX_WAITING = 64
 """Frames of one sender, which may be long; any more wait in the sender's own process."""
 
@@ -93,7 +94,7 @@ class Leader(Rank):
         """Load, and wait until all followers and all other leaders have.
 
         Args:
-            endpoints: where the followers were told to go; needed if there are any.
+            endpoints: where the followers connect; needed if there are any.
             rendezvous: where to find other leaders; None if its own endpoints are all there is.
         """
         endpoints = endpoints or LeaderEndpoints(context)
@@ -128,9 +129,9 @@ class Leader(Rank):
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
-        followers_sockets = [link.socket for link in self._channel.links]
-        for socket in (*followers_sockets, *(self._peers.sockets if self._peers else ())):
-            self._poller.register(socket, zmq.POLLIN)
+        for ends in (self._channel, self._peers):
+            for socket in ends.sockets if ends is not None else ():
+                self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
         """Step until all leaders are stopped. Returns normally only after `stop`.
@@ -157,7 +158,8 @@ class Leader(Rank):
         """Take what waits in the inbox, run one step and send its outputs."""
         self.runner.step_stats.plan(self._last_step + 1)
         self._take_inbox()
-        self._take_reports()
+        if self._channel is not None:
+            self._take_reports(self._channel)
         self.runner.load_slice()
         self.engine.is_draining = self._is_stopping
         try:
@@ -168,13 +170,13 @@ class Leader(Rank):
         if time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + MAX_SLEEP_MS / 1000
             lost += self._output_sender.drop_dead_addresses()
-            if not self._is_stopping:
+            if self._channel is not None and not self._is_stopping:
                 self._channel.check()
         if lost:
             self.engine.abort(lost)
 
     def stop(self) -> None:
-        """Make `run` return at the border of the step in which all leaders were stopped.
+        """Make `run` return after the step in which all leaders were stopped.
 
         Any thread may call it.
         """
@@ -223,13 +225,13 @@ class Leader(Rank):
             return False
         return True
 
-    def _take_reports(self) -> None:
+    def _take_reports(self, channel: StepSender) -> None:
         """Book what has ended on the followers.
 
         Raises:
             FrameError: a follower reports what it was not asked for; names it.
         """
-        for tp_rank, report in self._channel.take_reports():
+        for tp_rank, report in channel.take_reports():
             try:
                 self._book(tp_rank, report)
             except FrameError as error:
@@ -242,7 +244,7 @@ class Leader(Rank):
             case ReadEnded() if self._reader is not None:
                 error = f"tp={tp_rank}: {report.error}" if report.error else ""
                 self._reader.on_read_ended(report.request_id, error)
-            case PiecesLoaded() if self.runner.changeover.on_follower_loaded():
+            case PiecesLoaded() if self.runner.handover.on_follower_loaded():
                 pass
             case _:
                 raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
@@ -250,11 +252,11 @@ class Leader(Rank):
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
-        """Greet the followers and the other leaders, if there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
-        followers = self._channel.accept(hello, self._wait_for)
+        channel = self._channel
+        followers = channel.accept(hello, self._wait_for) if channel is not None else []
         return followers, self._join(rendezvous.earlier, hello)
 
     def _join(self, earlier: tuple[LinkAddress, ...], hello: LeaderHello) -> JoinedLockstep | None:
@@ -276,44 +278,43 @@ class Leader(Rank):
             dp_rank=group.dp_rank,
             dp_size=group.dp_size,
             epoch=hello.epoch,
-            captured=forward.captured,
+            handover=self.runner.handover,
         )
         return JoinedLockstep(machine, self._peers, self.runner.step_stats)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
             _check_follower(hello, self.runner)
-        tell, transfer = self._channel.tell, self.transfer
+        context, transfer, channel = self.context, self.transfer, self._channel
+        tell = channel.tell if channel is not None else None
         if transfer.server is not None:
             self._holder = GroupHolder(transfer.server, len(followers), tell)
         if transfer.puller is not None:
             self._reader = GroupReader(transfer.puller, len(followers), tell)
-        sources = [transfer.source, *(hello.source for hello in followers)]
-        config = self.context.config
+        metadata: HandoffMetadata | None = None
+        if context.config.role is not Role.MIXED:
+            metadata = HandoffMetadata(
+                sources=[transfer.source, *(hello.source for hello in followers)],
+                block_bytes=self.runner.kv_spec.block_bytes,
+                layout=self.runner.kv_spec.layout,
+                lease_s=context.config.transfer.lease_s,
+            )
         return assemble_engine(
-            config,
+            context.config,
             self.runner,
-            epoch=self.context.place.epoch,
-            channel=self._channel,
+            epoch=context.place.epoch,
+            channel=channel,
             lockstep=lockstep,
+            metadata=metadata,
             holder=self._holder,
-            metadata=None if config.role is Role.MIXED else self._metadata(sources),
             reader=self._reader,
-        )
-
-    def _metadata(self, sources: list[KVSource]) -> HandoffMetadata:
-        return HandoffMetadata(
-            sources=sources,
-            block_bytes=self.runner.kv_spec.block_bytes,
-            layout=self.runner.kv_spec.layout,
-            lease_s=self.context.config.transfer.lease_s,
         )
 
     def _close(self) -> None:
         self._output_sender.close()
-        self._channel.close()
-        if self._peers is not None:
-            self._peers.close()
+        for ends in (self._channel, self._peers):
+            if ends is not None:
+                ends.close()
         self._inbox.close()
         super()._close()
 
@@ -338,8 +339,8 @@ def assemble_engine(
     epoch: int = 0,
     channel: Channel | None = None,
     lockstep: Lockstep | None = None,
-    holder: TicketHolder | None = None,
     metadata: HandoffMetadata | None = None,
+    holder: TicketHolder | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
     """Return the engine of a leader.
@@ -347,32 +348,35 @@ def assemble_engine(
     Args:
         channel: leads to the tensor-parallel followers; None if there are none.
         lockstep: with the other data-parallel leaders; None if there are none.
-        holder, metadata: where a prefill engine keeps its tickets, and what it writes into them.
-        reader: what reads KV for a decode engine.
+        metadata, holder, reader: with what KV is handed over, see `KVHandover`; None on an engine
+            that keeps its sequences.
     """
     cache, model = config.cache, runner.model_config
+    blocks = BlockManager(
+        runner.num_blocks,
+        cache.block_size,
+        cache.enable_prefix_caching,
+        sliding_window=model.kv_window,
+    )
+    handover: KVHandover | None = None
+    if metadata is not None:
+        handover = KVHandover(blocks, metadata, holder=holder, reader=reader)
     scheduler = Scheduler(
         config.scheduler,
-        max_model_len=config.max_model_len,
-        role=config.role,
-        blocks=BlockManager(
-            runner.num_blocks,
-            cache.block_size,
-            cache.enable_prefix_caching,
-            sliding_window=model.kv_window,
+        RequestLimits(
+            blocks=blocks,
+            max_model_len=config.max_model_len,
+            role=config.role,
+            vocab_size=model.vocab_size,
+            max_prompt_len=model.max_prompt_len,
         ),
         epoch=epoch,
-        holder=holder,
-        metadata=metadata,
-        reader=reader,
-        vocab_size=runner.model_config.vocab_size,
-        max_prompt_len=model.max_prompt_len,
-        clock=time.monotonic,
+        handover=handover,
         grammars=runner.grammars,
+        clock=time.monotonic,
     )
-    lockstep = lockstep or AloneLockstep(runner.forward.captured)
     loop = OverlappedEngine if config.overlap else Engine
-    return loop(scheduler, lockstep, channel or NoFollowers(), runner)
+    return loop(scheduler, lockstep or AloneLockstep(runner.handover), channel, runner)
 
 
 @dataclass(frozen=True)
@@ -408,7 +412,7 @@ class Inbox:
         self.address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
 
     def take(self) -> Iterator[Inbound | BadSubmit]:
-        """Yield what waits, as much as a step's border has time for."""
+        """Yield what waits, as much as there is time for between two steps."""
         budget = Budget(MAX_INBOX_FRAMES, MAX_INBOX_S)
         while budget.take():
             try:
@@ -434,7 +438,6 @@ class Inbox:
         return message
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close(linger=0)
 
 

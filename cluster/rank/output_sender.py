@@ -84,7 +84,6 @@ class OutputSender:
         """Addresses that are not connected, and since when by the clock."""
 
     def expects(self, request_id: str) -> bool:
-        """Return whether a request of this id is running."""
         return request_id in self._reply_to
 
     def expect(self, request_id: str, reply_to: str) -> bool:

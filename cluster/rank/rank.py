@@ -18,17 +18,18 @@ import zmq
 from cluster.config import Role
 from cluster.engine.scheduler import SchedulerStats
 from cluster.engine.watchdog import Heartbeat
+from cluster.group.context import RankContext
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
-from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.kv.transport.memory import SharedMemory
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.observe.counts import Counts
-from cluster.rank.context import RankContext
-from cluster.rank.groups import GroupMembership
-from cluster.rank.rendezvous import Rendezvous
 from cluster.rank.runner import ModelRunner
 from cluster.rank.status import RankStats
 from cluster.wire.messages import KVSource, RankProcess
+from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import end_context
 from compile.counters import cache_misses, counter
@@ -95,12 +96,10 @@ class KVConnector:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that readers copied under leases that were alive to the end."""
         return self.server.bytes_sent if self.server else 0
 
     @property
     def bytes_received(self) -> int:
-        """Bytes copied in reads that were believed."""
         return self.puller.bytes_received if self.puller else 0
 
     def counts(self) -> Counts:
@@ -109,7 +108,6 @@ class KVConnector:
         return {key: value for part in parts for key, value in part.counts().items()}
 
     def close(self) -> None:
-        """Stop the thread."""
         for part in (self.server, self.puller):
             if part is not None:
                 part.close()

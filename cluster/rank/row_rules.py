@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.rank.buffers import Staging, StaticBuffer, upload_array, upload_once
-from cluster.wire.messages import Admission, LogitRules, RowRules
+from cluster.wire.messages import LogitRules, RowAdmission, RowRules
 from model.sampler import Adjustments, Penalties
 
 Ints = npt.NDArray[np.int64]
@@ -49,6 +49,8 @@ class RowRulesTables:
     def __init__(self, rows: int, tokens: int, vocab_size: int, staging: Staging) -> None:
         self._shape = (rows, vocab_size)
         self._device = staging.device
+        self.num_rows = 0
+        """Rows with rules: without any, a step has nothing to count or to adjust."""
         self._has_rules = np.zeros(rows, dtype=bool)
         self._has_bias = np.zeros(rows, dtype=bool)
         self._has_penalties = np.zeros(rows, dtype=bool)
@@ -65,7 +67,7 @@ class RowRulesTables:
         self._is_before_min = StaticBuffer((rows,), torch.bool, staging)
         self._penalties = StaticBuffer((rows, 3), torch.float32, staging)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: RowAdmission) -> None:
         """Let a row follow the rules of its new sequence, or none."""
         row, found = admission.row, admission.rules
         if self._has_rules[row]:
@@ -74,6 +76,7 @@ class RowRulesTables:
             return
         rules = found.rules
         self._has_rules[row] = True
+        self.num_rows += 1
         self._num_prompt[row] = found.num_prompt_tokens
         self._min_tokens[row] = rules.min_tokens
         if rules.biases or rules.allowed_tokens:
@@ -136,6 +139,7 @@ class RowRulesTables:
         return Penalties(presence, frequency, repetition, self._counts, self._is_in_prompt)
 
     def _clear(self, row: int) -> None:
+        self.num_rows -= 1
         if self._bias is not None and self._has_bias[row]:
             self._bias[row].zero_()
         for flags in (self._has_rules, self._has_bias, self._has_penalties):

@@ -19,16 +19,15 @@ import torch
 
 from cluster.config import EngineConfig
 from cluster.engine.blocks import check_num_blocks
-from cluster.engine.changeover import Changeover
 from cluster.engine.lockstep import get_dp_padding
-from cluster.rank.buffers import upload_once
+from cluster.group.context import Progress, RankContext
+from cluster.group.membership import GroupMembership
+from cluster.rank.buffers import upload_array, upload_once
 from cluster.rank.compile_ahead import CompileAhead
 from cluster.rank.compile_process import CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
-from cluster.rank.context import Progress, RankContext
 from cluster.rank.forward import MAX_SCORED_ROWS, StepForward, StepOutput
 from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
-from cluster.rank.groups import GroupMembership
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.rank.step_stats import StepStats
 from cluster.wire.messages import (
@@ -49,7 +48,7 @@ from model.sampler import SamplerOutput, sample, score
 from model.weights import load_model
 
 if TYPE_CHECKING:
-    from cluster.rank.grammar_masks import GrammarMasks
+    from cluster.grammar.masks import GrammarMasks
 
 log = logging.getLogger("lockstep.rank")
 Logits = Callable[[torch.Tensor], torch.Tensor | None]
@@ -92,7 +91,7 @@ class ModelRunner:
         Args:
             group: the ranks that hold the model together; None for this one alone.
             storage: returns memory of the given size in bytes for the pool, or None.
-            wake: makes the step thread of a rank that sleeps come to a step's border.
+            wake: wakes the step thread of a rank that sleeps.
         """
         config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
@@ -132,18 +131,9 @@ class ModelRunner:
             block_size=config.cache.block_size,
             dtype=getattr(torch, config.dtype),
         )
-        self.inputs = StepInputs(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_blocks_per_seq=config.max_blocks_per_seq,
-            block_size=config.cache.block_size,
-            vocab_size=self.model_config.vocab_size,
-            device=self.device,
-            is_overlapped=config.overlap,
-        )
+        self.inputs = StepInputs(config, self.model_config.vocab_size, self.device)
         self.forward = StepForward(
             self.model,
-            layers,
             self.inputs,
             scope.config,
             group=group,
@@ -159,25 +149,21 @@ class ModelRunner:
         self.step_stats.learn(*self.forward.time_step(limits.max_num_batched_tokens))
         graph_bytes = self._graph_bytes(scope.config, progress)
         # Ranks may find different amounts of memory, but a block exists on all of them or on none.
-        self.num_blocks = group.minimum("num_blocks", self._num_blocks(graph_bytes))
+        self.num_blocks = group.all_reduce_min("num_blocks", self._num_blocks(graph_bytes))
         size = (self.num_blocks + 1) * self.kv_spec.block_bytes
         self.kv_pool = self.kv_spec.allocate(
             self.num_blocks, self.device, storage=storage(size) if storage else None
         )
         self.forward.set_kv_cache_data(self.kv_spec.views(self.kv_pool, list(layers)))
         self._ahead: CompileAhead | None = None
-        if self.changeover.is_over:
+        if self.forward.handover.is_over:
             self.forward.capture(progress)
         else:
             job = CompileJob.of(context, group)
             self._ahead = CompileAhead(job, self.forward, wake)
+        self.handover = self.forward.handover
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
-
-    @property
-    def changeover(self) -> Changeover:
-        """How far the rank has gone over to compiled steps."""
-        return self.forward.changeover
 
     def load_slice(self) -> None:
         """Load a part of what was compiled while the rank serves, if there is any."""
@@ -235,7 +221,7 @@ class ModelRunner:
         Args:
             confirm: called when the inputs are ready and no collective has begun.
         """
-        if agreed.stage != self.changeover.stage:
+        if agreed.stage != self.handover.stage:
             self.step_stats.build(agreed.step, 0)
             if confirm is not None:
                 confirm()
@@ -249,7 +235,9 @@ class ModelRunner:
             confirm()
         self.step_stats.begin(plan, agreed, num_padding)
         output = self.forward.run(batch, agreed, plan.num_seqs, across)
-        prompt = prompt_logprobs(self.model.compute_logits, output.hidden, plan)
+        prompt: list[list[TokenLogprobs]] = []
+        if plan.prompt_targets:
+            prompt = prompt_logprobs(self.model.compute_logits, output.hidden, plan)
         drawn = self._draw(output, batch, plan) if batch.wants_logprobs else None
         ended: torch.cuda.Event | None = None
         if self.device.type == "cuda":
@@ -284,9 +272,9 @@ class ModelRunner:
         sampling, drawn = batch.sampling, None
         if logits is not None:
             grammars = self.grammars
-            allowed = grammars.take(plan.step, self.device) if grammars is not None else None
-            if allowed is not None:
-                sampling = replace(sampling, allowed=allowed)
+            if grammars is not None and grammars.filled_step == plan.step:
+                masks = grammars.take().view("int32")
+                sampling = replace(sampling, allowed=upload_array(masks, self.device))
             drawn = sample(logits, sampling, known)
         if not self.config.overlap:
             return drawn
@@ -386,8 +374,8 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
     if importlib.util.find_spec("llguidance") is None:
         log.warning("llguidance is not installed: requests with a grammar are refused")
         return None
-    from cluster.grammars import Vocabulary, VocabularyError
-    from cluster.rank.grammar_masks import GrammarMasks
+    from cluster.grammar.compile import Vocabulary, VocabularyError
+    from cluster.grammar.masks import GrammarMasks
 
     path = Path(config.model_path)
     vocab_size = ModelConfig.from_dir(path).vocab_size
@@ -442,8 +430,6 @@ def prompt_logprobs(
     compute_logits: Logits, hidden: torch.Tensor, plan: StepPlan
 ) -> list[list[TokenLogprobs]]:
     """Return the log-probabilities of the plan's prompt targets, on rank 0. hidden: [T, E]."""
-    if not plan.prompt_targets:
-        return []
     starts = [0, *accumulate(plan.num_new)]
     return [
         _score_prompt(compute_logits, hidden[starts[targets.index] :], targets)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.engine.scheduler import SchedulerStats
-from cluster.rank.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace
 
 _IN_METRICS_ALONE = ("num_preemptions", "prefix_queries", "prefix_hits")
 
@@ -28,7 +28,7 @@ class RankStats:
     """The last one that the rank began. Steps in which no rank has work are not counted here:
     followers hear nothing of them."""
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
-    """A follower has none: of it only `held_tickets` is told."""
+    """A follower has none: it reports `held_tickets` alone."""
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     compiling: bool = False
@@ -38,7 +38,6 @@ class RankStats:
 
     @classmethod
     def of(cls, rank: RankContext, state: str, **figures: Any) -> RankStats:
-        """Return the figures of a rank of this process."""
         return cls(rank.place, os.getpid(), rank.node, state, **figures)
 
     def to_dict(self) -> dict[str, Any]:

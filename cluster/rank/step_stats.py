@@ -24,7 +24,7 @@ from cluster.wire.messages import StepAgreement, StepKind, StepPlan
 from compile.config import CUDAGraphMode
 
 KEEP = 0.9
-"""Weight of what was known, when a step has told how long a token takes."""
+"""Weight of what was known, when a step has shown how long a token takes."""
 NUM_LOGGED_STEPS = 1000
 NUM_TOLD_STEPS = 8
 """Of the log in an error: those that lead to it."""
@@ -40,14 +40,14 @@ class StepStats:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._now: tuple[int, Phase, float, float, bool, int | None]
-        self._now = (0, Phase.WAITING, clock(), 0.0, True, None)
+        self._now: tuple[int, Phase, float, bool, dict[int, int]]
+        """Step, phase and since when; whether the group sleeps; tokens of the steps in flight."""
+        self._now = (0, Phase.WAITING, clock(), True, {})
         self._token_s: dict[int, float] = {}
         """Seconds that a token takes, by the number of binary digits of the step's tokens."""
         self._in_flight: dict[int, tuple[int, float]] = {}
         """Tokens of each step that was begun and has not ended, and when it began."""
         self._last_end = 0.0
-        self._expected_s = 0.0
         self.num_votes = 0
         """Votes that this leader cast."""
         self.vote_wait_s = 0.0
@@ -61,8 +61,8 @@ class StepStats:
         """By mode and tokens, of those that replayed something."""
         self._num_tokens = 0
         self._num_padding = 0
-        bounds = BY_NAME["iteration_tokens_total"].bounds
-        self._tokens_of_step = Histogram("iteration_tokens_total", bounds)
+        self._sizes: Counter[int] = Counter()
+        """By tokens, of those that had any."""
 
     def plan(self, step: int) -> None:
         """A leader begins a step."""
@@ -82,7 +82,6 @@ class StepStats:
     def build(self, step: int, num_tokens: int) -> None:
         """Inputs of `num_tokens` tokens are built."""
         self._in_flight[step] = num_tokens, self._clock()
-        self._expected_s = self._expect_all()
         self._enter(step, Phase.BUILDING)
 
     def begin(self, plan: StepPlan, agreed: StepAgreement, num_padding: int) -> None:
@@ -93,13 +92,13 @@ class StepStats:
         if num_tokens:
             is_decode = plan.num_decodes == plan.num_seqs
             kind = StepKind.DECODE if is_decode else StepKind.MIXED
-            self._tokens_of_step.observe(num_tokens)
+            self._sizes[num_tokens] += 1
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
             self._replays[agreed.mode, agreed.batch.num_tokens] += 1
         self._num_tokens += num_tokens
         self._num_padding += num_padding
-        self.run(agreed.step)
+        self._enter(agreed.step, Phase.RUNNING)
 
     def run(self, step: int) -> None:
         """The forward of a step begins, or is waited for."""
@@ -119,7 +118,6 @@ class StepStats:
             seconds = min(seconds, self._expect(num_tokens) or seconds)
         self.learn(num_tokens, seconds)
         self._last_end = now
-        self._expected_s = self._expect_all()
 
     def book(self, step: int) -> None:
         """The step's results are there."""
@@ -139,8 +137,10 @@ class StepStats:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the step thread does. Any thread may call it."""
-        step, phase, since, expected_s, is_asleep, oldest_step = self._now
+        step, phase, since, is_asleep, in_flight = self._now
         phase_s = self._clock() - since
+        expected_s = sum(self._expect(num_tokens) for num_tokens in in_flight.values())
+        oldest_step = min(in_flight, default=None)
         return Heartbeat(step, phase, phase_s, expected_s, is_asleep, oldest_step)
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -163,27 +163,30 @@ class StepStats:
             counts["steps_total", _mode(mode), _KINDS[kind]] = times
         for (mode, size), times in [*self._replays.items()]:
             counts["graph_replays_total", _mode(mode), str(size)] = times
-        self._tokens_of_step.put_into(counts)
+        tokens_of_step = Histogram(
+            "iteration_tokens_total", BY_NAME["iteration_tokens_total"].bounds
+        )
+        for size, times in [*self._sizes.items()]:
+            tokens_of_step.observe(size, times)
+        tokens_of_step.put_into(counts)
         return counts
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:
-        oldest_step = min(self._in_flight, default=None)
-        self._now = (step, phase, self._clock(), self._expected_s, is_asleep, oldest_step)
-
-    def _expect_all(self) -> float:
-        return sum(self._expect(num_tokens) for num_tokens, _ in self._in_flight.values())
+        in_flight = {begun: num_tokens for begun, (num_tokens, _) in self._in_flight.items()}
+        self._now = (step, phase, self._clock(), is_asleep, in_flight)
 
     def _expect(self, num_tokens: int) -> float:
         size = num_tokens.bit_length()
         if (token_s := self._token_s.get(size)) is not None:
             return token_s * num_tokens
-        if not self._token_s:
+        known_s = dict(self._token_s)  # the step thread may add a size meanwhile
+        if not known_s:
             return 0.0
-        smaller = [token_s for known, token_s in self._token_s.items() if known < size]
+        smaller = [token_s for known, token_s in known_s.items() if known < size]
         if smaller:  # the least of them: a step that was held up once says nothing of others
             return min(smaller) * num_tokens
-        larger = min(self._token_s)
-        return self._token_s[larger] * (1 << (larger - 1))
+        larger = min(known_s)
+        return known_s[larger] * (1 << (larger - 1))
 
 
 def _as_dict(agreed: StepAgreement) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class StepDigest(Wire, frozen=True):
     token_ids: int
     prompt_targets: int
     row_state: int
-    """Of every admission and block that the rows were told of since the first step."""
+    """Of every admission and block of a row since the first step."""
     drawn: int
     """Of every token drawn up to the last step but one, where followers draw along; else 0."""
 
@@ -108,17 +108,7 @@ class StillThere(Wire, frozen=True, tag=True):
 
 
 KVOrder = HoldKV | DropKV | ExpectKV | StartRead | CancelRead
-ToFollower = (
-    LeaderHello
-    | StepFrame
-    | HoldKV
-    | DropKV
-    | ExpectKV
-    | StartRead
-    | CancelRead
-    | StillThere
-    | EndOfSteps
-)
+ToFollower = LeaderHello | StepFrame | KVOrder | StillThere | EndOfSteps
 
 
 class FollowerHello(Wire, frozen=True, tag=True):
@@ -154,7 +144,6 @@ class PiecesLoaded(Wire, frozen=True, tag=True):
 
 
 FollowerReport = TicketsEnded | ReadEnded | PiecesLoaded
-FromFollower = FollowerHello | TicketsEnded | ReadEnded | PiecesLoaded
 
 
 class PeerHello(Wire, frozen=True, tag=True):

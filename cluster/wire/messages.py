@@ -376,7 +376,7 @@ class RowRules(Wire, frozen=True):
     """The sequence's head; empty without penalties."""
 
 
-class Admission(Wire, frozen=True):
+class RowAdmission(Wire, frozen=True):
     """A sequence enters a row of the batch; the row keeps these until the next admission."""
 
     row: int
@@ -433,7 +433,7 @@ class Vote(Wire, frozen=True, tag=True):
     """Tokens of the sequence that computes most."""
     has_work: bool
     draining: bool
-    """The rank was told to end, and ends as soon as all were."""
+    """The rank was asked to end, and ends as soon as all were."""
     stage: int
     """How far it has gone over to compiled steps: equal on all ranks."""
     can_advance: bool
@@ -462,7 +462,7 @@ class StepAgreement(Wire, frozen=True):
     has_work: bool
     """On any rank, or a stage to enter; unless the group ends."""
     draining: bool
-    """All ranks were told to end: this step is not run and no other follows."""
+    """All ranks were asked to end: this step is not run and no other follows."""
     stage: int
     """Of going over to compiled steps: all ranks enter it before they run this step."""
 
@@ -486,7 +486,7 @@ class StepPlan(Wire, frozen=True):
     step: int
     num_seqs: int
     num_tokens: int
-    admitted: list[Admission]
+    admitted: list[RowAdmission]
     new_blocks: list[NewBlocks]
     rows: list[int]
     num_computed: list[int]
@@ -596,6 +596,18 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
         raise FrameError(
             f"frame: wanted {name}, found {len(data)} bytes that do not fit: {error}"
         ) from error
+
+
+def decode_from(sender: str, data: bytes, kind: type[T] | Any) -> Any:
+    """Return what `decode` does.
+
+    Raises:
+        FrameError: as of `decode`; names the sender too.
+    """
+    try:
+        return decode(data, kind)
+    except FrameError as error:
+        raise FrameError(f"{sender}: {error}") from error
 
 
 def checksum(content: object, start: int = 0) -> int:

@@ -18,11 +18,9 @@ class Doorbell:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the descriptor to poll."""
         return self._fd
 
     def ring(self) -> None:
-        """Wake the poller."""
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
@@ -31,7 +29,6 @@ class Doorbell:
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Release the descriptor."""
         os.close(self._fd)
 
 
@@ -58,6 +55,5 @@ class Budget:
         return self._num_frames <= self._max_frames and self._clock() < self._ends_at
 
     def renew(self) -> None:
-        """Start anew."""
         self._num_frames = 0
         self._ends_at = 0.0

@@ -155,7 +155,6 @@ def end_context(
 
 
 def split(body: bytes) -> Sequence[Part]:
-    """Return a frame in parts."""
     if len(body) <= MAX_PART_BYTES:
         return (body,)
     view = memoryview(body)

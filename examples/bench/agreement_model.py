@@ -36,7 +36,7 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 import zmq  # noqa: E402
 
-from cluster.rank.links import GoingEnd, WaitingEnd  # noqa: E402
+from cluster.group.links import ConnectLink, ListenLink  # noqa: E402
 from cluster.wire.credentials import SECRET_BYTES, Credentials  # noqa: E402
 from cluster.wire.group_messages import PeerHello  # noqa: E402
 from cluster.wire.messages import PROTOCOL_VERSION, Wire  # noqa: E402
@@ -150,7 +150,7 @@ def constants(rounds: int) -> Costs:
     process = spawn.Process(target=echo, args=(theirs, rounds))
     process.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = WaitingEnd(context, CREDENTIALS, "dp1", None)
+    link = ListenLink(context, CREDENTIALS, "dp1", None)
     ours.send(link.address)
     link.await_hello(hello_of(0), PeerHello)
     frame = encoded(8)
@@ -181,7 +181,7 @@ def constants(rounds: int) -> Costs:
 def echo(pipe: Connection, rounds: int) -> None:
     """Answer frame by frame, then burst by burst."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = GoingEnd(context, CREDENTIALS, "dp0", pipe.recv())
+    link = ConnectLink(context, CREDENTIALS, "dp0", pipe.recv())
     link.greet(hello_of(1))
     link.await_hello(hello_of(1), PeerHello)
 

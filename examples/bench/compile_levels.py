@@ -136,7 +136,7 @@ def write_checkpoint(path: Path, shape: dict[str, Any], layers: int, dtype: str)
 def runner(path: Path, dtype: str, compilation: dict[str, Any], options: argparse.Namespace) -> Any:
     """Return a runner with room for the largest batch."""
     from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-    from cluster.rank.context import RankContext, RankPlace
+    from cluster.group.context import RankContext, RankPlace
     from cluster.rank.runner import ModelRunner
     from compile.config import CompilationConfig
 

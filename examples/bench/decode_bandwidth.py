@@ -26,10 +26,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 from compile.config import CompilationConfig
 
 SHAPE: dict[str, Any] = {
@@ -139,7 +139,7 @@ def decode_plan(batch: int, computed: int, columns: int) -> StepPlan:
         step=computed,
         num_seqs=batch,
         num_tokens=batch,
-        admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))
             for row in rows

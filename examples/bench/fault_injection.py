@@ -152,7 +152,7 @@ def _strike_in_plan(rank: Any, fault: Fault) -> None:
 
     if not hasattr(rank, "engine"):
         _after(rank.loop.receiver, "receive", on_frame)
-    elif rank.engine.channel.links:
+    elif rank.engine.channel is not None:
         _send_half(rank.engine.channel, fault)
     elif hasattr(rank.engine.lockstep, "_channel"):
         _after(rank.engine.lockstep._channel, "send", on_vote)

@@ -16,7 +16,7 @@ from gpu_check_models import BLOCK_SIZE, save_random_checkpoint
 from gpu_check_rows import Row, Setting, attempts
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
+from cluster.group.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import GenerateRequest, Sampling, StepKind, Submit

@@ -17,10 +17,10 @@ from gpu_check_models import BLOCK_SIZE, save_random_checkpoint, save_random_moe
 from gpu_check_rows import Row, Setting, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 from compile.config import CompilationConfig
 from compile.counters import counter
 
@@ -82,7 +82,7 @@ def part_sizing(at: Setting, kind: str = "dense") -> Iterator[Row]:
         )
     columns = limit // BLOCK_SIZE
     plan = make_plan(most // limit or 1, 0, min(limit, most), columns)
-    runner.execute(plan, AloneLockstep(runner.forward.captured).agree(plan.vote()))
+    runner.execute(plan, AloneLockstep(runner.handover).agree(plan.vote()))
     note = f"{runner.num_blocks} blocks of {runner.kv_spec.block_bytes} bytes"
     if at.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(at.device)
@@ -161,7 +161,7 @@ def make_plan(size: int, computed: int, new: int, columns: int = COLUMNS) -> Ste
         step=computed,
         num_seqs=size,
         num_tokens=size * new,
-        admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if first],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if first],
         new_blocks=[
             NewBlocks(row, 0, list(range(1 + row * columns, 1 + (row + 1) * columns)))
             for row in rows
@@ -183,7 +183,7 @@ def run(runner: ModelRunner, size: int) -> list[torch.Tensor]:
     found = []
     for computed, new in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, 1)):
         plan = make_plan(size, computed, new)
-        agreed = AloneLockstep(runner.forward.captured).agree(plan.vote())
+        agreed = AloneLockstep(runner.handover).agree(plan.vote())
         batch = runner.build(plan, agreed)
         hidden, scored = runner.forward.run(batch, agreed, plan.num_seqs)
         found.append(hidden[: plan.num_tokens].clone())
@@ -200,7 +200,7 @@ def timed(at: Setting, runner: ModelRunner, title: str) -> Row:
     """Return a row with the time of a whole decode step of one sequence."""
     run(runner, 1)
     plan = make_plan(1, PROMPT, 1)
-    agreed = AloneLockstep(runner.forward.captured).agree(plan.vote())
+    agreed = AloneLockstep(runner.handover).agree(plan.vote())
     weights = sum(parameter.nbytes for parameter in runner.model.parameters())
     # One row of the embedding is read.
     weights -= runner.model.model.embed_tokens.weight.nbytes

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gpu_check_rows import Row, Setting, attempts, error_of
 
-from cluster.rank import groups
+from cluster.group import membership
 from compile.graphs.pools import new_graph_pool, new_step_graph
 from model import parallel
 
@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 
 def part_collectives(at: Setting) -> Iterator[Row]:
     """All-reduce, all-gather, gather and reduce-scatter of one rank, captured and replayed."""
-    make = groups._nccl if at.device.type == "cuda" else groups._gloo
+    make = membership._nccl if at.device.type == "cuda" else membership._gloo
     backend = make(dist.HashStore(), 0, 1, HOST)
     # Held here: ops find a group by its name for as long as it lives.
     group = cast(dist.ProcessGroup, backend)

@@ -13,10 +13,10 @@ import torch
 from gpu_check_rows import Row, Setting, captured, error_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 from model.kv_cache import KVCacheSpec
@@ -213,7 +213,7 @@ def part_runner(at: Setting) -> Iterator[Row]:
             num_tokens=num_seqs * new,
             admitted=[]
             if step
-            else [Admission(i, 0.0, 0, 1.0, 0.0, 0, -1, None) for i in range(num_seqs)],
+            else [RowAdmission(i, 0.0, 0, 1.0, 0.0, 0, -1, None) for i in range(num_seqs)],
             new_blocks=[] if step else [NewBlocks(i, 0, b) for i, b in enumerate(blocks)],
             rows=list(range(num_seqs)),
             num_computed=[done] * num_seqs,

@@ -19,8 +19,8 @@ from gpu_check_models import BLOCK_SIZE, save_random_qwen3
 from gpu_check_rows import Row, Setting
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import StepAgreement, StepPlan
 from compile.config import CompilationConfig
@@ -87,7 +87,7 @@ def make_config(
 
 def agreed(runner: ModelRunner, plan: StepPlan) -> tuple[StepPlan, StepAgreement]:
     """Return a plan and what a group of one agrees on for it."""
-    return plan, AloneLockstep(runner.forward.captured).agree(plan.vote())
+    return plan, AloneLockstep(runner.handover).agree(plan.vote())
 
 
 def timed(at: Setting, runner: ModelRunner, plan: StepPlan, name: str, captures: str) -> Row:

@@ -19,8 +19,8 @@ from gpu_check_models import save_random_checkpoint
 from gpu_check_rows import Row, Setting
 
 from cluster.config import EngineConfig
-from cluster.rank.context import RankContext
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
 from compile.counters import counter
 
@@ -94,7 +94,7 @@ def start(config: EngineConfig, triton_directory: str) -> Start:
     tokens = []
     for computed, new in ((0, PROMPT), (PROMPT, 1)):
         plan = make_plan(SIZES[-1], computed, new)
-        agreed = AloneLockstep(runner.forward.captured).agree(plan.vote())
+        agreed = AloneLockstep(runner.handover).agree(plan.vote())
         tokens.append(list(runner.execute(plan, agreed).token_ids))
     seconds = time.perf_counter() - began
     faulthandler.cancel_dump_traceback_later()

@@ -25,10 +25,11 @@ from typing import Any
 import zmq
 
 from cluster.config import EngineConfig, ParallelConfig
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.lockstep import LockstepMachine
-from cluster.rank.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello
 from cluster.wire.messages import (
@@ -122,7 +123,9 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     endpoints.peers.open(told.earlier, hello, lambda name: None)
 
     captured = CapturedGraphs(CUDAGraphMode.FULL, batch_sizes=(64,))
-    machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, captured=captured)
+    machine = LockstepMachine(
+        dp_rank=rank, dp_size=size, epoch=0, handover=CompileHandover(captured)
+    )
     lockstep = JoinedLockstep(machine, endpoints.peers)
     listen_fd = endpoints.listener.detach() if endpoints.listener is not None else None
     store = dist.TCPStore(

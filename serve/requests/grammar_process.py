@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.grammars import Vocabulary, VocabularyError
+from cluster.grammar.compile import Vocabulary, VocabularyError
 from compile.errors import FieldError
 from serve.requests.structured import StructuredOutputsParams, check, refused
 

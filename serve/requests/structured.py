@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.grammars import (
+from cluster.grammar.compile import (
     GrammarError,
     Vocabulary,
     VocabularyError,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-# The modules of `parity` find each other, here and in tests.
-sys.path.append(str(Path(__file__).resolve().parent / "parity"))
+# The modules of `parity` and of the simulator find each other, here and in tests.
+for folder in ("cluster/parity", "simulation"):
+    sys.path.append(str(Path(__file__).resolve().parents[1] / folder))
 
 
 @pytest.fixture(scope="session")

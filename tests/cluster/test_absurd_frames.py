@@ -20,12 +20,13 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sim_check import check_scheduler
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
+from cluster.group.context import RankContext
 from cluster.kv import reads as kv_reads
-from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.kv.transport.memory import SharedMemory
 from cluster.rank import leader as leader_module
-from cluster.rank.context import RankContext
 from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import (
@@ -43,6 +44,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
+from cluster.wire.node import node_id
 from cluster.wire.sockets import (
     CurveHandshake,
     connecting_socket,
@@ -109,7 +111,7 @@ class Served:
         while scheduler.has_unfinished:
             assert time.monotonic() < deadline, scheduler.stats()
             time.sleep(0.01)
-        scheduler.check()
+        check_scheduler(scheduler)
         assert scheduler.stats().num_free_blocks == scheduler.stats().num_blocks
         sender = self.leader._output_sender
         assert not sender._reply_to and not sender._num_requests

@@ -21,7 +21,7 @@ from msgspec.structs import replace as changed
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
 from cluster.engine.engine import Engine
-from cluster.rank.context import RankContext
+from cluster.group.context import RankContext
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials

@@ -11,8 +11,8 @@ import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.engine import Engine
+from cluster.group.context import RankContext
 from cluster.rank import runner
-from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (

@@ -251,7 +251,7 @@ MUTATIONS = (
         "captures_are_silent",
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
-        {'None if progress is None else _named(progress, "capturing graphs")': "None"},
+        {'None if progress is None else partial(progress, "capturing graphs")': "None"},
         (READY,),
     ),
     Mutation(
@@ -365,13 +365,13 @@ MUTATIONS = (
     Mutation(
         "nccl_waits_for_half_an_hour",
         "A collective on a GPU waits as long as torch's default.",
-        "cluster/rank/groups.py",
+        "cluster/group/membership.py",
         {
             """    options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 """: "    options = dist.ProcessGroupNCCL.Options()\n"
         },
-        ("tests/cluster/rank/test_groups.py",),
+        ("tests/cluster/group/test_membership.py",),
     ),
     Mutation(
         "captures_forbid_other_threads",
@@ -419,7 +419,7 @@ MUTATIONS = (
         "reads_take_every_block",
         "A read of KV leaves no block for the running sequences to grow into (T03).",
         "cluster/engine/scheduler.py",
-        {"return len(self.running) + len(self._ready) + len(self._reading)": "return 0"},
+        {"return len(self.running) + len(self._ready) + self._handover.num_reading": "return 0"},
         ("tests/cluster/engine/test_handoff.py",),
     ),
     Mutation(

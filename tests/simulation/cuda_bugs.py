@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import pytest
@@ -59,14 +58,14 @@ def _one_array(patch: Patch) -> None:
 
 
 def _pageable(patch: Patch) -> None:
-    pinned = Staging.arrays.func
+    def allocate(whole: Any, self: Staging) -> None:
+        whole(self)
+        if self.is_copied:
+            self._arrays = [array.clone() for array in self._arrays]
+            for buffer in self._buffers:
+                buffer.place(self._arrays, self._on_device)
 
-    def unpinned(self: Staging) -> list[torch.Tensor]:
-        return [array.clone() for array in pinned(self)]
-
-    arrays = cached_property(unpinned)
-    arrays.__set_name__(Staging, "arrays")
-    patch.setattr(Staging, "arrays", arrays)
+    _wrap(patch, Staging, "allocate", allocate)
 
 
 def _no_event(patch: Patch) -> None:

@@ -19,14 +19,13 @@ import torch
 
 from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
+from cluster.group.context import RankContext
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
 from cluster.kv.reads import KVPulls
 from cluster.kv.transport.store import BlockStore
-from cluster.rank.context import RankContext
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (
-    Admission,
     EngineOutput,
     GenerateRequest,
     KVAnswer,
@@ -37,6 +36,7 @@ from cluster.wire.messages import (
     KVRenew,
     KVSource,
     RankProcess,
+    RowAdmission,
     StepPlan,
     Submit,
 )
@@ -125,7 +125,7 @@ class Watched:
         return num_copies + SAMPLED_COPIES
 
 
-def _num_rule_copies(admission: Admission) -> int:
+def _num_rule_copies(admission: RowAdmission) -> int:
     """Return what a row's own rules copy once: bias as ids and values, and tokens to count."""
     if admission.rules is None:
         return 0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from sim_schedule import LOST, Fault
 
 from cluster.engine.watchdog import Phase
-from cluster.rank.context import RankPlace
+from cluster.group.context import RankPlace
 
 NAMED = {
     "kill": (" ended: ",),

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sim_model import Cell
+
 from cluster.kv.handoff import HandoffMetadata, KVReadResult
 from cluster.kv.reads import CHUNK_BYTES
 from cluster.wire.messages import (
@@ -38,7 +40,7 @@ LAYOUT = "simulated"
 WAKE_S = 0.0001
 """Until a thread does what it was asked to."""
 
-Block = list[int]
+Block = list[Cell | None]
 
 
 POOLS = ("mixed", "prefill", "decode")

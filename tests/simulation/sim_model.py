@@ -1,66 +1,119 @@
 """The simulated model: tokens that one can do by hand, read back out of a paged cache.
 
-A token is the hash of all tokens before it. One that is lost, repeated or computed from a wrong
-block changes all that follow.
+A token follows from all tokens before it, its position and the sequence's seed. Every cell of the
+cache names its whole context, so a block that is shared wrongly, freed too early or believed too
+soon shows as an assertion, and what was lost or repeated changes all tokens that follow. With a
+sliding window only what is inside is read, and no entry that is read or written is ever scratch.
 """
 
 from __future__ import annotations
 
-from sim_schedule import MAX_MODEL_LEN, VOCAB
+from collections.abc import Callable
 
 from cluster.engine.blocks import SCRATCH
-from cluster.wire.messages import PENDING, StepPlan
+from cluster.wire.messages import PENDING, GenerateRequest, StepPlan
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
 GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, batch_sizes=(1, 2, 4, 8))
 """What every rank of a simulation has captured."""
 
+Cell = tuple[int, int]
+"""A token and the hash of its whole context: what a KV entry depends on."""
 
-def continuation(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> list[int]:
-    """Return all output tokens of a request: the oracle."""
-    context, output = 0, list[int]()
-    for token in prompt:
-        context = hash((context, token))
-    for _ in range(min(max_tokens, MAX_MODEL_LEN - len(prompt))):
-        token = context % VOCAB
+
+def _extend(context: int, token: int) -> int:
+    return hash((context, token))
+
+
+def _draw(seed: int, output_index: int, context: int, vocab: int) -> int:
+    return hash((seed, output_index, context)) % vocab
+
+
+def continuation(request: GenerateRequest, vocab: int, max_model_len: int) -> list[int]:
+    """Return all output tokens of a request, without any cache: the oracle."""
+    tokens, output, sampling = list(request.prompt_token_ids), list[int](), request.sampling
+    context = 0
+    for token in tokens:
+        context = _extend(context, token)
+    while len(output) < sampling.max_tokens and len(tokens) < max_model_len:
+        token = _draw(sampling.seed, len(output), context, vocab)
+        tokens.append(token)
         output.append(token)
-        context = hash((context, token))
-        if token in stop:
+        context = _extend(context, token)
+        if token in sampling.stop_token_ids:
             break
     return output
 
 
 class PagedModel:
-    """Rows and KV of one rank: a cell holds the hash of its whole context."""
+    """Rows and KV of one rank, and a model that reads its context out of it."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        vocab: int,
+        window: int | None = None,
+    ) -> None:
         self._block_size = block_size
-        self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._window = window
+        self._vocab = vocab
+        self.tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._seeds = [0] * max_num_seqs
         self._last_tokens = [-1] * max_num_seqs
-        self.blocks = [[0] * block_size for _ in range(num_blocks + 1)]
+        self.blocks: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
         """The cells of each block: what ranks of other groups read."""
 
     def run(self, plan: StepPlan) -> list[int]:
         """Compute a plan; return what it sampled."""
+        return self.launch(plan)()
+
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        """Apply a plan to the rows; return what runs it, as late as one likes."""
+        for admission in plan.admitted:
+            self._seeds[admission.row] = admission.seed
         for new in plan.new_blocks:
-            self._tables[new.row][new.start :] = new.block_ids
-        size, blocks, token_ids = self._block_size, self.blocks, iter(plan.token_ids)
-        drawn = list[int]()
-        for row, position, num_new, index in zip(
-            plan.rows, plan.num_computed, plan.num_new, plan.output_index, strict=True
-        ):
-            table, context = self._tables[row], 0
-            if position:
-                context = blocks[table[(position - 1) // size]][(position - 1) % size]
-            for place in range(position, position + num_new):
-                token = next(token_ids)
-                token = self._last_tokens[row] if token == PENDING else token
-                context = hash((context, token))
-                block = table[place // size]
-                assert block != SCRATCH, "KV was written to the scratch block"
-                blocks[block][place % size] = context
-            if index >= 0:
-                self._last_tokens[row] = context % VOCAB
-                drawn.append(self._last_tokens[row])
+            table = self.tables[new.row]
+            assert new.start in (0, len(table)), "a block table grows at its end or starts anew"
+            table[new.start :] = new.block_ids
+        tables = [self.tables[row].copy() for row in plan.rows]
+        seeds = [self._seeds[row] for row in plan.rows]
+        return lambda: self._run(plan, tables, seeds)
+
+    def _run(self, plan: StepPlan, tables: list[list[int]], seeds: list[int]) -> list[int]:
+        """Run a plan: all contexts are read before anything is written."""
+        contexts = list(map(self._context, tables, plan.num_computed))
+        tokens, drawn = iter(plan.token_ids), list[int]()
+        for i, row in enumerate(plan.rows):
+            context = contexts[i]
+            for position in range(plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]):
+                token = next(tokens)
+                if token == PENDING:
+                    token = self._last_tokens[row]
+                assert token >= 0, "nothing was drawn in this row"
+                context = _extend(context, token)
+                block = tables[i][position // self._block_size]
+                assert block != SCRATCH, "a token's KV was written to the scratch block"
+                self.blocks[block][position % self._block_size] = (token, context)
+            if plan.output_index[i] >= 0:
+                token = _draw(seeds[i], plan.output_index[i], context, self._vocab)
+                self._last_tokens[row] = token
+                drawn.append(token)
         return drawn
+
+    def _context(self, table: list[int], num_computed: int) -> int:
+        """Return the hash of a row's computed tokens, as read back out of the cache."""
+        context = 0
+        start = 0 if self._window is None else max(0, num_computed - self._window + 1)
+        for position in range(start, num_computed):
+            block = table[position // self._block_size]
+            assert block != SCRATCH, "a token inside the window was read from the scratch block"
+            cell = self.blocks[block][position % self._block_size]
+            assert cell is not None, f"block {block} was read before it was written"
+            # What lies before the window is known from its first cell alone; a wrong one shows
+            # as another text than the oracle's.
+            context = cell[1] if position == start > 0 else _extend(context, cell[0])
+            assert context == cell[1], f"block {block} holds another context's KV"
+        return context

@@ -17,9 +17,9 @@ from sim_rank import SimLeader, SimRank
 from sim_schedule import Shape
 
 from cluster.actors.rank_group import CallEnd, RankGroup
+from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
 from cluster.observe.reports import ReplicaReport
-from cluster.rank.rendezvous import Rendezvous
 from cluster.wire.messages import Abort, encode
 from serve.pools.pool_core import PoolCore, hold_s
 from serve.pools.routing import Routing

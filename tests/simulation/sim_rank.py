@@ -23,16 +23,17 @@ from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
-from cluster.engine.changeover import Changeover
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.divergence import StepDigester
 from cluster.engine.engine import Engine
-from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.kv_handover import KVHandover
+from cluster.engine.lockstep import AloneLockstep, LockstepMachine
+from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.rank.channel import NoFollowers
 from cluster.rank.follower_loop import FollowerLoop
-from cluster.rank.lockstep import AloneLockstep, JoinedLockstep
+from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.step_stats import StepStats
 from cluster.wire.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
 from cluster.wire.messages import (
@@ -72,14 +73,16 @@ class SimRank:
         schedule = group.schedule
         is_leader = not self.tp_rank
         num_followers = group.tp_size - 1 if is_leader else 0
-        self.changeover = (
-            Changeover(GRAPHS)
+        self.handover = (
+            CompileHandover(GRAPHS)
             if schedule.compile_s is None
-            else Changeover(last_stage=LAST_STAGE, num_followers=num_followers)
+            else CompileHandover(last_stage=LAST_STAGE, num_followers=num_followers)
         )
         device = AsyncDevice if schedule.has_device else HostDevice
         self.device: AsyncDevice | HostDevice = device(self)
-        self.model = PagedModel(schedule.num_blocks, schedule.block_size, schedule.max_num_seqs)
+        self.model = PagedModel(
+            schedule.num_blocks, schedule.block_size, schedule.max_num_seqs, VOCAB
+        )
         self.server = SimServer(self, self.ring) if group.role is Role.PREFILL else None
         self.puller = SimPuller(self, self.ring) if group.role is Role.DECODE else None
 
@@ -90,13 +93,13 @@ class SimRank:
     def start(self) -> None:
         """Run, and compile elsewhere. Called from the loop."""
         self.process.wake(self.process.ticket)
-        if not self.changeover.is_over:
+        if not self.handover.is_over:
             within_s = self.group.schedule.compile_s or 0.0
             self.group.loop.after(self.group.rng.random() * within_s, self.on_compiled)
 
     def on_compiled(self) -> None:
         """What was compiled is loaded. Called from the loop."""
-        self.changeover.on_loaded()
+        self.handover.on_loaded()
         self.ring()
 
     def kill(self) -> None:
@@ -148,6 +151,7 @@ class SimRunner:
     def __init__(self, rank: SimRank) -> None:
         self._rank = rank
         self.step_stats = rank.step_stats
+        self.handover = rank.handover
         self.ended_step = 0
         """The last one that was waited for."""
 
@@ -163,7 +167,7 @@ class SimRunner:
         """Do what `ModelRunner.launch` does, in its order."""
         rank, phases = self._rank, self.step_stats
         across = agreed.num_tokens_across_dp
-        if agreed.stage != self.changeover.stage:
+        if agreed.stage != self.handover.stage:
             phases.build(agreed.step, 0)
             self._confirm(agreed, confirm)
             confirm = None
@@ -203,11 +207,6 @@ class SimRunner:
             self.confirm(confirm)
             self._rank.group.on_agreement(self._rank.dp_rank, agreed)
 
-    @property
-    def changeover(self) -> Changeover:
-        """How far the rank has gone over to compiled steps."""
-        return self._rank.changeover
-
     def load_slice(self) -> None:
         """What was compiled is loaded at once; see `SimRank.on_compiled`."""
 
@@ -218,7 +217,7 @@ class SimRunner:
             capture = Job(lambda: self._capture(agreed.step, f"graph {stage - 1}", num_tokens))
             device.launch(capture)
             device.wait(capture)
-        self.changeover.enter(stage, GRAPHS if stage == LAST_STAGE else None)
+        self.handover.enter(stage, GRAPHS if stage == LAST_STAGE else None)
 
     def _capture(self, step: int, name: str, num_tokens: int) -> list[int]:
         self.collective(step, name, num_tokens)
@@ -263,21 +262,20 @@ class SimLeader(SimRank):
     def _scheduler(self) -> Scheduler:
         schedule, plants = self.group.schedule, self.group.plants
         num_followers = self.group.tp_size - 1
-        tell = self.sender.tell if self.sender is not None else NoFollowers().tell
+        tell = self.sender.tell if self.sender is not None else None
         if self.server is not None:
             self.holder = plants.group_holder(self.server, num_followers, tell)
         if self.puller is not None:
             self.reader = plants.group_reader(self.puller, num_followers, tell)
+        blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
+        metadata = self.group.metadata(self.dp_rank)
         scheduler: Scheduler = plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
-            max_model_len=MAX_MODEL_LEN,
-            role=self.group.role,
-            blocks=BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching),
+            RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
-            holder=self.holder,
-            metadata=self.group.metadata(self.dp_rank),
-            reader=self.reader,
-            vocab_size=VOCAB,
+            handover=KVHandover(blocks, metadata, holder=self.holder, reader=self.reader)
+            if metadata is not None
+            else None,
         )
         return scheduler
 
@@ -289,15 +287,15 @@ class SimLeader(SimRank):
                 dp_rank=self.dp_rank,
                 dp_size=self.group.dp_size,
                 epoch=self.epoch,
-                captured=self.changeover.captured,
+                handover=self.handover,
             )
             lockstep = JoinedLockstep(self.machine, self.peers, self.step_stats)
         self.runner: SimRunner = plants.runner(self)
         loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
         self.engine = loop(
             self.scheduler,
-            lockstep or AloneLockstep(self.changeover.captured),
-            self.sender or NoFollowers(),
+            lockstep or AloneLockstep(self.handover),
+            self.sender,
             self.runner,
         )
         super().start()
@@ -386,7 +384,7 @@ class SimLeader(SimRank):
         for tp_rank, report in sender.take_reports():
             match report:
                 case PiecesLoaded():
-                    assert self.changeover.on_follower_loaded()
+                    assert self.handover.on_follower_loaded()
                 case TicketsEnded():
                     assert self.holder is not None
                     self.holder.on_tickets_ended(report.tickets)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
+from sim_check import check_scheduler
 from sim_group import SimGroup
 from sim_judge import is_named
 from sim_kv import place_of
@@ -30,7 +31,16 @@ from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
 from sim_owner import SimEngineLinks, SimHandle, SimPool
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
-from sim_schedule import FATAL, MIN_STEPS, Arrival, Fault, Schedule, draw_arrival
+from sim_schedule import (
+    FATAL,
+    MAX_MODEL_LEN,
+    MIN_STEPS,
+    VOCAB,
+    Arrival,
+    Fault,
+    Schedule,
+    draw_arrival,
+)
 
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
@@ -222,9 +232,9 @@ class World:
             self.outcome.num_aborted += 1
 
     async def _consume(self, arrival: Arrival, tokens: list[int]) -> None:
-        wanted = continuation(arrival.prompt, arrival.max_tokens, arrival.stop)
-        reason = ""
-        async with aclosing(self.router.generate(_request(arrival))) as outputs:
+        request, reason = _request(arrival), ""
+        wanted = continuation(request, VOCAB, MAX_MODEL_LEN)
+        async with aclosing(self.router.generate(request)) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
                 reason = output.finish_reason
@@ -239,16 +249,16 @@ class World:
     def _is_busy(self) -> bool:
         leaders = [leader for pool in self.pools.values() for leader in pool.core.group.leaders]
         return any(
-            leader.scheduler.has_unfinished or not leader.changeover.is_over for leader in leaders
+            leader.scheduler.has_unfinished or not leader.handover.is_over for leader in leaders
         )
 
     def _check_rest(self, group: SimGroup) -> None:
         """Check that nothing is left of any request."""
         for leader in group.leaders:
             scheduler = leader.scheduler
-            scheduler.check()
-            if not leader.changeover.is_over or leader.changeover.captured != GRAPHS:
-                text = f"{leader.name}: at stage {leader.changeover.stage}"
+            check_scheduler(scheduler)
+            if not leader.handover.is_over or leader.handover.captured != GRAPHS:
+                text = f"{leader.name}: at stage {leader.handover.stage}"
                 raise Violation("not gone over", text)
             if scheduler.has_unfinished or scheduler.blocks.num_free_blocks != (
                 self.schedule.num_blocks

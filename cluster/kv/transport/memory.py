@@ -10,19 +10,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def node_id() -> str:
-    """Return what two processes share exactly when one can open the other's /proc entries.
-
-    The boot id alone is the same in two containers that do not see each other's processes, so
-    the process namespace is part of it.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 class SharedMemory:
@@ -38,7 +27,6 @@ class SharedMemory:
 
     @property
     def pid(self) -> int:
-        """The process whose /proc entry leads to the memory."""
         return os.getpid()
 
 

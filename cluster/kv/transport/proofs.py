@@ -88,7 +88,6 @@ class CallIds:
 
 
 def number_of(call_id: bytes) -> int:
-    """Return the number in a call's id."""
     return int.from_bytes(call_id[-NUMBER_BYTES:], "big")
 
 
@@ -99,16 +98,14 @@ class PlainHandshake:
         self._password = password
 
     def demand(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a PLAIN server; its context needs a `Doorkeeper`."""
         socket.plain_server = True
         socket.zap_domain = DOMAIN
 
     def offer(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a PLAIN client."""
         socket.plain_username, socket.plain_password = USER, self._password
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """The authenticator of one context. `socket` polls readable when a peer knocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], password: bytes) -> None:
@@ -126,5 +123,4 @@ class Doorkeeper:
             self.socket.send_multipart([version, request, status, b"", b"", b""])
 
     def close(self) -> None:
-        """Answer no peer any more."""
         self.socket.close(linger=0)

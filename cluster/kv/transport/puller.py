@@ -17,7 +17,7 @@ import zmq
 
 from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVPulls
-from cluster.kv.transport.memory import node_id, open_shared
+from cluster.kv.transport.memory import open_shared
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, is_equal
 from cluster.kv.transport.store import BlockStore, KVThreadDied
 from cluster.observe.counts import Counts
@@ -31,6 +31,7 @@ from cluster.wire.messages import (
     decode,
     encode,
 )
+from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import MAX_PART_BYTES, connecting_socket
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 IDLE_S = 600.0
 """After this long without a read nothing is kept open; longer than any read takes."""
-MAX_LINES = 128
+MAX_CONNECTIONS = 128
 """Holders to be connected to, and as many whose memory is mapped: one for each prefill rank that
 this one reads from. Beyond that the one that was called least recently gives way."""
 MAX_OPEN_CALLS = 4096
@@ -88,7 +89,6 @@ class KVPuller:
     # The scheduler's side, on the step thread.
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
         self._post(lambda: self._pulls.expect(request_id, handoff))
 
     def start(
@@ -98,11 +98,9 @@ class KVPuller:
         source_indices: list[int],
         dst_blocks: list[int],
     ) -> None:
-        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
         self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        """Stop and release; a read that was started still reports when it no longer writes."""
         self._post(lambda: self._pulls.cancel(request_id))
 
     def take_finished(self) -> list[KVReadResult]:
@@ -117,7 +115,6 @@ class KVPuller:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes copied in reads that were believed."""
         return self._pulls.bytes_received
 
     def counts(self) -> Counts:
@@ -131,7 +128,6 @@ class KVPuller:
         }
 
     def close(self) -> None:
-        """Stop the thread and close its sockets."""
         self._is_closed = True
         self._wake.ring()
         self._thread.join(timeout=2)
@@ -188,28 +184,28 @@ class _Transport:
         self._node = node_id()
         self._ids = CallIds()
         # By source: address, pid and descriptor come again, its process does not.
-        self._lines: dict[KVSource, _Line] = {}
+        self._connections: dict[KVSource, _Connection] = {}
         self._mapped: dict[KVSource, BlockStore] = {}
         self._used_at: dict[KVSource, float] = {}
         self._closed: set[KVSource] = set()
         """On this node, but their memory may not be looked into."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        line = self._lines.get(source)
-        if line is None:
+        connection = self._connections.get(source)
+        if connection is None:
             self._forget_the_gone()
-            if len(self._lines) >= MAX_LINES:
-                self.forget(min(self._lines, key=lambda known: self._used_at.get(known, 0.0)))
-            line = self._lines[source] = _Line(
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self.forget(min(self._connections, key=lambda known: self._used_at.get(known, 0.0)))
+            connection = self._connections[source] = _Connection(
                 self._context,
                 source,
                 credentials=self._credentials,
                 ids=self._ids,
                 block_bytes=self.store.block_bytes,
             )
-            self.poller.register(line.socket, zmq.POLLIN)
+            self.poller.register(connection.socket, zmq.POLLIN)
         self._used_at[source] = time.monotonic()
-        line.send(call)
+        connection.send(call)
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry.
@@ -218,9 +214,9 @@ class _Transport:
         written, so a source whose answers have come never seems silent, however long that takes.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
-        for source, line in list(self._lines.items()):
+        for source, connection in list(self._connections.items()):
             try:
-                answers += [(source, *answered) for answered in line.receive()]
+                answers += [(source, *answered) for answered in connection.receive()]
             except FrameError as error:
                 # That process is not the one that issued the ticket; its reads end by time-out.
                 log.error("kv answer from %s: %s; it is heard no more", source.address, error)
@@ -251,7 +247,7 @@ class _Transport:
             self._map(source)
         except PermissionError as error:
             log.warning("kv.transport: tcp to %s, not shm: %s", source.address, error)
-            if len(self._closed) >= MAX_LINES:
+            if len(self._closed) >= MAX_CONNECTIONS:
                 self._closed.clear()
             self._closed.add(source)
             return False
@@ -263,7 +259,7 @@ class _Transport:
         mapped = self._mapped.get(source)
         if mapped is None:
             self._forget_the_gone()
-            if len(self._mapped) >= MAX_LINES:  # each has a descriptor
+            if len(self._mapped) >= MAX_CONNECTIONS:  # each has a descriptor
                 del self._mapped[next(iter(self._mapped))]
             memory = open_shared(source.pid, source.shm_fd)
             mapped = BlockStore.of_memory(memory, self.store.block_bytes)
@@ -287,20 +283,20 @@ class _Transport:
         self._mapped.pop(source, None)
         self._used_at.pop(source, None)
         self._closed.discard(source)
-        line = self._lines.pop(source, None)
-        if line is not None:
-            self.poller.unregister(line.socket)
-            line.socket.close(linger=0)
+        connection = self._connections.pop(source, None)
+        if connection is not None:
+            self.poller.unregister(connection.socket)
+            connection.socket.close(linger=0)
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         self.store.scatter(ids, blocks)
 
     def close(self) -> None:
-        for line in self._lines.values():
-            line.socket.close()
+        for connection in self._connections.values():
+            connection.socket.close()
 
 
-class _Line:
+class _Connection:
     """The connection to one holder, with the calls that it has not answered."""
 
     def __init__(
@@ -341,7 +337,6 @@ class _Line:
             raise OSError(f"wanted an address to connect to: {error}") from error
 
     def send(self, call: KVCall) -> None:
-        """Send a call."""
         call_id, body = self._ids.next(), encode(call)
         proof = self._proofs.of_call(call_id, self._process, body)
         self._open[call_id] = call, proof

@@ -13,7 +13,13 @@ import zmq
 
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import max_chunk_blocks
-from cluster.kv.transport.proofs import Doorkeeper, KVProofs, PlainHandshake, is_equal, number_of
+from cluster.kv.transport.proofs import (
+    KVProofs,
+    PlainHandshake,
+    ZapAuthenticator,
+    is_equal,
+    number_of,
+)
 from cluster.kv.transport.store import BlockStore, KVThreadDied
 from cluster.observe.counts import Counts
 from cluster.wire.credentials import Credentials
@@ -83,7 +89,7 @@ class KVServer:
         """By ticket that is held: the number of the last call for it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         password = self._proofs.password(self._process)
-        self._door = Doorkeeper(self._context, password)
+        self._door = ZapAuthenticator(self._context, password)
         handshake = PlainHandshake(password)
         self._socket = listening_socket(
             self._context, zmq.ROUTER, handshake, max_waiting=MAX_WAITING
@@ -102,14 +108,12 @@ class KVServer:
     # The scheduler's side, on the step thread.
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease and return its ticket."""
         with self._lock:
             ticket = self._holder.hold(request_id, block_ids, generations)
         self._wake.ring()  # the thread may be waiting for a later deadline
         return ticket
 
     def drop(self, ticket: int) -> None:
-        """End a ticket: its request was aborted."""
         with self._lock:
             self._holder.drop(ticket)
 
@@ -129,12 +133,10 @@ class KVServer:
 
     @property
     def num_held(self) -> int:
-        """Tickets that are alive."""
         return self._holder.num_held
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that readers copied under a lease that was alive to the end."""
         return self._holder.num_blocks_sent * self._store.block_bytes
 
     def counts(self) -> Counts:
@@ -145,7 +147,6 @@ class KVServer:
         }
 
     def close(self) -> None:
-        """Stop the thread and close its sockets."""
         self._is_closed = True
         self._wake.ring()
         self._thread.join(timeout=2)

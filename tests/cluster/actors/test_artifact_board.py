@@ -31,7 +31,7 @@ def config(oracle: Any, **compilation: Any) -> EngineConfig:
 def start(engine: EngineConfig, board: Any) -> dict[str, Any]:
     """Start a rank as a node of its own would: on an empty disk."""
     from cluster.actors.artifact_board import RayExchange
-    from cluster.rank.context import RankContext
+    from cluster.group.context import RankContext
     from cluster.rank.runner import ModelRunner
 
     return ModelRunner(RankContext(engine, exchange=RayExchange(board))).debug()

@@ -13,7 +13,7 @@ from cluster.actors.rank_group import CallEnd, RankDied, RankGroup, place_in_gro
 from cluster.config import ParallelConfig
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import Heartbeat, Phase
-from cluster.rank.rendezvous import Rendezvous
+from cluster.group.rendezvous import Rendezvous
 
 BROKEN = CallEnd(cause="connection closed", error=RuntimeError("connection closed"))
 GONE = CallEnd(cause="gone", is_death=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+import sim_engine as sim
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_check import check_blocks
 
 from cluster.engine.blocks import BlockManager
 from cluster.engine.sequence import Sequence
@@ -17,7 +17,7 @@ def blocks() -> BlockManager:
     return BlockManager(num_blocks=8, block_size=4, enable_prefix_caching=True)
 
 
-def make_sequence(sim: SimpleNamespace, tokens: list[int]) -> Sequence:
+def make_sequence(tokens: list[int]) -> Sequence:
     return Sequence(sim.make_request("r", tokens), max_model_len=100)
 
 
@@ -29,32 +29,32 @@ def compute(blocks: BlockManager, seq: Sequence) -> None:
     blocks.commit(seq)
 
 
-def test_block_0_is_never_handed_out(sim: SimpleNamespace, blocks: BlockManager) -> None:
-    seq = make_sequence(sim, list(range(32)))
+def test_block_0_is_never_handed_out(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(32)))
     compute(blocks, seq)
     assert sorted(seq.block_table) == list(range(1, 9))
     assert blocks.num_free_blocks == 0
 
 
-def test_allocation_is_all_or_nothing(sim: SimpleNamespace, blocks: BlockManager) -> None:
-    seq = make_sequence(sim, list(range(33)))
+def test_allocation_is_all_or_nothing(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(33)))
     assert blocks.allocate(seq, 33) is None
     assert seq.block_table == [] and blocks.num_free_blocks == 8
 
 
-def test_equal_heads_share_blocks(sim: SimpleNamespace, blocks: BlockManager) -> None:
-    first = make_sequence(sim, [*range(8), 90, 91])
-    second = make_sequence(sim, [*range(8), 70])
+def test_equal_heads_share_blocks(blocks: BlockManager) -> None:
+    first = make_sequence([*range(8), 90, 91])
+    second = make_sequence([*range(8), 70])
     compute(blocks, first)
     compute(blocks, second)
     assert second.block_table[:2] == first.block_table[:2]
     assert second.block_table[2] != first.block_table[2]
     assert (blocks.prefix_queries, blocks.prefix_hits) == (19, 8)
-    blocks.check([first, second])
+    check_blocks(blocks, [first, second])
 
 
 @pytest.mark.feature("T01")
-def test_sequences_of_another_salt_share_no_block(sim: SimpleNamespace) -> None:
+def test_sequences_of_another_salt_share_no_block() -> None:
     blocks = BlockManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
     sequences = [
         Sequence(sim.make_request("r", list(range(10)), cache_salt=salt), max_model_len=100)
@@ -65,28 +65,24 @@ def test_sequences_of_another_salt_share_no_block(sim: SimpleNamespace) -> None:
     tables = [seq.block_table[:2] for seq in sequences]
     assert tables[1] == tables[3]
     assert len({block for table in tables for block in table}) == 6
-    blocks.check(sequences)
+    check_blocks(blocks, sequences)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_hits"), [(4, 0), (5, 1), (8, 1), (9, 2)])
 def test_a_hit_never_covers_the_last_token(
-    sim: SimpleNamespace, blocks: BlockManager, num_tokens: int, num_hits: int
+    blocks: BlockManager, num_tokens: int, num_hits: int
 ) -> None:
-    compute(blocks, make_sequence(sim, list(range(12))))
-    assert len(blocks.match(make_sequence(sim, list(range(num_tokens))))) == num_hits
+    compute(blocks, make_sequence(list(range(12))))
+    assert len(blocks.match(make_sequence(list(range(num_tokens))))) == num_hits
 
 
-def test_a_block_is_found_only_behind_the_same_head(
-    sim: SimpleNamespace, blocks: BlockManager
-) -> None:
-    compute(blocks, make_sequence(sim, [0, 1, 2, 3, 4, 5, 6, 7]))
-    assert blocks.match(make_sequence(sim, [9, 9, 9, 9, 4, 5, 6, 7, 8])) == []
+def test_a_block_is_found_only_behind_the_same_head(blocks: BlockManager) -> None:
+    compute(blocks, make_sequence([0, 1, 2, 3, 4, 5, 6, 7]))
+    assert blocks.match(make_sequence([9, 9, 9, 9, 4, 5, 6, 7, 8])) == []
 
 
-def test_blocks_are_found_only_after_they_were_computed(
-    sim: SimpleNamespace, blocks: BlockManager
-) -> None:
-    seq, other = make_sequence(sim, list(range(9))), make_sequence(sim, list(range(9)))
+def test_blocks_are_found_only_after_they_were_computed(blocks: BlockManager) -> None:
+    seq, other = make_sequence(list(range(9))), make_sequence(list(range(9)))
     blocks.acquire(seq, [])
     blocks.allocate(seq, 9)
     seq.num_computed_tokens = 7
@@ -94,78 +90,70 @@ def test_blocks_are_found_only_after_they_were_computed(
     assert blocks.match(other) == seq.block_table[:1]
 
 
-def test_a_free_cached_block_counts_as_free_and_is_found(
-    sim: SimpleNamespace, blocks: BlockManager
-) -> None:
-    seq = make_sequence(sim, list(range(8)))
+def test_a_free_cached_block_counts_as_free_and_is_found(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(8)))
     compute(blocks, seq)
     table = list(seq.block_table)
     blocks.free(seq)
     assert blocks.num_free_blocks == 8
-    assert blocks.match(make_sequence(sim, list(range(9)))) == table
+    assert blocks.match(make_sequence(list(range(9)))) == table
 
 
-def test_the_tail_is_evicted_before_the_head(sim: SimpleNamespace, blocks: BlockManager) -> None:
-    seq = make_sequence(sim, list(range(16)))
+def test_the_tail_is_evicted_before_the_head(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(16)))
     compute(blocks, seq)
     head = seq.block_table[:3]
     blocks.free(seq)
-    blocks.allocate(make_sequence(sim, [50]), 5 * 4)  # four were never used, the fifth was cached
-    assert blocks.match(make_sequence(sim, list(range(17)))) == head
+    blocks.allocate(make_sequence([50]), 5 * 4)  # four were never used, the fifth was cached
+    assert blocks.match(make_sequence(list(range(17)))) == head
 
 
-def test_the_least_recently_freed_sequence_is_evicted_first(
-    sim: SimpleNamespace, blocks: BlockManager
-) -> None:
-    old, new = make_sequence(sim, [1] * 16), make_sequence(sim, [2] * 16)
+def test_the_least_recently_freed_sequence_is_evicted_first(blocks: BlockManager) -> None:
+    old, new = make_sequence([1] * 16), make_sequence([2] * 16)
     compute(blocks, old)
     compute(blocks, new)
     blocks.free(old)
     blocks.free(new)
-    blocks.allocate(make_sequence(sim, [50]), 16)
-    assert blocks.match(make_sequence(sim, [1] * 17)) == []
-    assert len(blocks.match(make_sequence(sim, [2] * 17))) == 4
+    blocks.allocate(make_sequence([50]), 16)
+    assert blocks.match(make_sequence([1] * 17)) == []
+    assert len(blocks.match(make_sequence([2] * 17))) == 4
 
 
-def test_a_hit_that_nobody_holds_is_not_counted_as_room(
-    sim: SimpleNamespace, blocks: BlockManager
-) -> None:
-    seq = make_sequence(sim, list(range(16)))
+def test_a_hit_that_nobody_holds_is_not_counted_as_room(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(16)))
     compute(blocks, seq)
     blocks.free(seq)
-    same = make_sequence(sim, list(range(36)))
+    same = make_sequence(list(range(36)))
     cached = blocks.match(same)
     assert len(cached) == 4 and blocks.num_saved(cached) == 0
-    blocks.acquire(make_sequence(sim, list(range(16))), cached)
+    blocks.acquire(make_sequence(list(range(16))), cached)
     assert blocks.num_saved(cached) == 4
 
 
-def test_without_prefix_caching_nothing_is_found(sim: SimpleNamespace) -> None:
+def test_without_prefix_caching_nothing_is_found() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4, enable_prefix_caching=False)
-    compute(blocks, make_sequence(sim, list(range(8))))
-    assert blocks.match(make_sequence(sim, list(range(9)))) == []
+    compute(blocks, make_sequence(list(range(8))))
+    assert blocks.match(make_sequence(list(range(9)))) == []
     assert blocks.prefix_queries == 0
 
 
-def test_check_finds_a_leak(sim: SimpleNamespace, blocks: BlockManager) -> None:
-    seq = make_sequence(sim, list(range(8)))
+def test_check_finds_a_leak(blocks: BlockManager) -> None:
+    seq = make_sequence(list(range(8)))
     compute(blocks, seq)
     with pytest.raises(AssertionError, match="block 1: 1 refs, 0 holders"):
-        blocks.check([])
+        check_blocks(blocks, [])
 
 
 @settings(max_examples=300, deadline=None, print_blob=True, database=None)
 @given(data=st.data())
-def test_a_generation_counts_how_often_a_block_got_new_content(
-    sim: SimpleNamespace, data: st.DataObject
-) -> None:
+def test_a_generation_counts_how_often_a_block_got_new_content(data: st.DataObject) -> None:
     blocks = BlockManager(num_blocks=6, block_size=2, enable_prefix_caching=True)
     held: list[Sequence] = []
     generations = [0] * 7
     for _ in range(data.draw(st.integers(1, 20))):
         if held and data.draw(st.booleans()):
             blocks.free(held.pop(data.draw(st.integers(0, len(held) - 1))))
-        seq = make_sequence(sim, [data.draw(st.integers(0, 1))] * data.draw(st.integers(1, 9)))
+        seq = make_sequence([data.draw(st.integers(0, 1))] * data.draw(st.integers(1, 9)))
         cached = blocks.match(seq)
         needed = blocks.num_blocks_for(seq.num_tokens) - blocks.num_saved(cached)
         if needed <= blocks.num_free_blocks:
@@ -174,5 +162,5 @@ def test_a_generation_counts_how_often_a_block_got_new_content(
             assert seq.block_table[: len(cached)] == cached
             for block in seq.block_table[len(cached) :]:
                 generations[block] += 1
-        blocks.check(held)
+        check_blocks(blocks, held)
         assert blocks.generations == generations

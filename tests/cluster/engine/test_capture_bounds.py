@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+import sim_engine as sim
 
 from compile.config import CompilationConfig, CUDAGraphMode
 from compile.resolve import StepLimits, resolve
@@ -13,7 +12,7 @@ from compile.resolve import StepLimits, resolve
 @pytest.mark.feature("C03")
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (4, 4), (5, 16), (8, 9)])
 def test_the_scheduler_fills_the_largest_captured_batch_and_none_above(
-    sim: SimpleNamespace, max_num_seqs: int, budget: int
+    max_num_seqs: int, budget: int
 ) -> None:
     shape = sim.Shape(num_blocks=64, max_num_seqs=max_num_seqs, budget=budget, caching=False)
     engine = sim.FakeEngine(shape)

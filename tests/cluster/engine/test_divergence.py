@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
-from cluster.rank.lockstep import AloneLockstep
-from cluster.wire.messages import Admission, NewBlocks, PromptTargets, StepAgreement, StepPlan
+from cluster.engine.lockstep import AloneLockstep
+from cluster.wire.messages import NewBlocks, PromptTargets, RowAdmission, StepAgreement, StepPlan
 
 
 def make_plan(step: int, **fields: Any) -> StepPlan:
@@ -35,7 +35,7 @@ def make_plan(step: int, **fields: Any) -> StepPlan:
 PLANS = [
     make_plan(
         1,
-        admitted=[Admission(0, 0.0, 0, 1.0, 0.0, 5, -1, None)],
+        admitted=[RowAdmission(0, 0.0, 0, 1.0, 0.0, 5, -1, None)],
         new_blocks=[NewBlocks(0, 0, [4, 6]), NewBlocks(2, 0, [1])],
     ),
     make_plan(2, num_computed=[10, 6]),
@@ -93,7 +93,7 @@ def test_who_drew_something_else_is_found_two_steps_later() -> None:
         ({"prompt_targets": [PromptTargets(0, [7], 0)]}, "prompt_targets"),
         ({"new_blocks": [NewBlocks(2, 1, [2])]}, "row_state"),
         ({"new_blocks": []}, "row_state"),
-        ({"admitted": [Admission(0, 0.5, 0, 1.0, 0.0, 5, -1, None)]}, "row_state"),
+        ({"admitted": [RowAdmission(0, 0.5, 0, 1.0, 0.0, 5, -1, None)]}, "row_state"),
     ],
 )
 def test_an_altered_plan_is_named_by_its_field(change: dict[str, Any], field: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import sim_engine as sim
 
-from cluster.engine.grammars import CompileResult, MaskedRow
+from cluster.grammar.matcher import CompileResult, MaskedRow
 from cluster.wire.messages import FinishReason, Grammar
 
 END = 7
@@ -61,19 +62,19 @@ def grammars() -> NotedGrammars:
     return NotedGrammars()
 
 
-def request_with_grammar(sim: Any, request_id: str, **fields: Any) -> Any:
+def request_with_grammar(request_id: str, **fields: Any) -> Any:
     request = sim.make_request(request_id, [1, 2, 3], stop=(END,), **fields)
     sampling = msgspec.structs.replace(request.sampling, grammar=Grammar("g", (END,)))
     return msgspec.structs.replace(request, sampling=sampling)
 
 
 def test_a_request_queues_in_its_order_once_its_grammar_is_compiled(
-    sim: Any, grammars: NotedGrammars
+    grammars: NotedGrammars,
 ) -> None:
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=1), grammars=grammars)
-    engine.submit(request_with_grammar(sim, "held", max_tokens=3))
-    engine.submit(request_with_grammar(sim, "bad"))
-    engine.submit(request_with_grammar(sim, "gone"))
+    engine.submit(request_with_grammar("held", max_tokens=3))
+    engine.submit(request_with_grammar("bad"))
+    engine.submit(request_with_grammar("gone"))
     assert engine.step() == [] and engine.plans[-1].rows == []
     engine.scheduler.abort(["gone"])
     assert grammars.forgotten == ["gone"]
@@ -88,17 +89,17 @@ def test_a_request_queues_in_its_order_once_its_grammar_is_compiled(
     assert sum(grammars.filled.values()) == len(told)
 
 
-def test_output_of_another_engine_is_told_at_once(sim: Any, grammars: NotedGrammars) -> None:
+def test_output_of_another_engine_is_told_at_once(grammars: NotedGrammars) -> None:
     engine = sim.FakeEngine(sim.Shape(), grammars=grammars)
-    engine.submit(request_with_grammar(sim, "r", output=[11, 12, 13], max_tokens=5))
+    engine.submit(request_with_grammar("r", output=[11, 12, 13], max_tokens=5))
     grammars.results = [CompileResult("r", grammars, "")]
     outputs = engine.run()["r"]
     drawn = [token for output in outputs for token in output.token_ids]
     assert grammars.matchers[0].told == [11, 12, 13, *drawn[:-1]]
 
 
-def test_an_engine_without_grammars_refuses_one(sim: Any) -> None:
+def test_an_engine_without_grammars_refuses_one() -> None:
     engine = sim.FakeEngine(sim.Shape())
-    engine.submit(request_with_grammar(sim, "r"))
+    engine.submit(request_with_grammar("r"))
     [output] = engine.run()["r"]
     assert output.finish_reason is FinishReason.ERROR and output.error.startswith("grammar: ")

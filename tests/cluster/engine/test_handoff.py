@@ -6,13 +6,14 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import sim_engine as sim
 
 from cluster.engine.sequence import Sequence
 from cluster.wire.messages import KVHandoff
 
 
 @pytest.fixture
-def pair(sim: SimpleNamespace) -> SimpleNamespace:
+def pair() -> SimpleNamespace:
     return sim.Pair(sim.Shape(), sim.Shape(), sim.Weather(Random(0)), lease_s=20)
 
 
@@ -24,7 +25,7 @@ def prefill(pair: SimpleNamespace, request: object) -> KVHandoff:
     return output.handoff
 
 
-def take_over(sim: SimpleNamespace, pair: SimpleNamespace, name: str, n: int) -> tuple:
+def take_over(pair: SimpleNamespace, name: str, n: int) -> tuple:
     """Prefill a prompt of `n` tokens; return the request as decode gets it, and its ticket."""
     request = sim.make_request(name, [ord(name[0]) % 7, *range(1, n)])
     handoff = prefill(pair, request)
@@ -32,9 +33,7 @@ def take_over(sim: SimpleNamespace, pair: SimpleNamespace, name: str, n: int) ->
     return sim.make_request(name, request.prompt_token_ids, output=first), handoff
 
 
-def test_a_ticket_covers_exactly_the_computed_tokens(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
+def test_a_ticket_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> None:
     handoff = prefill(pair, sim.make_request("r", list(range(9))))
     assert handoff.num_tokens == 9
     assert len(handoff.block_ids) == len(handoff.generations) == 3
@@ -42,22 +41,18 @@ def test_a_ticket_covers_exactly_the_computed_tokens(
     assert pair.prefill.blocks.num_free_blocks == 13
 
 
-def test_a_sequence_that_ends_with_its_first_token_holds_no_ticket(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
+def test_a_sequence_that_ends_with_its_first_token_holds_no_ticket(pair: SimpleNamespace) -> None:
     pair.prefill.submit(sim.make_request("r", [1, 2, 3], max_tokens=1))
     (output,) = pair.prefill.step()
     assert (output.finish_reason, output.handoff) == ("length", None)
     assert pair.holder.num_held == 0 and not pair.prefill.scheduler.has_unfinished
 
 
-def test_blocks_found_on_the_decode_side_are_not_read_again(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
+def test_blocks_found_on_the_decode_side_are_not_read_again(pair: SimpleNamespace) -> None:
     for num_read in (3, 5):  # the second sequence shares two of its five blocks
         pair.now += 1
         name = f"a{num_read}"
-        request, handoff = take_over(sim, pair, name, num_read * 4 - 1)
+        request, handoff = take_over(pair, name, num_read * 4 - 1)
         pair.decode.submit(request, handoff)
         outputs = pair.run()
         assert [t for o in outputs for t in o.token_ids] == sim.continuation(request)[1:]
@@ -65,21 +60,17 @@ def test_blocks_found_on_the_decode_side_are_not_read_again(
     assert pair.decode.scheduler.stats().prompt_tokens_computed == 0
 
 
-def test_a_read_that_needs_no_block_still_releases_its_ticket(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
+def test_a_read_that_needs_no_block_still_releases_its_ticket(pair: SimpleNamespace) -> None:
     for i in range(2):
-        request, handoff = take_over(sim, pair, f"a{i}", 8)
+        request, handoff = take_over(pair, f"a{i}", 8)
         pair.decode.submit(request, handoff)
         pair.run()
     assert pair.holder.num_blocks_sent == 2
     assert pair.holder.num_held == 0
 
 
-def test_a_lost_read_discards_its_blocks_and_says_so(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+def test_a_lost_read_discards_its_blocks_and_says_so(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
     pair.decode.submit(request, handoff)
     pair.decode.step()
     pair.now += 100
@@ -89,10 +80,8 @@ def test_a_lost_read_discards_its_blocks_and_says_so(
     assert pair.decode.blocks.num_free_blocks == 16
 
 
-def test_an_aborted_read_keeps_its_blocks_until_it_writes_no_more(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+def test_an_aborted_read_keeps_its_blocks_until_it_writes_no_more(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
     pair.decode.submit(request, handoff)
     pair.decode.step()
     pair.decode.scheduler.abort(["a"])
@@ -105,10 +94,8 @@ def test_an_aborted_read_keeps_its_blocks_until_it_writes_no_more(
     assert not pair.decode.scheduler.has_unfinished and pair.holder.num_held == 0
 
 
-def test_a_new_request_may_take_the_id_of_an_aborted_read(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+def test_a_new_request_may_take_the_id_of_an_aborted_read(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
     pair.decode.submit(request, handoff)
     pair.decode.step()
     pair.decode.scheduler.abort(["a"])
@@ -120,27 +107,23 @@ def test_a_new_request_may_take_the_id_of_an_aborted_read(
     pair.run()
 
 
-def test_an_abort_before_the_read_releases_the_ticket(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+def test_an_abort_before_the_read_releases_the_ticket(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
     pair.decode.submit(request, handoff)
     pair.decode.scheduler.abort(["a"])
     assert pair.holder.num_held == 0
     assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
 
 
-def test_an_abort_that_overtakes_a_handoff_releases_the_ticket(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+def test_an_abort_that_overtakes_a_handoff_releases_the_ticket(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
     pair.decode.scheduler.abort(["a"])
     pair.decode.submit(request, handoff)
     assert pair.holder.num_held == 0
     assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
 
 
-def test_an_aborted_ticket_frees_its_blocks(sim: SimpleNamespace, pair: SimpleNamespace) -> None:
+def test_an_aborted_ticket_frees_its_blocks(pair: SimpleNamespace) -> None:
     prefill(pair, sim.make_request("a", list(range(9))))
     pair.prefill.scheduler.abort(["a"])
     assert pair.prefill.step() == [], "its last output was the handoff"
@@ -148,23 +131,19 @@ def test_an_aborted_ticket_frees_its_blocks(sim: SimpleNamespace, pair: SimpleNa
     assert not pair.prefill.scheduler.has_unfinished
 
 
-def test_a_request_may_come_again_while_its_old_ticket_is_held(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
+def test_a_request_may_come_again_while_its_old_ticket_is_held(pair: SimpleNamespace) -> None:
     request = sim.make_request("a", list(range(9)))
     first, second = prefill(pair, request), prefill(pair, request)
     assert first.ticket != second.ticket
     assert pair.holder.num_held == 2
 
 
-def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there(
-    sim: SimpleNamespace,
-) -> None:
+def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there() -> None:
     shape = sim.Shape(num_blocks=5, max_num_seqs=2, caching=False)
     pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)
     texts = {}
     for name in "ab":
-        request, handoff = take_over(sim, pair, name, 7)
+        request, handoff = take_over(pair, name, 7)
         texts[name] = list(request.output_token_ids)
         pair.decode.submit(request, handoff)
     wanted = {
@@ -178,13 +157,11 @@ def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there(
     assert pair.decode.scheduler.stats().prompt_tokens_computed > 0
 
 
-def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into(
-    sim: SimpleNamespace,
-) -> None:
+def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into() -> None:
     shape = sim.Shape(num_blocks=6, caching=False)
     pair = sim.Pair(sim.Shape(), shape, sim.Weather(Random(0)), lease_s=20)
     for name, n in (("a", 7), ("b", 15)):
-        request, handoff = take_over(sim, pair, name, n)
+        request, handoff = take_over(pair, name, n)
         pair.decode.submit(request, handoff)
         pair.tick()
     pair.run()
@@ -202,32 +179,28 @@ def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into(
     ],
 )
 def test_a_ticket_that_does_not_fit_is_refused_by_name(
-    sim: SimpleNamespace, pair: SimpleNamespace, change: dict[str, object], error: str
+    pair: SimpleNamespace, change: dict[str, object], error: str
 ) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+    request, handoff = take_over(pair, "a", 9)
     fields = {name: getattr(handoff, name) for name in handoff.__struct_fields__}
     pair.decode.submit(request, KVHandoff(**{**fields, **change}))
     assert [(o.finish_reason, o.error) for o in pair.decode.step()] == [("error", error)]
 
 
-def test_a_ticket_on_an_engine_without_reader_is_refused(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
-    request, handoff = take_over(sim, pair, "a", 9)
+def test_a_ticket_on_an_engine_without_reader_is_refused(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
     engine = sim.FakeEngine(sim.Shape())
     engine.submit(request, handoff)
     (output,) = engine.step()
     assert output.error.startswith("handoff: wanted none")
 
 
-def test_reads_wait_their_turn_behind_an_older_large_one(
-    sim: SimpleNamespace, pair: SimpleNamespace
-) -> None:
+def test_reads_wait_their_turn_behind_an_older_large_one(pair: SimpleNamespace) -> None:
     small, large = sim.Shape(num_blocks=6, max_num_seqs=4), sim.Shape(num_blocks=40)
     pair = sim.Pair(large, small, sim.Weather(Random(0)), lease_s=500)
     names = ["p", "big", *(f"s{i}" for i in range(20))]
     for name in names:
-        request, handoff = take_over(sim, pair, name, 17 if name == "big" else 5)
+        request, handoff = take_over(pair, name, 17 if name == "big" else 5)
         pair.decode.submit(request, handoff)
     ends = [output.request_id for output in pair.run() if output.finish_reason]
     assert ends[:2] == ["p", "big"], "small ones did not slip past the large one"

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine import lockstep
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent, get_dp_padding
 from cluster.rank.step_stats import StepStats
@@ -67,7 +68,9 @@ class Leader:
     """One machine in a simulated network, doing what the driver over sockets does."""
 
     def __init__(self, rank: int, size: int, votes: list[Vote]) -> None:
-        self.machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, captured=GRAPHS)
+        self.machine = LockstepMachine(
+            dp_rank=rank, dp_size=size, epoch=EPOCH, handover=CompileHandover(GRAPHS)
+        )
         self.votes = deque(votes)
         self.agreements: list[StepAgreement] = []
         self.state = "voting"
@@ -166,7 +169,9 @@ def test_ranks_whose_sequences_decode_different_numbers_of_tokens_do_not_decode_
 
 
 def machine(size: int = 2) -> LockstepMachine:
-    made = LockstepMachine(dp_rank=0, dp_size=size, epoch=EPOCH, captured=NO_GRAPHS)
+    made = LockstepMachine(
+        dp_rank=0, dp_size=size, epoch=EPOCH, handover=CompileHandover(NO_GRAPHS)
+    )
     made.vote(vote())
     return made
 
@@ -228,7 +233,7 @@ def test_a_peer_that_made_something_else_of_the_votes_is_named_by_the_field(
 
 
 def test_a_leader_that_skips_a_step_of_its_own_is_named() -> None:
-    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, captured=NO_GRAPHS)
+    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, handover=CompileHandover(NO_GRAPHS))
     with pytest.raises(StepDivergence, match=r"^rank dp=1 tp=0 epoch=3 step 1: step: wanted 1, fo"):
         mine.vote(vote(step=2))
     with pytest.raises(StepDivergence, match=r"epoch: wanted 3, found 2"):

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import sim_engine as sim
 
 from cluster.config import Role
-from cluster.engine.changeover import Changeover
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.engine import Engine
+from cluster.engine.lockstep import AloneLockstep
 from cluster.engine.overlap import OverlappedEngine
 from cluster.kv.handoff import HandoffMetadata, KVHolder
-from cluster.rank.channel import NoFollowers
-from cluster.rank.lockstep import AloneLockstep
 from cluster.wire.messages import PENDING, SampledTokens, StepAgreement, StepPlan, Submit, Vote
-from compile.dispatch import CapturedGraphs
 
 
 class Device:
     """Runs steps one after the other on a clock of its own: the host's time when it is free."""
 
-    def __init__(self, rank: Any, host_s: float, device_s: float) -> None:
-        self._rank = rank
+    def __init__(self, model: Any, host_s: float, device_s: float) -> None:
+        self._model = model
         self._host_s, self._device_s = host_s, device_s
         self.now = 0.0
         """Of the host."""
@@ -32,23 +30,23 @@ class Device:
         self.idle_s: list[float] = []
         """Between two steps."""
         self.plans: list[StepPlan] = []
-        self.changeover = Changeover()
+        self.handover = CompileHandover()
 
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
-    ) -> tuple[float, Callable[[], SampledTokens]]:
+    ) -> tuple[float, Callable[[], list[int]]]:
         confirm()
         self.now += self._host_s  # to plan the step and to build its inputs
         if self.plans:
             self.idle_s.append(max(self.now - self.free_at, 0.0))
         self.plans.append(plan)
         self.free_at = max(self.now, self.free_at) + self._device_s
-        return self.free_at, self._rank.launch(plan)
+        return self.free_at, self._model.launch(plan)
 
-    def wait(self, launched: tuple[float, Callable[[], SampledTokens]]) -> SampledTokens:
+    def wait(self, launched: tuple[float, Callable[[], list[int]]]) -> SampledTokens:
         ends_at, run = launched
         self.now = max(self.now, ends_at)
-        return run()
+        return SampledTokens(run(), [], [])
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]
@@ -57,7 +55,6 @@ class Device:
 
 
 def engine_on(
-    sim: SimpleNamespace,
     loop: type[Engine],
     host_s: float = 0.001,
     device_s: float = 0.002,
@@ -66,8 +63,8 @@ def engine_on(
 ) -> tuple[Engine, Device]:
     """Return an engine over a fake rank with its device."""
     fake = sim.FakeEngine(sim.Shape(num_blocks=40), **arguments)
-    device = Device(fake.rank, host_s, device_s)
-    return loop(fake.scheduler, lockstep or AloneLockstep(), NoFollowers(), device), device
+    device = Device(fake.model, host_s, device_s)
+    return loop(fake.scheduler, lockstep or AloneLockstep(), None, device), device
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
@@ -80,13 +77,11 @@ def run(engine: Engine) -> dict[str, list[int]]:
 
 
 @pytest.mark.feature("T04")
-def test_a_device_is_never_idle_between_steps_while_its_host_is_faster(
-    sim: SimpleNamespace,
-) -> None:
+def test_a_device_is_never_idle_between_steps_while_its_host_is_faster() -> None:
     requests = [sim.make_request(name, [i, 3, 5], max_tokens=20) for i, name in enumerate("abcd")]
     texts, devices = {}, {}
     for loop in (Engine, OverlappedEngine):
-        engine, devices[loop] = engine_on(sim, loop)
+        engine, devices[loop] = engine_on(loop)
         for request in requests:
             engine.submit(Submit(request, None))
         texts[loop] = run(engine)
@@ -98,15 +93,15 @@ def test_a_device_is_never_idle_between_steps_while_its_host_is_faster(
     assert overlapped.now == pytest.approx(0.001 + 20 * 0.002)
 
 
-def test_a_host_that_is_slower_than_its_device_never_waits_for_it(sim: SimpleNamespace) -> None:
-    engine, device = engine_on(sim, OverlappedEngine, host_s=0.003, device_s=0.002)
+def test_a_host_that_is_slower_than_its_device_never_waits_for_it() -> None:
+    engine, device = engine_on(OverlappedEngine, host_s=0.003, device_s=0.002)
     engine.submit(Submit(sim.make_request("a", [1, 2], max_tokens=10), None))
     run(engine)
     assert device.idle_s == pytest.approx([0.001] * 9)
     assert device.now == pytest.approx(10 * 0.003 + 0.002)
 
 
-def test_what_ends_with_its_first_token_is_waited_for(sim: SimpleNamespace) -> None:
+def test_what_ends_with_its_first_token_is_waited_for() -> None:
     """On a prefill engine, and at a limit: nothing is computed behind the last token."""
     source: Any = []
     holder = KVHolder(30.0, lambda: 0.0)
@@ -116,7 +111,7 @@ def test_what_ends_with_its_first_token_is_waited_for(sim: SimpleNamespace) -> N
         {"role": Role.PREFILL, "holder": holder, "metadata": metadata},
     ]
     for arguments, max_tokens in zip(roles, (1, 9), strict=True):
-        engine, device = engine_on(sim, OverlappedEngine, **arguments)
+        engine, device = engine_on(OverlappedEngine, **arguments)
         engine.submit(Submit(sim.make_request("a", [1, 2, 3], max_tokens=max_tokens), None))
         assert engine.step() == []
         [output] = engine.step()
@@ -125,8 +120,8 @@ def test_what_ends_with_its_first_token_is_waited_for(sim: SimpleNamespace) -> N
         assert engine.step() == [] and engine.is_idle
 
 
-def test_others_run_while_a_prompt_ends_with_its_first_token(sim: SimpleNamespace) -> None:
-    engine, device = engine_on(sim, OverlappedEngine)
+def test_others_run_while_a_prompt_ends_with_its_first_token() -> None:
+    engine, device = engine_on(OverlappedEngine)
     engine.submit(Submit(sim.make_request("a", [1, 2, 3], max_tokens=1), None))
     engine.step()
     engine.submit(Submit(sim.make_request("b", [4, 5], max_tokens=3), None))
@@ -150,12 +145,9 @@ class Draining:
     def confirm(self) -> None:
         """All are of one mind."""
 
-    def dispatch_over(self, captured: CapturedGraphs) -> None:
-        self._alone.dispatch_over(captured)
 
-
-def test_tokens_of_the_step_in_flight_leave_before_the_group_ends(sim: SimpleNamespace) -> None:
-    engine, device = engine_on(sim, OverlappedEngine, lockstep=Draining(3))
+def test_tokens_of_the_step_in_flight_leave_before_the_group_ends() -> None:
+    engine, device = engine_on(OverlappedEngine, lockstep=Draining(3))
     request = sim.make_request("a", [1, 2], max_tokens=9)
     engine.submit(Submit(request, None))
     outputs = [output.token_ids for _ in range(3) for output in engine.step()]
@@ -163,8 +155,8 @@ def test_tokens_of_the_step_in_flight_leave_before_the_group_ends(sim: SimpleNam
     assert [token for each in outputs for token in each] == sim.continuation(request)[:2]
 
 
-def test_an_aborted_request_gets_no_token_of_the_step_in_flight(sim: SimpleNamespace) -> None:
-    engine, _ = engine_on(sim, OverlappedEngine)
+def test_an_aborted_request_gets_no_token_of_the_step_in_flight() -> None:
+    engine, _ = engine_on(OverlappedEngine)
     engine.submit(Submit(sim.make_request("a", [1, 2], max_tokens=9), None))
     engine.step()
     engine.abort(["a"])
@@ -172,4 +164,4 @@ def test_an_aborted_request_gets_no_token_of_the_step_in_flight(sim: SimpleNames
     outputs = [output for _ in range(2) for output in engine.step()]
     assert [(output.finish_reason, output.token_ids) for output in outputs] == [("abort", [])]
     assert not engine.has_unfinished and engine.scheduler.blocks.num_free_blocks == 40
-    engine.scheduler.check()
+    sim.check_scheduler(engine.scheduler)

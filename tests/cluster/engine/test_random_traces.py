@@ -10,6 +10,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
+import sim_engine as sim
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ traces = settings(
 
 
 def run_mixed(
-    sim: SimpleNamespace,
     trace: list,
     shape: object,
     *,
@@ -60,7 +60,7 @@ def run_mixed(
     return SimpleNamespace(engine=engine, texts=texts, ends=ends)
 
 
-def check_end(sim: SimpleNamespace, request: object, text: list[int], reason: str) -> None:
+def check_end(request: object, text: list[int], reason: str) -> None:
     """Compare a finished text with the oracle's."""
     whole = sim.continuation(request)
     if reason == "abort":
@@ -73,16 +73,14 @@ def check_end(sim: SimpleNamespace, request: object, text: list[int], reason: st
 
 @traces
 @given(data=st.data())
-def test_every_text_is_the_oracles_whatever_the_pool(
-    sim: SimpleNamespace, data: st.DataObject
-) -> None:
+def test_every_text_is_the_oracles_whatever_the_pool(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
-    result = run_mixed(sim, trace, shape, is_overlapped=data.draw(st.booleans()))
+    result = run_mixed(trace, shape, is_overlapped=data.draw(st.booleans()))
     for arrival in trace:
         request_id = arrival.request.request_id
         end = result.ends[request_id]
-        check_end(sim, arrival.request, result.texts[request_id], end.finish_reason)
+        check_end(arrival.request, result.texts[request_id], end.finish_reason)
         assert 0 <= end.num_cached_tokens <= len(arrival.request.prompt_token_ids)
     assert result.engine.finished == result.engine.submitted
     assert result.engine.blocks.num_free_blocks == shape.num_blocks
@@ -90,9 +88,7 @@ def test_every_text_is_the_oracles_whatever_the_pool(
 
 @traces
 @given(data=st.data())
-def test_every_text_survives_prefill_handoff_and_loss(
-    sim: SimpleNamespace, data: st.DataObject
-) -> None:
+def test_every_text_survives_prefill_handoff_and_loss(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     window = data.draw(st.sampled_from(sim.WINDOWS))
     prefill, decode = (data.draw(sim.shapes(trace, window)) for _ in range(2))
@@ -115,13 +111,13 @@ def test_every_text_survives_prefill_handoff_and_loss(
     pair = sim.Pair(prefill, decode, weather, lease_s, is_overlapped)
     router = sim.Router(pair, trace)
     # Every token, and every block that is read, may have to wait for one tick of anything else.
-    per_request = 2 * sim.max_model_len + 12 + 6 * weather.max_delay
+    per_request = 2 * sim.MAX_MODEL_LEN + 12 + 6 * weather.max_delay
     router.run(max_ticks=weather.until + 60 + 2 * per_request * len(trace))
     note(f"{router.num_lost} reads lost, {pair.reader.num_cancelled} cancelled")
     for arrival in trace:
         request_id = arrival.request.request_id
         if request_id in router.ends:
-            check_end(sim, arrival.request, router.texts[request_id], router.ends[request_id])
+            check_end(arrival.request, router.texts[request_id], router.ends[request_id])
         else:
             assert arrival.abort_at is not None, f"{request_id} never ended"
     for engine in (pair.prefill, pair.decode):
@@ -132,42 +128,40 @@ def test_every_text_survives_prefill_handoff_and_loss(
 
 @settings(traces, max_examples=300)
 @given(data=st.data())
-def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(
-    sim: SimpleNamespace, data: st.DataObject
-) -> None:
+def test_rows_are_wasted_on_ends_that_nobody_can_foresee_alone(data: st.DataObject) -> None:
     """A token that is drawn and dropped is one behind a stop token, or of an aborted request."""
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
-    result = run_mixed(sim, trace, shape, is_overlapped=True)
+    result = run_mixed(trace, shape, is_overlapped=True)
     num_drawn = sum(i >= 0 for plan in result.engine.plans for i in plan.output_index)
     texts = result.texts.values()
     num_resumed = sum(len(a.request.output_token_ids) for a in trace)
     num_wasted = num_drawn - (sum(map(len, texts)) - num_resumed)
     reasons = [end.finish_reason for end in result.ends.values()]
     assert 0 <= num_wasted <= reasons.count("stop") + reasons.count("abort")
-    plain = run_mixed(sim, trace, shape)
+    plain = run_mixed(trace, shape)
     num_drawn = sum(i >= 0 for plan in plain.engine.plans for i in plan.output_index)
     assert num_drawn == sum(map(len, plain.texts.values())) - num_resumed
 
 
 @settings(traces, max_examples=200)
 @given(data=st.data())
-def test_equal_traces_give_equal_plans(sim: SimpleNamespace, data: st.DataObject) -> None:
+def test_equal_traces_give_equal_plans(data: st.DataObject) -> None:
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
-    first, second = run_mixed(sim, trace, shape), run_mixed(sim, trace, shape)
+    first, second = run_mixed(trace, shape), run_mixed(trace, shape)
     assert first.engine.plans == second.engine.plans
 
 
 @settings(traces, max_examples=300)
 @given(data=st.data())
 def test_what_is_remembered_of_the_head_changes_no_plan_where_nothing_is_cached(
-    sim: SimpleNamespace, data: st.DataObject
+    data: st.DataObject,
 ) -> None:
     """Blocks of a cached head that others take count as needed until they have ended."""
     trace = data.draw(sim.arrivals())
     shape = data.draw(sim.shapes(trace, data.draw(st.sampled_from(sim.WINDOWS))))
     shape = dataclasses.replace(shape, caching=False)
-    remembering = run_mixed(sim, trace, shape)
-    forgetting = run_mixed(sim, trace, shape, forgets=True)
+    remembering = run_mixed(trace, shape)
+    forgetting = run_mixed(trace, shape, forgets=True)
     assert remembering.engine.plans == forgetting.engine.plans

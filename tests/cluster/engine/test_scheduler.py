@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import sim_engine as sim
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine import scheduler as scheduler_module
 from cluster.engine.blocks import BlockManager
+from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import MAX_EARLY_ABORTS, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.wire.messages import SampledTokens, TokenLogprobs
@@ -22,7 +24,7 @@ def texts(outputs: dict) -> dict[str, list[int]]:
 # --- T01: the prefix cache --------------------------------------------------------------------
 
 
-def test_a_shared_prompt_is_computed_once(sim: SimpleNamespace) -> None:
+def test_a_shared_prompt_is_computed_once() -> None:
     engine = sim.FakeEngine(sim.Shape())
     prompt = list(range(10))
     engine.submit(sim.make_request("a", prompt))
@@ -36,7 +38,7 @@ def test_a_shared_prompt_is_computed_once(sim: SimpleNamespace) -> None:
     assert stats.prompt_tokens_computed == 12
 
 
-def test_a_prompt_is_not_shared_within_the_step_that_computes_it(sim: SimpleNamespace) -> None:
+def test_a_prompt_is_not_shared_within_the_step_that_computes_it() -> None:
     engine = sim.FakeEngine(sim.Shape(budget=32))
     for name in "ab":
         engine.submit(sim.make_request(name, list(range(9))))
@@ -47,7 +49,7 @@ def test_a_prompt_is_not_shared_within_the_step_that_computes_it(sim: SimpleName
 # --- T02: chunked prefill -----------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes(sim: SimpleNamespace) -> None:
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     engine = sim.FakeEngine(sim.Shape(budget=8))
     short, long = (
         sim.make_request("s", [1, 2], max_tokens=9),
@@ -64,7 +66,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes(sim: SimpleNamespace
 
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
-def test_chunks_do_not_change_the_text(sim: SimpleNamespace, budget: int) -> None:
+def test_chunks_do_not_change_the_text(budget: int) -> None:
     engine = sim.FakeEngine(sim.Shape(budget=budget, max_num_seqs=1))
     request = sim.make_request("a", list(range(20)))
     engine.submit(request)
@@ -72,7 +74,7 @@ def test_chunks_do_not_change_the_text(sim: SimpleNamespace, budget: int) -> Non
     assert max(len(plan.token_ids) for plan in engine.plans) == min(budget, 20)
 
 
-def test_single_tokens_come_first_in_stable_order(sim: SimpleNamespace) -> None:
+def test_single_tokens_come_first_in_stable_order() -> None:
     engine = sim.FakeEngine(sim.Shape(budget=32))
     for name, n in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
         engine.submit(sim.make_request(name, [5] * n))
@@ -85,7 +87,7 @@ def test_single_tokens_come_first_in_stable_order(sim: SimpleNamespace) -> None:
 # --- T03: pre-emption ---------------------------------------------------------------------------
 
 
-def test_the_last_come_is_pre_empted_and_recomputed(sim: SimpleNamespace) -> None:
+def test_the_last_come_is_pre_empted_and_recomputed() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=5, max_num_seqs=3, caching=False))
     requests = [sim.make_request(name, [i] * 4, max_tokens=10) for i, name in enumerate("ab")]
     for request in requests:
@@ -99,9 +101,7 @@ def test_the_last_come_is_pre_empted_and_recomputed(sim: SimpleNamespace) -> Non
 
 
 @pytest.mark.feature("T03")
-def test_a_pre_empted_sequence_goes_on_before_those_that_came_after_it(
-    sim: SimpleNamespace,
-) -> None:
+def test_a_pre_empted_sequence_goes_on_before_those_that_came_after_it() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=6, max_num_seqs=2, caching=False))
     for i, name in enumerate("abc"):
         engine.submit(sim.make_request(name, [i] * 4, max_tokens=10))
@@ -116,7 +116,7 @@ def test_a_pre_empted_sequence_goes_on_before_those_that_came_after_it(
     assert 0 < order.index("b") < order.index("c")
 
 
-def test_the_first_running_sequence_is_never_pre_empted(sim: SimpleNamespace) -> None:
+def test_the_first_running_sequence_is_never_pre_empted() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=8, block_size=1, max_num_seqs=4))
     for name in "abcd":
         engine.submit(sim.make_request(name, [ord(name), 1], max_tokens=7))
@@ -126,7 +126,7 @@ def test_the_first_running_sequence_is_never_pre_empted(sim: SimpleNamespace) ->
     assert len(engine.plans[:7]) == 7 and all(0 in plan.rows for plan in engine.plans[:7])
 
 
-def test_nobody_is_admitted_in_a_step_that_pre_empts(sim: SimpleNamespace) -> None:
+def test_nobody_is_admitted_in_a_step_that_pre_empts() -> None:
     shape = sim.Shape(num_blocks=6, block_size=2, max_num_seqs=2, budget=3, caching=False)
     engine = sim.FakeEngine(shape)
     engine.submit(sim.make_request("a", [1, 2, 3, 4], max_tokens=5))
@@ -139,9 +139,7 @@ def test_nobody_is_admitted_in_a_step_that_pre_empts(sim: SimpleNamespace) -> No
     engine.run()
 
 
-def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted(
-    sim: SimpleNamespace,
-) -> None:
+def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=6, block_size=2, max_num_seqs=2, budget=4))
     engine.submit(sim.make_request("a", list(range(9)), max_tokens=2))
     engine.step()
@@ -154,7 +152,7 @@ def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted(
 # --- rows, limits and ends ----------------------------------------------------------------------
 
 
-def test_the_smallest_free_row_is_reused(sim: SimpleNamespace) -> None:
+def test_the_smallest_free_row_is_reused() -> None:
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=3))
     for name, max_tokens in (("a", 9), ("b", 1), ("c", 9)):
         engine.submit(sim.make_request(name, [ord(name)], max_tokens=max_tokens))
@@ -166,7 +164,7 @@ def test_the_smallest_free_row_is_reused(sim: SimpleNamespace) -> None:
     assert engine.plans[1].new_blocks[0].start == 0
 
 
-def test_a_stop_token_ends_a_sequence_and_is_named(sim: SimpleNamespace) -> None:
+def test_a_stop_token_ends_a_sequence_and_is_named() -> None:
     request = sim.make_request("a", [1, 2, 3])
     stop = sim.continuation(request)[3]
     engine = sim.FakeEngine(sim.Shape())
@@ -175,16 +173,14 @@ def test_a_stop_token_ends_a_sequence_and_is_named(sim: SimpleNamespace) -> None
     assert (last.finish_reason, last.stop_token_id, last.token_ids) == ("stop", stop, [stop])
 
 
-def test_max_model_len_ends_a_sequence(sim: SimpleNamespace) -> None:
+def test_max_model_len_ends_a_sequence() -> None:
     engine = sim.FakeEngine(sim.Shape())
-    engine.submit(sim.make_request("a", [1] * (sim.max_model_len - 2), max_tokens=50))
+    engine.submit(sim.make_request("a", [1] * (sim.MAX_MODEL_LEN - 2), max_tokens=50))
     outputs = engine.run()["a"]
     assert [o.finish_reason for o in outputs] == ["", "length"]
 
 
-def test_delivered_tokens_count_as_output_but_are_computed_like_a_prompt(
-    sim: SimpleNamespace,
-) -> None:
+def test_delivered_tokens_count_as_output_but_are_computed_like_a_prompt() -> None:
     whole = sim.continuation(sim.make_request("a", [1, 2, 3]))
     engine = sim.FakeEngine(sim.Shape())
     engine.submit(sim.make_request("a", [1, 2, 3], output=whole[:5]))
@@ -193,14 +189,14 @@ def test_delivered_tokens_count_as_output_but_are_computed_like_a_prompt(
     assert engine.scheduler.stats().prompt_tokens_computed == 3
 
 
-def test_a_request_resumed_at_its_limit_ends_at_once(sim: SimpleNamespace) -> None:
+def test_a_request_resumed_at_its_limit_ends_at_once() -> None:
     engine = sim.FakeEngine(sim.Shape())
     engine.submit(sim.make_request("a", [1], output=[1, 2], max_tokens=2))
     (output,) = engine.step()
     assert (output.finish_reason, output.token_ids) == ("length", [])
 
 
-def test_log_probabilities_stay_with_their_tokens(sim: SimpleNamespace) -> None:
+def test_log_probabilities_stay_with_their_tokens() -> None:
     engine = sim.FakeEngine(sim.Shape(budget=8, max_num_seqs=3))
     for name, n in (("a", 2), ("b", 3), ("c", 9)):
         engine.submit(sim.make_request(name, [3] * n))
@@ -211,7 +207,7 @@ def test_log_probabilities_stay_with_their_tokens(sim: SimpleNamespace) -> None:
     assert [(o.request_id, o.logprobs) for o in outputs] == [("a", []), ("b", logprobs[1:])]
 
 
-def test_the_step_counts_every_schedule(sim: SimpleNamespace) -> None:
+def test_the_step_counts_every_schedule() -> None:
     engine = sim.FakeEngine(sim.Shape())
     assert [engine.scheduler.schedule().step for _ in range(3)] == [1, 2, 3]
 
@@ -219,7 +215,7 @@ def test_the_step_counts_every_schedule(sim: SimpleNamespace) -> None:
 # --- aborts -------------------------------------------------------------------------------------
 
 
-def test_an_abort_works_waiting_and_running(sim: SimpleNamespace) -> None:
+def test_an_abort_works_waiting_and_running() -> None:
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=1))
     for name in "ab":
         engine.submit(sim.make_request(name, [1, 2]))
@@ -231,7 +227,7 @@ def test_an_abort_works_waiting_and_running(sim: SimpleNamespace) -> None:
     assert engine.blocks.num_free_blocks == 16
 
 
-def test_an_abort_that_overtakes_its_request_wins_once(sim: SimpleNamespace) -> None:
+def test_an_abort_that_overtakes_its_request_wins_once() -> None:
     engine = sim.FakeEngine(sim.Shape())
     engine.scheduler.abort(["a"])
     for _ in range(2):
@@ -239,7 +235,7 @@ def test_an_abort_that_overtakes_its_request_wins_once(sim: SimpleNamespace) -> 
     assert [o.finish_reason for o in engine.step()] == ["abort", "length"]
 
 
-def test_early_aborts_are_remembered_up_to_a_bound(sim: SimpleNamespace) -> None:
+def test_early_aborts_are_remembered_up_to_a_bound() -> None:
     engine = sim.FakeEngine(sim.Shape())
     engine.scheduler.abort([f"r{i}" for i in range(MAX_EARLY_ABORTS + 1)])
     for name in ("r0", "r1"):
@@ -248,7 +244,7 @@ def test_early_aborts_are_remembered_up_to_a_bound(sim: SimpleNamespace) -> None
     assert ends == {"r0": "length", "r1": "abort"}
 
 
-def test_an_abort_while_the_step_runs_drops_its_token(sim: SimpleNamespace) -> None:
+def test_an_abort_while_the_step_runs_drops_its_token() -> None:
     engine = sim.FakeEngine(sim.Shape())
     for name in "ab":
         engine.submit(sim.make_request(name, [1, 2]))
@@ -258,7 +254,7 @@ def test_an_abort_while_the_step_runs_drops_its_token(sim: SimpleNamespace) -> N
     outputs = engine.scheduler.update(plan, SampledTokens([7, 8], logprobs, []))
     assert [(o.request_id, o.token_ids) for o in outputs] == [("a", []), ("b", [8])]
     assert outputs[1].logprobs == logprobs[1:]
-    engine.scheduler.check()
+    sim.check_scheduler(engine.scheduler)
 
 
 # --- the blocked head of the queue ----------------------------------------------------------------
@@ -277,7 +273,7 @@ def count_matches(engine: SimpleNamespace) -> list[str]:
     return found
 
 
-def test_a_head_that_does_not_fit_is_looked_up_once(sim: SimpleNamespace) -> None:
+def test_a_head_that_does_not_fit_is_looked_up_once() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=10, max_num_seqs=3, budget=40))
     for name in "ab":  # two blocks each, and four when they end
         engine.submit(sim.make_request(name, [ord(name)] * 7, max_tokens=9))
@@ -293,7 +289,7 @@ def test_a_head_that_does_not_fit_is_looked_up_once(sim: SimpleNamespace) -> Non
     assert set(outputs) == {"a", "b", "head", "tail"}
 
 
-def test_a_head_is_looked_up_again_when_more_of_it_is_cached(sim: SimpleNamespace) -> None:
+def test_a_head_is_looked_up_again_when_more_of_it_is_cached() -> None:
     """It then needs fewer blocks than it did: those of another sequence that begins alike."""
     engine = sim.FakeEngine(sim.Shape(num_blocks=9, max_num_seqs=2, budget=40))
     other = sim.make_request("a", [7] * 4, max_tokens=20)
@@ -312,7 +308,7 @@ def test_a_head_is_looked_up_again_when_more_of_it_is_cached(sim: SimpleNamespac
     engine.run()
 
 
-def test_a_head_behind_a_window_waits_for_free_blocks_alone(sim: SimpleNamespace) -> None:
+def test_a_head_behind_a_window_waits_for_free_blocks_alone() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=6, max_num_seqs=2, budget=40, window=9))
     engine.submit(sim.make_request("a", [7] * 16, max_tokens=9))
     engine.step()
@@ -322,7 +318,7 @@ def test_a_head_behind_a_window_waits_for_free_blocks_alone(sim: SimpleNamespace
     assert matches.count("head") <= 2
 
 
-def test_a_head_that_is_aborted_or_overtaken_keeps_nobody_out(sim: SimpleNamespace) -> None:
+def test_a_head_that_is_aborted_or_overtaken_keeps_nobody_out() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=10, max_num_seqs=3, budget=40))
     engine.submit(sim.make_request("a", [1] * 7, max_tokens=20))
     engine.step()
@@ -333,13 +329,13 @@ def test_a_head_that_is_aborted_or_overtaken_keeps_nobody_out(sim: SimpleNamespa
     assert "next" in [output.request_id for output in engine.step()]
 
 
-def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order(sim: SimpleNamespace) -> None:
+def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order() -> None:
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=1))
     names = [f"r{i}" for i in range(40)]
     for name in names:
         engine.submit(sim.make_request(name, [1], max_tokens=1))
     engine.scheduler.abort(names[::2])
-    engine.scheduler.check()
+    sim.check_scheduler(engine.scheduler)
     finished = [o.request_id for _ in range(30) for o in engine.step() if o.token_ids]
     assert finished == names[1::2]
 
@@ -362,7 +358,7 @@ def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order(sim: SimpleN
     ],
 )
 def test_a_request_that_cannot_be_served_ends_with_what_was_wanted(
-    sim: SimpleNamespace, prompt: list[int], max_tokens: int, error: str
+    prompt: list[int], max_tokens: int, error: str
 ) -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=3))
     engine.submit(sim.make_request("a", prompt, max_tokens=max_tokens))
@@ -371,15 +367,13 @@ def test_a_request_that_cannot_be_served_ends_with_what_was_wanted(
     assert not engine.scheduler.has_unfinished
 
 
-def test_the_largest_request_that_fits_the_pool_is_served(sim: SimpleNamespace) -> None:
+def test_the_largest_request_that_fits_the_pool_is_served() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=3))
     engine.submit(sim.make_request("a", [1] * 10, max_tokens=3))
     assert len(engine.run()["a"]) == 3
 
 
-def test_more_than_can_ever_run_are_refused(
-    sim: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_can_ever_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "MAX_UNFINISHED_TIMES", 3)
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=2))
     for i in range(8):
@@ -390,7 +384,7 @@ def test_more_than_can_ever_run_are_refused(
     assert errors["r6"] == wanted
 
 
-def test_a_request_that_could_not_be_read_ends_with_why(sim: SimpleNamespace) -> None:
+def test_a_request_that_could_not_be_read_ends_with_why() -> None:
     engine = sim.FakeEngine(sim.Shape())
     engine.scheduler.refuse("a", "frame: wanted Submit, found another")
     engine.submitted["a"] += 1
@@ -399,7 +393,7 @@ def test_a_request_that_could_not_be_read_ends_with_why(sim: SimpleNamespace) ->
     assert output.error == "frame: wanted Submit, found another"
 
 
-def test_an_unfinished_id_is_refused(sim: SimpleNamespace) -> None:
+def test_an_unfinished_id_is_refused() -> None:
     engine = sim.FakeEngine(sim.Shape())
     for _ in range(2):
         engine.submit(sim.make_request("a", [1]))
@@ -407,14 +401,6 @@ def test_an_unfinished_id_is_refused(sim: SimpleNamespace) -> None:
 
 
 def test_a_prefill_engine_needs_a_holder() -> None:
-    with pytest.raises(ValueError, match="holder and metadata: wanted both"):
-        Scheduler(
-            SchedulerConfig(),
-            max_model_len=8,
-            role=Role.PREFILL,
-            blocks=BlockManager(4, 4, True),
-            epoch=1,
-            holder=None,
-            metadata=None,
-            reader=None,
-        )
+    limits = RequestLimits(BlockManager(4, 4, True), 8, Role.PREFILL)
+    with pytest.raises(ValueError, match="handover: wanted one for role prefill"):
+        Scheduler(SchedulerConfig(), limits, epoch=1)

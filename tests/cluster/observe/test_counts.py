@@ -8,11 +8,11 @@ import pytest
 
 from cluster.actors.status_board import StatusBoard
 from cluster.engine.scheduler import SchedulerStats
+from cluster.group.context import RankPlace
 from cluster.observe import counts as counts_module
 from cluster.observe.counts import BUCKET, SUM, Counts, Histogram, Ledger
 from cluster.observe.metrics import METRICS, Described, MetricsSnapshot, rounded_bounds, samples
 from cluster.observe.reports import GroupReport, ReplicaReport
-from cluster.rank.context import RankPlace
 from cluster.rank.status import RankStats
 
 

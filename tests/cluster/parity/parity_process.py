@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import EngineConfig
-from cluster.rank.context import RankContext, RankPlace
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.rendezvous import LeaderEndpoints
 from cluster.rank.status import RankStats
 from cluster.wire.credentials import Credentials
 from compile.counters import counter

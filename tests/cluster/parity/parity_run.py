@@ -35,8 +35,8 @@ from parity_process import (
 from parity_rows import LOADS, Request, Row, Run
 
 from cluster.config import EngineConfig, Role
+from cluster.group.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.rank.leader import Leader
-from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous, introduce
 from cluster.wire.messages import EngineOutput, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter

@@ -118,7 +118,7 @@ def test_a_warm_engine_traces_compiles_and_builds_nothing(
 IN_A_FRESH_PROCESS = """
 import sys
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.rank.context import RankContext
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
 from compile.config import CompilationConfig
 from compile.counters import counter

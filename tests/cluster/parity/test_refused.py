@@ -10,7 +10,7 @@ import pytest
 from parity_rows import Request, Row
 from parity_run import RankProcesses, leading
 
-from cluster.rank.context import RankContext
+from cluster.group.context import RankContext
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import Submit
 from compile.errors import FieldError

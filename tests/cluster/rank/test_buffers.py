@@ -45,6 +45,7 @@ def test_buffers_of_one_staging_do_not_overlap(
 ) -> None:
     staging = Staging(torch.device("cpu"))
     buffers = [StaticBuffer(shape, dtype, staging) for shape, dtype in shapes]
+    staging.allocate()
     for value, buffer in enumerate(buffers):
         buffer.host[...] = value % 2
     staged = [buffer.stage(shape[0]) for buffer, (shape, _) in zip(buffers, shapes, strict=True)]

@@ -10,11 +10,11 @@ import torch
 from torch._inductor.exc import CppCompileError, InductorError
 
 from cluster.config import EngineConfig, Role, SchedulerConfig
-from cluster.engine.changeover import CannotCompile
+from cluster.engine.compile_handover import CannotCompile
+from cluster.group.context import RankContext
+from cluster.group.membership import GroupMembership
 from cluster.rank import compiling
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
-from cluster.rank.context import RankContext
-from cluster.rank.groups import GroupMembership
 from compile.config import AttentionGraphSupport, CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
 from compile.pieces.diagnose import GraphBreakError
@@ -105,7 +105,7 @@ def test_what_a_machine_lacks_for_triton_is_named(
 class PeersWithoutCompiler(GroupMembership):
     """A group in which another rank found no compiler."""
 
-    def minimum(self, name: str, value: int) -> int:
+    def all_reduce_min(self, name: str, value: int) -> int:
         assert name == "has_compiler"
         return 0
 

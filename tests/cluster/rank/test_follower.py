@@ -13,11 +13,11 @@ import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.divergence import StepDivergence
-from cluster.rank import groups
-from cluster.rank.context import RankContext, RankPlace
+from cluster.group import membership
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
-from cluster.rank.rendezvous import LeaderEndpoints
 from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import GenerateRequest, Sampling, Submit
 from compile.config import CompilationConfig
@@ -78,7 +78,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
 ) -> None:
     """It names rank, step and field; its leader is left waiting, for the owner to kill."""
     # Longer than a busy machine may hold a thread up: earlier collectives have this bound too.
-    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
     leader, follower = group_of_two(make_oracle("tied"))
 
     def alter_fourth(frame: StepFrame) -> StepFrame:
@@ -133,13 +133,13 @@ def test_graphs_are_let_go_of_before_their_group_ends(
 
     before = [num_graphs(rank) for rank in ranks]
     at_end: dict[int, int] = {}
-    real = groups.GroupMembership.close
+    real = membership.GroupMembership.close
 
-    def close(group: groups.GroupMembership) -> None:
+    def close(group: membership.GroupMembership) -> None:
         at_end[group.shard.rank] = num_graphs(ranks[group.shard.rank])
         real(group)
 
-    monkeypatch.setattr(groups.GroupMembership, "close", close)
+    monkeypatch.setattr(membership.GroupMembership, "close", close)
     following = threading.Thread(target=follower.run)
     following.start()
     end(leader)

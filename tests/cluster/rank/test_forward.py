@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
+from cluster.group.membership import GroupMembership
 from cluster.rank import forward
-from cluster.rank.context import RankContext
 from cluster.rank.free_memory import FreeMemory
-from cluster.rank.groups import GroupMembership
 from cluster.rank.leader import assemble_engine
-from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (
-    Admission,
     GenerateRequest,
     NewBlocks,
+    RowAdmission,
     Sampling,
     StepAgreement,
     StepKind,
@@ -40,7 +40,7 @@ from compile.context import (
     get_forward_context,
 )
 from compile.counters import counter
-from compile.dispatch import CapturedGraphs, decide
+from compile.dispatch import decide
 from compile.graphs.capture import is_in_capture_window
 from model.layers.attention import Attention, AttentionMetadata
 from model.parallel import Shard
@@ -185,7 +185,7 @@ class Votes:
     """The lockstep of one rank; keeps what it was told."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._alone = AloneLockstep(runner.forward.captured)
+        self._alone = AloneLockstep(runner.handover)
         self.cast: list[Vote] = []
 
     def agree(self, vote: Vote) -> StepAgreement:
@@ -194,9 +194,6 @@ class Votes:
 
     def confirm(self) -> None:
         self._alone.confirm()
-
-    def dispatch_over(self, captured: CapturedGraphs) -> None:
-        self._alone.dispatch_over(captured)
 
 
 @pytest.fixture
@@ -275,7 +272,7 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
     runner = make_runner(make_oracle("tied"), "FULL_DECODE_ONLY")
     keys = {BatchDescriptor(bs, bs, True): bs for bs in GRAPH_BS}
     assert dict(runner.forward.num_replays) == dict.fromkeys(keys, 0)
-    lockstep = AloneLockstep(runner.forward.captured)
+    lockstep = AloneLockstep(runner.handover)
     vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, False, 0, False)
     with torch.inference_mode():
         for num_seqs, query_len, num_replays in ((4, 1, 1), (2, 2, 1), (4, 1, 2)):
@@ -296,7 +293,9 @@ def plan_of(step: int, computed: int, new: int, output_index: list[int]) -> Step
         step=step,
         num_seqs=2,
         num_tokens=2 * new,
-        admitted=[Admission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first],
+        admitted=[
+            RowAdmission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first
+        ],
         new_blocks=[NewBlocks(row, 0, [1 + row]) for row in (0, 1) if is_first],
         rows=[0, 1],
         num_computed=[computed] * 2,
@@ -316,7 +315,7 @@ def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_
     drawn = []
     for mode, fields in (("NONE", {}), ("FULL_DECODE_ONLY", {"capture_logits": True})):
         runner = make_runner(make_oracle("tied"), mode, fields=fields)
-        lockstep, found = AloneLockstep(runner.forward.captured), list[list[int]]()
+        lockstep, found = AloneLockstep(runner.handover), list[list[int]]()
         for step, (computed, new, index) in enumerate([(0, 2, [-1, 0]), (2, 1, [-1, 1])]):
             plan = plan_of(step, computed, new, index)
             found.append(runner.execute(plan, lockstep.agree(plan.vote())).token_ids)

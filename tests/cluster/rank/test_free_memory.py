@@ -14,11 +14,11 @@ import torch
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.lockstep import agree
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank import forward, free_memory
-from cluster.rank.context import RankContext, RankPlace
 from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
-from cluster.rank.groups import GroupMembership
-from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import StepKind, StepPlan, Vote
@@ -69,7 +69,7 @@ def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
         mine = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
         assert group.shard.data is not None
         across = group.shard.data.all_reduce(torch.full((1,), 10.0**group.rank))
-        return group.rank, group.minimum("n", 10 - group.rank), float(mine), float(across)
+        return group.rank, group.all_reduce_min("n", 10 - group.rank), float(mine), float(across)
 
     assert run_ranks(2, 2, work) == [
         (0, 7, 11.0, 101.0),

@@ -16,14 +16,15 @@ import pytest
 import zmq
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, PeersSilent
 from cluster.engine.watchdog import Phase
-from cluster.rank import groups, lockstep
-from cluster.rank.context import RankContext, RankPlace
+from cluster.group import membership, peers
+from cluster.group.context import RankContext, RankPlace
+from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.step_stats import StepStats
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello, ToPeer
@@ -49,7 +50,6 @@ from cluster.wire.sockets import (
     pack,
 )
 from compile.config import CompilationConfig
-from compile.dispatch import CapturedGraphs
 from examples.bench.fault_injection import Action, Fault, Place, arm
 
 HOST, EPOCH = "127.0.0.1", 2
@@ -61,7 +61,7 @@ def vote(step: int, rank: int) -> Vote:
 
 
 def machine_of(rank: int, size: int = 2) -> LockstepMachine:
-    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, captured=CapturedGraphs())
+    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, handover=CompileHandover())
 
 
 class ScriptedChannel:
@@ -156,7 +156,7 @@ def test_a_leader_of_another_group_is_refused_by_name(
 
 
 def test_a_leader_that_does_not_vote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep, "SILENCE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 0.2)
     for first, *_ in join_all(3):
         with pytest.raises(PeersSilent, match=r"^rank dp=1 tp=0 epoch=2, rank dp=2 .* step 1: "):
             first.agree(vote(1, 0))
@@ -216,8 +216,8 @@ class Pair:
 @pytest.fixture
 def pair(make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Who does not notice itself that its peer has stopped ends soon.
-    monkeypatch.setattr(lockstep, "SILENCE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(groups, "END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(peers, "SILENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(membership, "END_TIMEOUT_S", 0.05)
     config = EngineConfig(
         model_path=str(make_oracle("tied").path),
         max_model_len=128,

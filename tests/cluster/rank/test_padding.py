@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.rank.inputs import StepInputs
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
 
 BLOCK_SIZE = 4
 ROWS, TOKENS, COLUMNS = 6, 32, 5
@@ -14,14 +15,9 @@ ROWS, TOKENS, COLUMNS = 6, 32, 5
 
 @pytest.fixture
 def inputs() -> StepInputs:
-    return StepInputs(
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=TOKENS,
-        max_blocks_per_seq=COLUMNS,
-        block_size=BLOCK_SIZE,
-        vocab_size=64,
-        device=torch.device("cpu"),
-    )
+    cache, limits = CacheConfig(block_size=BLOCK_SIZE), SchedulerConfig(ROWS, TOKENS)
+    config = EngineConfig("model", COLUMNS * BLOCK_SIZE, cache=cache, scheduler=limits)
+    return StepInputs(config, 64, torch.device("cpu"))
 
 
 def decode_plan(rows: list[int], computed: int, *, admit: bool = False) -> StepPlan:
@@ -32,7 +28,7 @@ def decode_plan(rows: list[int], computed: int, *, admit: bool = False) -> StepP
         step=computed,
         num_seqs=len(rows),
         num_tokens=len(rows),
-        admitted=[Admission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if admit],
+        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if admit],
         new_blocks=[NewBlocks(r, 0, b) for r, b in zip(rows, blocks, strict=True) if admit],
         rows=rows,
         num_computed=[computed] * len(rows),

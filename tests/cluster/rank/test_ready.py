@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group.context import RankContext
 from cluster.rank import free_memory
-from cluster.rank.context import RankContext
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
-from cluster.rank.lockstep import AloneLockstep
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import StepKind, Vote
 from compile.config import CompilationConfig
@@ -61,7 +61,7 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
     monkeypatch.setattr(free_memory, "free_memory_bytes", lambda device: MARGIN_BYTES + 2 * needed)
     runner = make_runner(oracle)
     assert runner.forward.captured.batch_sizes == (1, 2)
-    agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=3))
+    agreed = AloneLockstep(runner.handover).agree(vote(num_seqs=3))
     assert (agreed.mode, agreed.batch.num_seqs) == (0, 3)
 
 
@@ -76,7 +76,7 @@ def test_a_rank_that_is_ready_captures_nothing_more(
 ) -> None:
     """Even if it is told to replay what no rank has captured."""
     runner = make_runner(make_oracle("tied"), sealed)
-    agreed = AloneLockstep(runner.forward.captured).agree(vote(num_seqs=4))
+    agreed = AloneLockstep(runner.handover).agree(vote(num_seqs=4))
     agreed = msgspec.structs.replace(agreed, batch=BatchDescriptor(3, 3, True))
     batch = runner.inputs.dummy(3, 3)
     with torch.inference_mode():

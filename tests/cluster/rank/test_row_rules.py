@@ -15,10 +15,10 @@ from cluster.engine.sequence import Sequence
 from cluster.rank.buffers import Staging
 from cluster.rank.row_rules import RowRulesTables
 from cluster.wire.messages import (
-    Admission,
     GenerateRequest,
     Inbound,
     LogitRules,
+    RowAdmission,
     RowRules,
     Sampling,
     Submit,
@@ -36,13 +36,20 @@ def rules(allowed: list[int], vocab_size: int) -> LogitRules:
     return LogitRules(0.0, 0.0, 1.0, (), (), mask, 0)
 
 
-def admission(row: int, found: LogitRules) -> Admission:
-    return Admission(row, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(found, (), 5, []))
+def tables_of(rows: int, tokens: int, vocab_size: int) -> RowRulesTables:
+    staging = Staging(torch.device("cpu"))
+    tables = RowRulesTables(rows, tokens, vocab_size, staging)
+    staging.allocate()
+    return tables
+
+
+def admission(row: int, found: LogitRules) -> RowAdmission:
+    return RowAdmission(row, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(found, (), 5, []))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 64, 509])
 def test_no_other_token_is_left(vocab_size: int) -> None:
-    tables = RowRulesTables(2, 8, vocab_size, Staging(torch.device("cpu")))
+    tables = tables_of(2, 8, vocab_size)
     for allowed in ([0], [vocab_size - 1], [vocab_size // 2], list(range(0, vocab_size, 3))):
         tables.admit(admission(1, rules(allowed, vocab_size)))
         found = tables.adjustments(np.array([0, 1]), np.array([0, 0]))
@@ -52,7 +59,7 @@ def test_no_other_token_is_left(vocab_size: int) -> None:
 
 
 def test_a_bias_counts_among_what_is_allowed() -> None:
-    tables = RowRulesTables(1, 8, 16, Staging(torch.device("cpu")))
+    tables = tables_of(1, 8, 16)
     mask = (1 << 3 | 1 << 9).to_bytes(2, "little")
     tables.admit(admission(0, LogitRules(0.0, 0.0, 1.0, (3, 5), (2.0, 4.0), mask, 0)))
     found = tables.adjustments(np.array([0]), np.array([0]))
@@ -69,15 +76,15 @@ def test_the_most_that_may_be_asked_for_holds_a_step_up_for_milliseconds() -> No
     request = GenerateRequest("r", [151_000] * 4096, [], sampling, "tcp://10.0.0.1:9", b"")
     frame = encode(Submit(request, None))
     blocks = BlockManager(1000, 16, enable_prefix_caching=True)
-    limits = RequestLimits(blocks, 8192, Role.MIXED, None, VOCAB, False, None)
-    tables = RowRulesTables(4, 64, VOCAB, Staging(torch.device("cpu")))
+    limits = RequestLimits(blocks, 8192, Role.MIXED, VOCAB)
+    tables = tables_of(4, 64, VOCAB)
     tables.admit(admission(3, asked))  # the first row makes the tables
     took: list[float] = []
     for _ in range(15):
         began = time.thread_time()
         submit: Submit = decode(frame, Inbound)
         assert limits.find_error(Sequence(submit.request, max_model_len=8192)) == ""
-        tables.admit(Admission(0, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(asked, stops, 4096, [])))
+        tables.admit(RowAdmission(0, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(asked, stops, 4096, [])))
         took.append(time.thread_time() - began)
     print(f"{min(took) * 1e3:.2f} ms")
     assert min(took) < 0.005

@@ -5,24 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.wire.messages import Admission, NewBlocks, StepPlan
+from cluster.wire.messages import LogitRules, NewBlocks, RowAdmission, RowRules, StepPlan
 
 
 @pytest.fixture
 def inputs() -> StepInputs:
-    return StepInputs(
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        max_blocks_per_seq=4,
-        block_size=4,
-        vocab_size=64,
-        device=torch.device("cpu"),
-    )
+    cache, limits = CacheConfig(block_size=4), SchedulerConfig(4, 16)
+    config = EngineConfig("model", 16, cache=cache, scheduler=limits)
+    return StepInputs(config, 64, torch.device("cpu"))
 
 
 def plan(
-    rows: list[int], output_index: list[int], admitted: tuple[Admission, ...] = ()
+    rows: list[int], output_index: list[int], admitted: tuple[RowAdmission, ...] = ()
 ) -> StepPlan:
     """Each row decodes one token; a sequence with output index -1 samples none."""
     return StepPlan(
@@ -42,8 +38,10 @@ def plan(
     )
 
 
-def admission(row: int, temperature: float, num_logprobs: int = -1) -> Admission:
-    return Admission(row, temperature, 7 * row, 0.5, 0.25, 11 + row, num_logprobs, None)
+def admission(
+    row: int, temperature: float, num_logprobs: int = -1, rules: RowRules | None = None
+) -> RowAdmission:
+    return RowAdmission(row, temperature, 7 * row, 0.5, 0.25, 11 + row, num_logprobs, rules)
 
 
 def temperatures(batch: StepBatch) -> list[float]:
@@ -69,14 +67,26 @@ def test_steps_of_the_same_sequences_differ_in_what_is_drawn_alone(inputs: StepI
     assert second.temperature.tolist() == [1.0, 2.0] and second.top_k.tolist() == [0, 7]
 
 
+def test_rules_are_followed_as_long_as_a_row_has_some(inputs: StepInputs) -> None:
+    rules = RowRules(LogitRules(1.0, 0.0, 1.0, (3,), (2.0,), b"", 0), (), 1, [5])
+    first = (admission(0, 1.0), admission(1, 1.0, rules=rules))
+    found = inputs.build(plan([0, 1], [0, 0], first)).sampling.adjustments
+    assert found is not None and found.bias is not None and found.penalties is not None
+    assert found.bias[1, 3] == 2.0
+    assert inputs.build(plan([0, 1], [1, 0], (admission(1, 1.0),))).sampling.adjustments is None
+
+
 def test_other_rows_between_two_steps_leave_nothing_behind(inputs: StepInputs) -> None:
     rows = (admission(0, 1.0), admission(1, 2.0), admission(2, 3.0))
     assert temperatures(inputs.build(plan([0, 1], [0, 0], rows))) == [1.0, 2.0]
     assert temperatures(inputs.build(plan([2, 1], [0, 1]))) == [3.0, 2.0]
     assert temperatures(inputs.build(plan([0, 1], [1, 2]))) == [1.0, 2.0]
     # A step that samples only the second of them, and one that samples none.
-    assert temperatures(inputs.build(plan([0, 1], [-1, 3]))) == [2.0]
-    assert temperatures(inputs.build(plan([0, 1], [-1, -1]))) == []
+    batch = inputs.build(plan([0, 1], [-1, 3]))
+    assert temperatures(batch) == [2.0]
+    assert (batch.logits_index.tolist(), batch.sampled_rows.tolist()) == ([1], [1])
+    batch = inputs.build(plan([0, 1], [-1, -1]))
+    assert temperatures(batch) == [] and batch.logits_index.numel() == 0
     inputs.dummy(4, 4)
     assert temperatures(inputs.build(plan([0, 1], [-1, 4]))) == [2.0]
     assert temperatures(inputs.build(plan([0, 1], [2, 5]))) == [1.0, 2.0]

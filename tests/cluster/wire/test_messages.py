@@ -36,7 +36,7 @@ UNIONS = {
     "Inbound": messages.Inbound,
     "KVCall": messages.KVCall,
     "ToFollower": group_messages.ToFollower,
-    "FromFollower": group_messages.FromFollower,
+    "FollowerReport": group_messages.FollowerReport,
     "ToPeer": group_messages.ToPeer,
 }
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.rank import grammar_masks
+from cluster.grammar import masks as grammar_masks
 from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
 from compile.errors import FieldError
 from serve.llm import LLM, GenerationError, RequestOutput, SamplingParams, StructuredOutputsParams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import zmq
 from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder, KVReadResult
 from cluster.kv.transport import puller as puller_module
-from cluster.kv.transport.proofs import CallIds, Doorkeeper, KVProofs, PlainHandshake
+from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, ZapAuthenticator
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.wire.credentials import Credentials
@@ -113,18 +114,16 @@ def test_a_call_that_was_altered_changes_nothing(reader: Reader) -> None:
     assert reader.answer() == KVAnswer(ticket, "KVRelease", True)
 
 
-def test_a_call_under_another_secret_changes_nothing(reader: Reader) -> None:
-    ticket = reader.server.hold("r", [4], [7])
-    reader.send(reader.parts(KVRelease(ticket, 1), OTHERS))
-    assert reader.answer(300) is None
-    assert reader.server.num_held == 1
-
-
-def test_a_call_to_another_process_changes_nothing(reader: Reader) -> None:
+@pytest.mark.parametrize(
+    ("credentials", "nonce"), [(OTHERS, ""), (OURS, "0123456789abcdef")], ids=["secret", "process"]
+)
+def test_a_call_under_another_secret_or_to_another_process_changes_nothing(
+    reader: Reader, credentials: Credentials, nonce: str
+) -> None:
     """Whoever has a dead holder's port by now may get its readers' calls; the numbers are ours."""
-    ticket = reader.server.hold("r", [4], [7])
-    other = RankProcess(reader.server.process.epoch, "0123456789abcdef")
-    reader.send(reader.parts(KVRelease(ticket, 1), process=other))
+    ticket, mine = reader.server.hold("r", [4], [7]), reader.server.process
+    process = RankProcess(mine.epoch, nonce or mine.nonce)
+    reader.send(reader.parts(KVRelease(ticket, 1), credentials, process))
     assert reader.answer(300) is None
     assert reader.server.num_held == 1
 
@@ -228,7 +227,7 @@ class Holder:
     def __init__(self, context: Context, script: Callable[[Holder, list[bytes]], None]) -> None:
         self.process = RankProcess(1, "holder")
         password = KVProofs(OURS).password(encode(self.process))
-        self._door = Doorkeeper(context, password)
+        self._door = ZapAuthenticator(context, password)
         self.socket = listening_socket(
             context, zmq.ROUTER, PlainHandshake(password), max_waiting=1000
         )
@@ -266,6 +265,18 @@ class Holder:
                 self._script(self, self.socket.recv_multipart())
         self.socket.close(linger=0)
         self._door.close()
+
+
+@contextlib.contextmanager
+def holding(script: Callable[[Holder, list[bytes]], None]) -> Iterator[Holder]:
+    """Run a holder in a context of its own, which has one authenticator."""
+    context: Context = zmq.Context()
+    holder = Holder(context, script)
+    try:
+        yield holder
+    finally:
+        holder.close()
+        end_context(context, "holder", linger=0)
 
 
 BLOCK = b"k" * BLOCK_BYTES
@@ -371,9 +382,7 @@ def target(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target
 def test_an_answer_that_cannot_be_right_ends_the_read_and_not_the_rank(
     target: Target, script: Callable[[Holder, list[bytes]], None], error: str
 ) -> None:
-    contexts: list[Context] = [zmq.Context(), zmq.Context()]
-    bad, good = Holder(contexts[0], script), Holder(contexts[1], honest)
-    try:
+    with holding(script) as bad, holding(honest) as good:
         result = target.read(bad, answer_timeout_s=0.5)
         assert not result.ok
         with pytest.raises(AssertionError, match=error):
@@ -381,10 +390,6 @@ def test_an_answer_that_cannot_be_right_ends_the_read_and_not_the_rank(
         assert not target.pool.any()
         assert target.read(good) == KVReadResult("r", ok=True, error="")
         assert bytes(target.pool[3].numpy()) == BLOCK
-    finally:
-        for holder, context in zip((bad, good), contexts, strict=True):
-            holder.close()
-            end_context(context, "holder", linger=0)
 
 
 def test_an_answer_is_good_for_one_call(target: Target) -> None:
@@ -400,39 +405,27 @@ def test_an_answer_is_good_for_one_call(target: Target) -> None:
         recorded.append(parts)
         honest(holder, parts)
 
-    context: Context = zmq.Context()
-    holder = Holder(context, replaying)
-    try:
+    with holding(replaying) as holder:
         assert target.read(holder).ok
         target.pool.zero_()
         result = target.read(holder, ticket=2, answer_timeout_s=0.5)
         assert not result.ok and "no answer" in result.error
         assert not target.pool.any()
-    finally:
-        holder.close()
-        end_context(context, "holder", linger=0)
 
 
 def test_a_ticket_with_no_address_ends_its_read_alone(target: Target) -> None:
-    context: Context = zmq.Context()
-    holder = Holder(context, honest)
-    try:
+    with holding(honest) as holder:
         address, holder.address = holder.address, ""
         result = target.read(holder)
         assert not result.ok and "wanted an address to connect to" in result.error
         holder.address = address
         assert target.read(holder).ok
-    finally:
-        holder.close()
-        end_context(context, "holder", linger=0)
 
 
 def test_two_requests_with_one_ticket_end_one_of_them(target: Target) -> None:
-    context: Context = zmq.Context()
-    holder = Holder(context, honest)
-    source = KVSource(0, "elsewhere", 0, -1, holder.address, holder.process)
-    handoff = KVHandoff(1, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
-    try:
+    with holding(honest) as holder:
+        source = KVSource(0, "elsewhere", 0, -1, holder.address, holder.process)
+        handoff = KVHandoff(1, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
         for name in ("first", "second"):
             target.puller.expect(name, handoff)
         for name in ("second", "first"):
@@ -444,29 +437,21 @@ def test_two_requests_with_one_ticket_end_one_of_them(target: Target) -> None:
             time.sleep(0.002)
         assert results["first"].ok
         assert results["second"].error == "kv ticket: wanted one for one request, found 1 for two"
-    finally:
-        holder.close()
-        end_context(context, "holder", linger=0)
 
 
 def test_holders_that_are_made_up_take_no_more_than_their_sockets(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context has 1,023 sockets, and a rank whose thread lacks one ends."""
-    monkeypatch.setattr(puller_module, "MAX_LINES", 5)
+    monkeypatch.setattr(puller_module, "MAX_CONNECTIONS", 5)
     transport = target.puller._transport
     for i in range(40):
         source = KVSource(0, "elsewhere", 0, -1, f"tcp://{HOST}:{40_000 + i}", RankProcess(i, ""))
         handoff = KVHandoff(1, f"r{i}", [source], [4], [7], 4, BLOCK_BYTES, "kv", 0.03)
         target.puller.expect(f"r{i}", handoff)
     time.sleep(0.2)  # each was to be renewed a few times
-    assert 0 < len(transport._lines) <= 5
+    assert 0 < len(transport._connections) <= 5
     for i in range(40):
         target.puller.cancel(f"r{i}")
-    context: Context = zmq.Context()
-    holder = Holder(context, honest)
-    try:
+    with holding(honest) as holder:
         assert target.read(holder).ok
-    finally:
-        holder.close()
-        end_context(context, "holder", linger=0)

@@ -20,12 +20,13 @@ import zmq
 from cluster.kv import reads as kv_reads
 from cluster.kv.handoff import KVHolder, KVReadResult
 from cluster.kv.transport import puller as puller_module
-from cluster.kv.transport.memory import SharedMemory, node_id
+from cluster.kv.transport.memory import SharedMemory
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import KVThreadDied
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import KVHandoff, KVRenew, KVSource
+from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import end_context
 from model.kv_cache import KVCacheSpec

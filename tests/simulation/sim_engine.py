@@ -1,9 +1,7 @@
-"""Fakes around the scheduler: a rank whose cache holds tokens, a reader, a router with weather.
+"""One engine, or two: the real scheduler over a rank whose cache holds tokens, checked each step.
 
-The fake model draws each token from what it reads back out of its paged cache, and every cell names
-its whole context. A block that is shared wrongly, freed too early or believed too soon therefore
-shows as an assertion or as another text than `continuation` gives. With a sliding window it reads
-only what is inside, and an entry of the block table that it reads or writes is never scratch.
+Around it a reader, a router and the weather, without processes or links: what the tests of the
+engine room drive (`tests/cluster/engine`).
 """
 
 from __future__ import annotations
@@ -12,13 +10,17 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from typing import Any
 
-import pytest
+import sim_model
 from hypothesis import strategies as st
+from sim_check import check_scheduler
+from sim_model import PagedModel
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.kv_handover import KVHandover
+from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
@@ -39,34 +41,10 @@ VOCAB = 11
 STOP = 0
 MAX_MODEL_LEN = 40
 
-Cell = tuple[int, int]
-"""A token and the hash of its whole context: what a KV entry depends on."""
 
-
-def extend(context: int, token: int) -> int:
-    """Return the hash of a context with one more token."""
-    return hash((context, token))
-
-
-def draw(seed: int, output_index: int, context: int) -> int:
-    """Return the token that the fake model draws."""
-    return hash((seed, output_index, context)) % VOCAB
-
-
-def continuation(request: GenerateRequest, max_model_len: int = MAX_MODEL_LEN) -> list[int]:
-    """Return all output tokens of a request, without any cache."""
-    tokens, output = list(request.prompt_token_ids), list[int]()
-    context = 0
-    for token in tokens:
-        context = extend(context, token)
-    while len(output) < request.sampling.max_tokens and len(tokens) < max_model_len:
-        token = draw(request.sampling.seed, len(output), context)
-        tokens.append(token)
-        output.append(token)
-        context = extend(context, token)
-        if token in request.sampling.stop_token_ids:
-            break
-    return output
+def continuation(request: GenerateRequest) -> list[int]:
+    """Return all output tokens of a request: the oracle."""
+    return sim_model.continuation(request, VOCAB, MAX_MODEL_LEN)
 
 
 def make_request(
@@ -100,67 +78,6 @@ class Shape:
     """Above 1: the fake model reads its context from the token before."""
 
 
-class Rank:
-    """A rank's row state and paged cache, and a model that reads its context out of it."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.block_size = shape.block_size
-        self.window = shape.window
-        self.tables: list[list[int]] = [[] for _ in range(shape.max_num_seqs)]
-        self.seeds = [0] * shape.max_num_seqs
-        self.last_tokens = [-1] * shape.max_num_seqs
-        blocks = range(shape.num_blocks + 1)
-        self.cache: list[list[Cell | None]] = [[None] * shape.block_size for _ in blocks]
-
-    def launch(self, plan: StepPlan) -> Callable[[], SampledTokens]:
-        """Apply a plan to the rows; return what runs it, as late as one likes."""
-        for admission in plan.admitted:
-            self.seeds[admission.row] = admission.seed
-        for new in plan.new_blocks:
-            table = self.tables[new.row]
-            assert new.start in (0, len(table)), "a block table grows at its end or starts anew"
-            table[new.start :] = new.block_ids
-        tables = [self.tables[row].copy() for row in plan.rows]
-        seeds = [self.seeds[row] for row in plan.rows]
-        return lambda: self._run(plan, tables, seeds)
-
-    def _run(self, plan: StepPlan, tables: list[list[int]], seeds: list[int]) -> SampledTokens:
-        """Run a plan: all contexts are read before anything is written."""
-        pairs = zip(tables, plan.num_computed, strict=True)
-        contexts = [self.context(table, computed) for table, computed in pairs]
-        tokens, drawn = iter(plan.token_ids), []
-        for i, row in enumerate(plan.rows):
-            context = contexts[i]
-            for position in range(plan.num_computed[i], plan.num_computed[i] + plan.num_new[i]):
-                token = next(tokens)
-                if token == PENDING:
-                    token = self.last_tokens[row]
-                assert token >= 0, "nothing was drawn in this row"
-                context = extend(context, token)
-                block = tables[i][position // self.block_size]
-                assert block != SCRATCH, "a token's KV was written to the scratch block"
-                self.cache[block][position % self.block_size] = (token, context)
-            if plan.output_index[i] >= 0:
-                self.last_tokens[row] = draw(seeds[i], plan.output_index[i], context)
-                drawn.append(self.last_tokens[row])
-        return SampledTokens(drawn, [], [])
-
-    def context(self, table: list[int], num_computed: int) -> int:
-        """Return the hash of a row's computed tokens, as read back out of the cache."""
-        context: int | None = 0
-        start = 0 if self.window is None else max(0, num_computed - self.window + 1)
-        for position in range(start, num_computed):
-            block = table[position // self.block_size]
-            assert block != SCRATCH, "a token inside the window was read from the scratch block"
-            cell = self.cache[block][position % self.block_size]
-            assert cell is not None, f"block {block} was read before it was written"
-            # What lies before the window is known from its first cell alone; a wrong one shows
-            # as another text than the oracle's.
-            context = cell[1] if position == start > 0 else extend(context, cell[0])
-            assert context == cell[1], f"block {block} holds another context's KV"
-        return context
-
-
 class FakeEngine:
     """A scheduler and its rank, checked at every step.
 
@@ -173,22 +90,28 @@ class FakeEngine:
         shape: Shape,
         role: Role = Role.MIXED,
         is_overlapped: bool = False,
-        **seams: object,
+        *,
+        holder: KVHolder | None = None,
+        metadata: HandoffMetadata | None = None,
+        reader: FakeReader | None = None,
+        grammars: Any = None,
     ) -> None:
         self.shape = shape
         self.is_overlapped = is_overlapped
-        self.in_flight: tuple[StepPlan, Callable[[], SampledTokens]] | None = None
+        self.in_flight: tuple[StepPlan, Callable[[], list[int]]] | None = None
         self.role = role
-        self.rank = Rank(shape)
+        self.model = PagedModel(
+            shape.num_blocks, shape.block_size, shape.max_num_seqs, VOCAB, shape.window
+        )
         self.blocks = BlockManager(shape.num_blocks, shape.block_size, shape.caching, shape.window)
-        arguments: dict[str, object] = {"holder": None, "metadata": None, "reader": None, **seams}
         self.scheduler = Scheduler(
             SchedulerConfig(shape.max_num_seqs, shape.budget),
-            max_model_len=MAX_MODEL_LEN,
-            role=role,
-            blocks=self.blocks,
+            RequestLimits(self.blocks, MAX_MODEL_LEN, role),
             epoch=1,
-            **arguments,  # type: ignore[arg-type]
+            handover=KVHandover(self.blocks, metadata, holder=holder, reader=reader)
+            if metadata is not None
+            else None,
+            grammars=grammars,
         )
         self.num_steps = 0
         self.prompt_tokens_computed = 0
@@ -207,7 +130,7 @@ class FakeEngine:
         If overlapped, the outputs are those of the step before, as from `OverlappedEngine`.
         """
         outputs = self._step()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self._check_outputs(outputs)
         num_computed = self.scheduler.stats().prompt_tokens_computed
         if self.in_flight is None:
@@ -223,10 +146,10 @@ class FakeEngine:
         if self.role is not Role.DECODE and plan.admitted:
             assert self.scheduler.stats().num_preemptions == num_preemptions
         self.plans.append(plan)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         if not plan.rows and self.num_steps % 2 == 0:
             return self._retire()  # nobody has work: the plan reaches no rank
-        launched = plan, self.rank.launch(plan)
+        launched = plan, self.model.launch(plan)
         self._check_plan(plan)
         if not self.is_overlapped:
             self.in_flight = launched
@@ -239,7 +162,7 @@ class FakeEngine:
         if self.in_flight is None:
             return self.scheduler.take_outputs()
         (plan, run), self.in_flight = self.in_flight, None
-        return self.scheduler.update(plan, run())
+        return self.scheduler.update(plan, SampledTokens(run(), [], []))
 
     def run(self, max_steps: int = 200) -> dict[str, list[EngineOutput]]:
         """Step until nothing is left; return each request's outputs."""
@@ -275,7 +198,7 @@ class FakeEngine:
         num_known = seq.num_tokens + seq.num_pending_tokens - (plan.output_index[i] >= 0)
         wanted = seq.token_ids[computed:end] or [PENDING]
         assert tokens == wanted, "the plan's tokens are not the sequence's"
-        table = self.rank.tables[plan.rows[i]]
+        table = self.model.tables[plan.rows[i]]
         assert len(table) == len(seq.block_table) == -(-end // self.shape.block_size)
         # Ranks are not told of blocks that a window has passed: they read none of them.
         pairs = zip(table, seq.block_table, strict=True)
@@ -390,12 +313,12 @@ class FakeReader:
             found = self.source.blocks.generations[block]
             assert found == handoff.generations[index], "a held block was handed out again"
             assert self.holder.covers(handoff.ticket, [block], [found])
-        self.target.rank.cache[dst] = list(self.source.rank.cache[block])
+        self.target.model.blocks[dst] = list(self.source.model.blocks[block])
         read.num_read += 1
 
     def _write_garbage(self, read: _Read) -> None:
         for _, dst in read.copies:
-            self.target.rank.cache[dst] = [(-1, -1)] * self.target.shape.block_size
+            self.target.model.blocks[dst] = [(-1, -1)] * self.target.shape.block_size
 
     def _release(self, request_id: str, read: _Read, now: float) -> None:
         failed = read.is_cancelled or self.weather.happens(self.weather.p_fail, now)
@@ -581,31 +504,3 @@ WINDOWS = [None, None, 2, 3, 4, 5, 8, 13, 39]
 def longest_len(request: GenerateRequest) -> int:
     """Return a bound on the tokens of a request."""
     return min(MAX_MODEL_LEN, len(request.prompt_token_ids) + request.sampling.max_tokens)
-
-
-class Sim(SimpleNamespace):
-    """The fakes, by name: test modules cannot import each other."""
-
-    def __repr__(self) -> str:
-        return "sim"
-
-
-@pytest.fixture(scope="session")
-def sim() -> Sim:
-    """The fakes of this folder."""
-    return Sim(
-        Arrival=Arrival,
-        FakeEngine=FakeEngine,
-        FakeReader=FakeReader,
-        Pair=Pair,
-        Router=Router,
-        Shape=Shape,
-        Weather=Weather,
-        WINDOWS=WINDOWS,
-        arrivals=arrivals,
-        continuation=continuation,
-        longest_len=longest_len,
-        make_request=make_request,
-        shapes=shapes,
-        max_model_len=MAX_MODEL_LEN,
-    )

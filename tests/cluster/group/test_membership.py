@@ -15,11 +15,11 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from cluster.config import EngineConfig, ParallelConfig
-from cluster.rank import groups
-from cluster.rank.context import RankContext
-from cluster.rank.groups import GroupMembership
-from cluster.rank.links import LinkAddress
-from cluster.rank.rendezvous import LeaderEndpoints, Rendezvous
+from cluster.group import membership
+from cluster.group.context import RankContext
+from cluster.group.links import LinkAddress
+from cluster.group.membership import GroupMembership
+from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION, FrameError
@@ -59,7 +59,7 @@ def run_ranks(
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(run, range(size)))
     finally:
-        for end in endpoints.channel.links:
+        for end in endpoints.channel.links if endpoints.channel is not None else ():
             end.close()
         end_context(endpoints.sockets, "test")
 
@@ -68,7 +68,7 @@ def test_ranks_sum_and_agree_on_the_smallest_number() -> None:
     def work(group: GroupMembership) -> tuple[int, list[float], int]:
         rank = group.shard.rank
         total = group.shard.all_reduce(torch.full((2,), rank + 1.0))
-        return rank, total.tolist(), group.minimum("num_blocks", 100 - rank)
+        return rank, total.tolist(), group.all_reduce_min("num_blocks", 100 - rank)
 
     assert run_ranks(3, work) == [(rank, [6.0, 6.0], 98) for rank in range(3)]
 
@@ -106,7 +106,7 @@ def test_ranks_of_one_node_meet_where_no_other_node_reaches() -> None:
 def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
     hello: LeaderHello, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 1.0)  # the leader joins in vain
+    monkeypatch.setattr(membership, "LOAD_TIMEOUT_S", 1.0)  # the leader joins in vain
     listener = socket.create_server((HOST, 0))
     where = Rendezvous(HOST, listener.getsockname()[1], "n", (LinkAddress("", "", ""),))
     ours = where.hello(CREDENTIALS, 0)
@@ -120,7 +120,7 @@ def test_a_rank_at_the_store_of_another_group_is_told_so_by_name(
 
 
 def test_a_rank_may_start_later_than_a_collective_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
     join = GroupMembership.join
 
     def late(where: Rendezvous, rank: int, *arguments: Any, **named: Any) -> GroupMembership:
@@ -135,8 +135,8 @@ def test_a_rank_may_start_later_than_a_collective_waits(monkeypatch: pytest.Monk
 def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(group: GroupMembership) -> None:
         if group.rank == 0:
-            monkeypatch.setattr(groups, "LOAD_TIMEOUT_S", 0.3)  # both have joined
-            group.minimum("num_blocks", 1)
+            monkeypatch.setattr(membership, "LOAD_TIMEOUT_S", 0.3)  # both have joined
+            group.all_reduce_min("num_blocks", 1)
 
     wanted = r"num_blocks: wanted all 2 ranks in 0\.3 s, found none of \[1\]"
     with pytest.raises(TimeoutError, match=wanted):
@@ -144,11 +144,11 @@ def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.Mo
 
 
 def test_one_rank_is_a_group_that_waits_for_nobody() -> None:
-    assert run_ranks(1, lambda group: (group.shard.size, group.minimum("n", 7))) == [(1, 7)]
+    assert run_ranks(1, lambda group: (group.shard.size, group.all_reduce_min("n", 7))) == [(1, 7)]
 
 
 def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "COLLECTIVE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
     has_ended = threading.Event()
 
     def work(group: GroupMembership) -> float:
@@ -187,14 +187,14 @@ def test_nccl_waits_no_longer_than_gloo(monkeypatch: pytest.MonkeyPatch) -> None
         return group.shard.all_reduce(torch.ones(1)).tolist()
 
     assert run_ranks(2, work, device="cuda") == [[2.0], [2.0]]
-    assert StandInNCCL.timeouts == [timedelta(seconds=groups.COLLECTIVE_TIMEOUT_S)] * 2
-    assert groups.COLLECTIVE_TIMEOUT_S <= 60
+    assert StandInNCCL.timeouts == [timedelta(seconds=membership.COLLECTIVE_TIMEOUT_S)] * 2
+    assert membership.COLLECTIVE_TIMEOUT_S <= 60
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(groups, "END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(membership, "END_TIMEOUT_S", 0.2)
 
     def work(group: GroupMembership) -> None:
         if group.shard.rank == 1:

@@ -10,18 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster import grammars
-from cluster.engine.grammars import CompileResult
-from cluster.grammars import (
-    CompiledGrammar,
-    MaskFiller,
-    Masks,
-    Matcher,
-    Vocabulary,
-    of_grammar,
-    of_regex,
-)
-from cluster.rank.grammar_masks import GrammarMasks
+from cluster.grammar import masks as grammar_masks
+from cluster.grammar.compile import Vocabulary, of_grammar, of_regex
+from cluster.grammar.masks import GrammarMasks, MaskFiller
+from cluster.grammar.matcher import CompiledGrammar, CompileResult, MaskedRow, Masks, Matcher
 from cluster.wire.messages import Grammar
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "examples" / "tiny" / "tokenizer.json"
@@ -96,17 +88,16 @@ def bits(mask: np.ndarray) -> set[int]:  # type: ignore[type-arg]
 
 
 def fill(filler: MaskFiller, matchers: list[Matcher], token: dict[Matcher, list[int]]) -> Masks:
-    return filler.fill(
-        len(matchers), [(i, matcher, token.get(matcher, [])) for i, matcher in enumerate(matchers)]
-    )
+    rows = [MaskedRow(i, matcher, token.get(matcher, [])) for i, matcher in enumerate(matchers)]
+    return filler.fill(len(matchers), rows)
 
 
 @pytest.mark.feature("R09")
 def test_masks_that_take_long_end_their_own_sequences_and_no_others(
     masks: GrammarMasks, vocabulary: SlowVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "SLOW_FILL_S", 0.0)
-    monkeypatch.setattr(grammars, "MAX_COSTLY_S", 0.02)
+    monkeypatch.setattr(grammar_masks, "SLOW_FILL_S", 0.0)
+    monkeypatch.setattr(grammar_masks, "MAX_COSTLY_S", 0.02)
     vocabulary.may_compile.set()
     masks.compile("slow", grammar(ENDLESS))
     masks.compile("quick", grammar(of_regex("a+")))
@@ -123,12 +114,12 @@ def test_masks_that_take_long_end_their_own_sequences_and_no_others(
         found = fill(filler, matchers, {matcher: [letter] for matcher in matchers})
         assert letter in bits(found[1]) and END in bits(found[1])
         assert vocabulary._tokenizer.tokenize_str("b")[0] not in bits(found[1])
-    assert grammars.TOO_COSTLY in (matchers[0].error, matchers[2].error)
+    assert grammar_masks.TOO_COSTLY in (matchers[0].error, matchers[2].error)
     assert not matchers[1].error
     # Nobody begins with the same grammar, and others do.
     assert masks.compile("again", grammar(ENDLESS)) is None
     [again] = results(masks, 1)
-    assert again.compiled is None and again.error == f"grammar: {grammars.TOO_COSTLY}"
+    assert again.compiled is None and again.error == f"grammar: {grammar_masks.TOO_COSTLY}"
     assert masks.compile("another", grammar(of_regex("a+"))) is quick
 
 
@@ -140,7 +131,7 @@ def test_many_rows_of_which_one_call_is_slow_are_filled_as_in_one(
     compiled = [vocabulary.compile(of_regex(f"[a-c]{{{i + 1}}}")) for i in range(40)]
     wanted = [fill(MaskFiller(vocabulary, 2), [each.start((END,))], {})[0] for each in compiled]
     for slow_s in (60.0, 0.0):
-        monkeypatch.setattr(grammars, "SLOW_FILL_S", slow_s)
+        monkeypatch.setattr(grammar_masks, "SLOW_FILL_S", slow_s)
         filler = MaskFiller(vocabulary, 2)
         for _ in range(3):
             matchers = [each.start((END,)) for each in compiled]

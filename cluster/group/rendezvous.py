@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cluster.rank.channel import NoFollowers, StepSender
-from cluster.rank.context import LOOPBACK, RankContext
-from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import PeerSockets
+from cluster.group.channel import StepSender
+from cluster.group.context import LOOPBACK, RankContext
+from cluster.group.links import LinkAddress
+from cluster.group.peers import PeerSockets
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import PROTOCOL_VERSION
@@ -31,7 +31,7 @@ from cluster.wire.messages import PROTOCOL_VERSION
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What the ranks under one leader must be told to find their group.
+    """What the ranks under one leader must know to find their group.
 
     A leader of a later data-parallel rank opens no store: `introduce` fills in that of the first,
     with its nonce, and `earlier`.
@@ -59,7 +59,7 @@ class Rendezvous:
 
 
 def introduce(offers: Sequence[Rendezvous]) -> list[Rendezvous]:
-    """Return what the ranks under each leader must be told, of what leaders opened, by dp_rank."""
+    """Return what the ranks under each leader must know of what leaders opened, by dp_rank."""
     first = offers[0]
     return [
         replace(
@@ -76,13 +76,13 @@ def introduce(offers: Sequence[Rendezvous]) -> list[Rendezvous]:
 class LeaderEndpoints:
     """A leader's open ends: sockets and their context, and the listener of the group's store.
 
-    Invariant: a group of one rank has no listener, no rendezvous, no followers and no peers.
+    Invariant: a group of one rank has no listener, no rendezvous, no channel and no peers.
     """
 
     def __init__(self, context: RankContext) -> None:
         """Open what the group's other ranks connect to, within the node if all are on one."""
         self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.channel: StepSender | NoFollowers = NoFollowers()
+        self.channel: StepSender | None = None
         self.peers: PeerSockets | None = None
         self.listener: socket.socket | None = None
         self.rendezvous: Rendezvous | None = None
@@ -113,6 +113,6 @@ class LeaderEndpoints:
         if is_first:
             self.listener = socket.create_server((host, 0))
             port = self.listener.getsockname()[1]
-        channels = () if isinstance(self.channel, NoFollowers) else self.channel.addresses
+        channels = self.channel.addresses if self.channel is not None else ()
         later = self.peers.addresses if self.peers is not None else ()
         return Rendezvous(host, port, secrets.token_hex(16), tuple(channels), later)

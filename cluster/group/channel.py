@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 
 from cluster.engine.divergence import StepDigester
-from cluster.rank.links import Context, GoingEnd, LinkAddress, WaitingEnd
+from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     EndOfSteps,
@@ -34,7 +34,7 @@ from cluster.wire.group_messages import (
     StillThere,
     ToFollower,
 )
-from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode, encode
+from cluster.wire.messages import FrameError, StepAgreement, StepPlan, decode_from, encode
 from cluster.wire.polling import Budget, Doorbell
 
 log = logging.getLogger("lockstep.channel")
@@ -43,37 +43,8 @@ Waiting = Callable[[str], None]
 """Called with what a rank waits for, before it waits."""
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
-"""At a step's border, of all followers together: what is left is read at the next one. Each ends a
+"""Between two steps, of all followers together: what is left is read at the next one. Each ends a
 request's ticket or read, of which a step begins a few."""
-
-
-class NoFollowers:
-    """The channel of a leader whose tensor-parallel group is itself alone."""
-
-    links: tuple[WaitingEnd, ...] = ()
-
-    def accept(self, hello: LeaderHello, waiting: Waiting) -> list[FollowerHello]:
-        """There are none to wait for."""
-        return []
-
-    def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Send nothing: there are no followers."""
-
-    def note_drawn(self, token_ids: list[int]) -> None:
-        """Note nothing: nobody draws along."""
-
-    def tell(self, order: KVOrder) -> None:
-        """Send nothing: there are no followers."""
-
-    def take_reports(self) -> list[tuple[int, FollowerReport]]:
-        """Return nothing."""
-        return []
-
-    def check(self) -> None:
-        """No connection can break."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class StepSender:
@@ -94,14 +65,18 @@ class StepSender:
         """Open an end for each follower; host None: all stand on this node."""
         self._digester = StepDigester(is_overlapped=is_overlapped)
         self.links = tuple(
-            WaitingEnd(context, credentials, _name(tp_rank), host)
+            ListenLink(context, credentials, _name(tp_rank), host)
             for tp_rank in range(1, num_followers + 1)
         )
 
     @property
     def addresses(self) -> list[LinkAddress]:
-        """Where ranks 1, 2, ... find their ends."""
         return [link.address for link in self.links]
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What polls readable when a follower has reported."""
+        return [link.socket for link in self.links]
 
     def accept(self, hello: LeaderHello, waiting: Waiting) -> list[FollowerHello]:
         """Greet every follower with `hello`; return theirs by rank.
@@ -119,7 +94,6 @@ class StepSender:
         return hellos
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Hand one step to every follower."""
         self._put(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
 
     def note_drawn(self, token_ids: list[int]) -> None:
@@ -133,7 +107,7 @@ class StepSender:
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
         """Return what followers have reported since the last call, with their ranks.
 
-        No more than a step's border has time for; the rest comes with the next call.
+        No more than there is time for between two steps; the rest comes with the next call.
 
         Raises:
             FrameError: what a follower sent is no report; names it.
@@ -149,7 +123,7 @@ class StepSender:
                 if body is None:
                     speaking.remove((tp_rank, link))
                 else:
-                    reports.append((tp_rank, _decode(body, FollowerReport, _name(tp_rank))))
+                    reports.append((tp_rank, decode_from(_name(tp_rank), body, FollowerReport)))
         return reports
 
     def check(self) -> None:
@@ -197,7 +171,7 @@ class StepReceiver:
         credentials: Credentials,
     ) -> None:
         self._doorbell = doorbell
-        self._link = GoingEnd(context, credentials, "leader", address)
+        self._link = ConnectLink(context, credentials, "leader", address)
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         self._poller.register(doorbell.fileno(), zmq.POLLIN)
@@ -223,27 +197,18 @@ class StepReceiver:
             if body is None:
                 self._doorbell.clear()
                 return None
-            frame = _decode(body, ToFollower, "leader")
+            frame = decode_from("leader", body, ToFollower)
             if not isinstance(frame, StillThere):
                 return frame
 
     def report(self, report: FollowerReport) -> None:
-        """Tell the leader what has ended here."""
         self._link.send(encode(report))
 
     def close(self) -> None:
-        """Close the follower's end."""
         self._link.close()
 
 
 _STILL_THERE = encode(StillThere())
-
-
-def _decode(body: bytes, kind: Any, name: str) -> Any:
-    try:
-        return decode(body, kind)
-    except FrameError as error:
-        raise FrameError(f"{name}: {error}") from error
 
 
 def _name(tp_rank: int) -> str:

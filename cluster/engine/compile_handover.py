@@ -1,6 +1,6 @@
-"""`Changeover`: how far a rank has gone over from eager steps to compiled and captured ones.
+"""`CompileHandover`: how far a rank has gone over from eager steps to compiled and captured ones.
 
-A group that serves while it compiles goes over in stages, one at the border of a step:
+A group that serves while it compiles goes over in stages, each entered between two steps:
 
 1. Stage 0: steps run eagerly, and another process compiles.
 2. A rank whose compiled pieces are loaded says so in its vote; a leader waits for its followers.
@@ -25,11 +25,12 @@ class CannotCompile(RuntimeError):
     """
 
 
-class Changeover:
+class CompileHandover:
     """One rank's stage.
 
-    Invariant: `stage` is what the last agreement named, 0 <= stage <= last_stage; `captured` is
-    equal on all ranks and empty before the last stage.
+    Invariant: `stage` is what the last agreement named, 0 <= stage <= last_stage, and `is_over` if
+    no stage follows. Steps dispatch over `captured`, which is equal on all ranks and empty before
+    the last stage.
     """
 
     def __init__(
@@ -43,14 +44,10 @@ class Changeover:
         """
         self.stage = 0
         self.last_stage = last_stage
+        self.is_over = last_stage == 0
         self.captured = captured or CapturedGraphs()
         self.is_loaded = False
         self._num_awaited = num_followers
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no stage follows."""
-        return self.stage == self.last_stage
 
     @property
     def can_advance(self) -> bool:
@@ -65,7 +62,6 @@ class Changeover:
         return stage == self.stage or (is_next and (self.stage > 0 or self.is_loaded))
 
     def on_loaded(self) -> None:
-        """This rank has loaded what was compiled."""
         self.is_loaded = True
 
     def on_follower_loaded(self) -> bool:
@@ -78,5 +74,6 @@ class Changeover:
         """Enter a stage, with what was captured if it is the last one."""
         assert stage == self.stage + 1 and self.accepts(stage), (stage, self.stage, self.last_stage)
         self.stage = stage
+        self.is_over = stage == self.last_stage
         if captured is not None:
             self.captured = captured

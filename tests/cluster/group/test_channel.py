@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import zmq
 
-from cluster.rank import channel
-from cluster.rank.channel import StepReceiver, StepSender
-from cluster.rank.links import LinkAddress
-from cluster.rank.lockstep import AloneLockstep
+from cluster.engine.lockstep import AloneLockstep
+from cluster.group import channel
+from cluster.group.channel import StepReceiver, StepSender
+from cluster.group.links import LinkAddress
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     DropKV,

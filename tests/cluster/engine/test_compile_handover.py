@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.changeover import Changeover
+from cluster.engine.compile_handover import CompileHandover
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.lockstep import LockstepMachine, agree
 from cluster.wire.messages import StepKind, Vote
@@ -18,14 +18,14 @@ from compile.dispatch import CapturedGraphs
 GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, (1, 2, 4))
 
 
-def vote(step: int, changeover: Changeover, **fields: Any) -> Vote:
+def vote(step: int, handover: CompileHandover, **fields: Any) -> Vote:
     nothing: dict[str, Any] = {"num_tokens": 0, "num_seqs": 0, "max_query_len": 0}
     nothing |= {"kind": StepKind.NOTHING, "has_work": False, "draining": False}
     return Vote(
         epoch=0,
         step=step,
-        stage=changeover.stage,
-        can_advance=changeover.can_advance,
+        stage=handover.stage,
+        can_advance=handover.can_advance,
         **{**nothing, **fields},
     )
 
@@ -41,7 +41,7 @@ def test_ranks_whose_pieces_come_at_any_time_enter_each_stage_at_one_step(
 ) -> None:
     """Rank 0 has followers; what they load is awaited too."""
     ranks = [
-        Changeover(last_stage=last_stage, num_followers=0 if rank else len(followers_at))
+        CompileHandover(last_stage=last_stage, num_followers=0 if rank else len(followers_at))
         for rank in range(len(loaded_at))
     ]
     first = max([*loaded_at, *followers_at])
@@ -66,30 +66,30 @@ def test_ranks_whose_pieces_come_at_any_time_enter_each_stage_at_one_step(
 
 @pytest.mark.feature("X06")
 def test_a_group_that_ends_enters_no_stage() -> None:
-    changeover = Changeover(last_stage=2)
-    changeover.on_loaded()
-    agreed = agree([vote(1, changeover, draining=True)], CapturedGraphs())
+    handover = CompileHandover(last_stage=2)
+    handover.on_loaded()
+    agreed = agree([vote(1, handover, draining=True)], CapturedGraphs())
     assert (agreed.draining, agreed.has_work, agreed.stage) == (True, False, 0)
 
 
 @pytest.mark.feature("X06")
 def test_a_rank_accepts_the_stage_that_comes_next_once_it_has_loaded() -> None:
-    changeover = Changeover(last_stage=2)
-    assert [stage for stage in range(4) if changeover.accepts(stage)] == [0]
-    changeover.on_loaded()
-    assert [stage for stage in range(4) if changeover.accepts(stage)] == [0, 1]
-    changeover.enter(1)
-    assert [stage for stage in range(4) if changeover.accepts(stage)] == [1, 2]
-    changeover.enter(2, GRAPHS)
-    assert [stage for stage in range(4) if changeover.accepts(stage)] == [2]
+    handover = CompileHandover(last_stage=2)
+    assert [stage for stage in range(4) if handover.accepts(stage)] == [0]
+    handover.on_loaded()
+    assert [stage for stage in range(4) if handover.accepts(stage)] == [0, 1]
+    handover.enter(1)
+    assert [stage for stage in range(4) if handover.accepts(stage)] == [1, 2]
+    handover.enter(2, GRAPHS)
+    assert [stage for stage in range(4) if handover.accepts(stage)] == [2]
 
 
 @pytest.mark.feature("X06")
 def test_a_leader_that_went_over_on_its_own_is_named_with_its_stage() -> None:
-    mine, theirs = Changeover(last_stage=3), Changeover(last_stage=3)
+    mine, theirs = CompileHandover(last_stage=3), CompileHandover(last_stage=3)
     theirs.on_loaded()
     theirs.enter(1)
-    machine = LockstepMachine(dp_rank=0, dp_size=2, epoch=0, captured=CapturedGraphs())
+    machine = LockstepMachine(dp_rank=0, dp_size=2, epoch=0, handover=mine)
     machine.vote(vote(1, mine))
     machine.on_frame(1, vote(1, theirs))
     with pytest.raises(StepDivergence) as caught:
@@ -99,15 +99,14 @@ def test_a_leader_that_went_over_on_its_own_is_named_with_its_stage() -> None:
 
 @pytest.mark.feature("X06")
 def test_steps_dispatch_over_graphs_from_the_step_behind_the_last_stage_on() -> None:
-    machine = LockstepMachine(dp_rank=0, dp_size=1, epoch=0, captured=CapturedGraphs())
-    changeover, modes = Changeover(last_stage=1), []
-    changeover.on_loaded()
+    handover, modes = CompileHandover(last_stage=1), []
+    machine = LockstepMachine(dp_rank=0, dp_size=1, epoch=0, handover=handover)
+    handover.on_loaded()
     for step in (1, 2):
         decode: dict[str, Any] = {"kind": StepKind.DECODE, "num_tokens": 3, "num_seqs": 3}
-        machine.vote(vote(step, changeover, **decode, max_query_len=1, has_work=True))
+        machine.vote(vote(step, handover, **decode, max_query_len=1, has_work=True))
         agreed = machine.conclude().agreed
         modes.append((agreed.stage, agreed.mode, agreed.batch.num_seqs))
-        if not changeover.is_over:
-            changeover.enter(agreed.stage, GRAPHS)
-            machine.dispatch_over(changeover.captured)
+        if not handover.is_over:
+            handover.enter(agreed.stage, GRAPHS)
     assert modes == [(1, 0, 3), (1, 2, 4)]

@@ -19,13 +19,13 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from cluster.group import links
+from cluster.group.channel import StepReceiver, StepSender
+from cluster.group.peers import PeerSockets
 from cluster.kv.handoff import KVHolder
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.server import KVServer
-from cluster.rank import links
-from cluster.rank.channel import StepReceiver, StepSender
 from cluster.rank.leader import Inbox
-from cluster.rank.lockstep import PeerSockets
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import (
@@ -169,6 +169,14 @@ def context() -> Iterator[Context]:
     made: Context = zmq.Context()
     yield made
     end_context(made, "test", linger=0)
+
+
+@pytest.fixture
+def sender(context: Context) -> Iterator[StepSender]:
+    made = StepSender(context, 1, host=HOST, credentials=CREDENTIALS)
+    yield made
+    for link in made.links:
+        link.close()
 
 
 @pytest.fixture(params=LISTENERS.values(), ids=LISTENERS)
@@ -361,10 +369,9 @@ SAID: dict[str, list[bytes] | None] = {
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
 def test_a_process_of_an_older_group_does_not_stand_in_a_followers_way(
-    context: Context, said: list[bytes] | None, caplog: pytest.LogCaptureFixture
+    context: Context, sender: StepSender, said: list[bytes] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has the secret, and was told of a port that is another leader's now."""
-    sender = StepSender(context, 1, host=HOST, credentials=CREDENTIALS)
     old = connecting_socket(context, zmq.DEALER, OURS, max_waiting=100)
     old.linger = 0
     monitor = old.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -388,14 +395,11 @@ def test_a_process_of_an_older_group_does_not_stand_in_a_followers_way(
     old.disable_monitor()
     monitor.close(linger=0)
     old.close()
-    for link in sender.links:
-        link.close()
 
 
 def test_a_member_of_another_deployment_is_named_though_strangers_came_first(
-    context: Context,
+    context: Context, sender: StepSender
 ) -> None:
-    sender = StepSender(context, 1, host=HOST, credentials=CREDENTIALS)
     old, member = (connecting_socket(context, zmq.DEALER, OURS, max_waiting=9) for _ in range(2))
     for end, hello in (
         (old, follower_hello("m", config_hash="older")),
@@ -410,12 +414,9 @@ def test_a_member_of_another_deployment_is_named_though_strangers_came_first(
     assert not old.poll(100)
     old.close(linger=0)
     member.close(linger=0)
-    for link in sender.links:
-        link.close()
 
 
-def test_a_port_scan_ends_no_group(context: Context) -> None:
-    sender = StepSender(context, 1, host=HOST, credentials=CREDENTIALS)
+def test_a_port_scan_ends_no_group(context: Context, sender: StepSender) -> None:
     receiver = meet(context, sender)
     port = port_of(sender.addresses[0].tcp)
     for spoken in SPOKEN.values():
@@ -428,22 +429,17 @@ def test_a_port_scan_ends_no_group(context: Context) -> None:
         while time.monotonic() < deadline:
             sender.check()
             time.sleep(0.01)
-    for link in sender.links:
-        link.close()
 
 
 def test_a_leader_that_waits_for_nobody_says_for_whom(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    sender: StepSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "HELLO_TIMEOUT_S", 0.3)
-    sender = StepSender(context, 1, host=HOST, credentials=CREDENTIALS)
     told: list[str] = []
     wanted = r"^follower tp=1: wanted a hello in 0\.3 s, found none$"
     with dial(port_of(sender.addresses[0].tcp), b""), pytest.raises(links.FrameError, match=wanted):
         sender.accept(LeaderHello(PROTOCOL_VERSION, "test", 1, "n"), told.append)
     assert told == ["follower tp=1"]
-    for link in sender.links:
-        link.close()
 
 
 def test_a_group_on_one_node_opens_nothing_outside(context: Context) -> None:
@@ -452,8 +448,7 @@ def test_a_group_on_one_node_opens_nothing_outside(context: Context) -> None:
     elsewhere = links.LinkAddress("another", sender.addresses[0].ipc, "")
     with pytest.raises(ConnectionError, match=r"^leader: wanted it on this node, found it on"):
         StepReceiver(context, elsewhere, Doorbell(), credentials=CREDENTIALS)
-    for link in sender.links:
-        link.close()
+    sender.links[0].close()
 
 
 # --- all sockets ----------------------------------------------------------------------------------

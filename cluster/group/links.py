@@ -3,7 +3,7 @@
 1. The waiting side opens its end before it loads; the owner tells the other where that is, and the
    nonce of the rendezvous.
 2. When both have loaded, the side that goes there says hello, and the other answers.
-3. Both compare what they were told with what they know. From then on frames arrive in order, and
+3. Both compare hellos with what they know. From then on frames arrive in order, and
    a connection that breaks is noticed by the waiting side, because what was lost is unknown.
 
 Any process of the application may connect to an open end, for example one of an older epoch whose
@@ -20,7 +20,6 @@ one.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,10 +27,10 @@ from uuid import uuid4
 
 import zmq
 
-from cluster.kv.transport.memory import node_id
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import FrameError, decode, encode
+from cluster.wire.node import link_node
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, split
 
 log = logging.getLogger("lockstep.link")
@@ -64,15 +63,7 @@ class LinkAddress:
     """Empty if all ranks stand on one node."""
 
 
-def link_node() -> str:
-    """Return what two processes share exactly when Unix sockets connect them.
-
-    Abstract Unix sockets belong to a network namespace.
-    """
-    return f"{node_id()}/{os.readlink('/proc/self/ns/net')}"
-
-
-class WaitingEnd:
+class ListenLink:
     """The end that the other rank connects to.
 
     Invariant: from `await_hello` on, all that is sent and received is the peer's.
@@ -150,7 +141,7 @@ class WaitingEnd:
         self.socket.close(linger=CLOSE_LINGER_MS)
 
 
-class GoingEnd:
+class ConnectLink:
     """The end that connects to the other rank's."""
 
     def __init__(
@@ -173,7 +164,6 @@ class GoingEnd:
         self._name = name
 
     def greet(self, ours: Hello) -> None:
-        """Say hello."""
         self.send(encode(ours))
 
     def await_hello(self, ours: Hello, kind: type[H]) -> H:
@@ -205,14 +195,12 @@ class GoingEnd:
             raise _gone(self._name) from error
 
     def receive(self, flags: int = 0) -> bytes | None:
-        """As the other end's."""
         try:
             return join(self.socket.recv_multipart(flags), MAX_FRAME_BYTES)
         except zmq.Again:
             return None
 
     def close(self) -> None:
-        """Close the end; what was sent still leaves."""
         self.socket.close(linger=CLOSE_LINGER_MS)
 
 

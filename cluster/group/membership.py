@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from cluster.rank.links import check_hello
-from cluster.rank.rendezvous import Rendezvous
+from cluster.group.links import check_hello
+from cluster.group.rendezvous import Rendezvous
 from cluster.wire.group_messages import LeaderHello
 from cluster.wire.messages import FrameError, decode, encode
 from model.parallel import Shard
@@ -89,11 +89,21 @@ class GroupMembership:
         # The store listens on the group's address only, and closes the descriptor at its end.
         listen_fd = listener.detach() if listener is not None else None
         store = _open_store(where, size * dp_size, listen_fd, hello)
-        place = _Place(dp_rank, dp_size, tp_rank, size, device, where.host_of(host))
-        shard = _join(store, place, shares_experts=shares_experts)
-        return cls(store, shard, dp_rank=dp_rank, dp_size=dp_size)
+        joined = cls(store, Shard(tp_rank, size), dp_rank=dp_rank, dp_size=dp_size)
+        # Making a group waits as long as a collective, and a process that starts late may take
+        # longer. The owner names a rank that never comes, long before this wait ends.
+        joined.all_reduce_min("joining", 0)
+        new_group = partial(_group, store, device=device, host=where.host_of(host))
+        tensor = new_group(f"tensors/{dp_rank}", tp_rank, size)
+        data = None
+        if shares_experts and dp_size > 1:
+            # Ranks that stand at the same place in their tensor-parallel groups.
+            experts = new_group(f"experts/{tp_rank}", dp_rank, dp_size)
+            data = Shard(dp_rank, dp_size, experts, kind="dp")
+        joined.shard = Shard(tp_rank, size, tensor, data=data)
+        return joined
 
-    def minimum(self, name: str, value: int) -> int:
+    def all_reduce_min(self, name: str, value: int) -> int:
         """Return the smallest of all ranks' values; each name can be used once.
 
         It goes through the store: ranks may come minutes apart.
@@ -101,13 +111,22 @@ class GroupMembership:
         Raises:
             TimeoutError: names the ranks that have not come in `LOAD_TIMEOUT_S`.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return value
-        return _minimum(self._store, name, self.rank, self.size, value)
+        store.set(f"{name}/{self.rank}", str(value))
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        try:
+            store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            wanted = f"wanted all {self.size} ranks in {LOAD_TIMEOUT_S:g} s"
+            raise TimeoutError(f"{name}: {wanted}, found none of {missing}") from error
+        return min(int(store.get(key)) for key in keys)
 
     def barrier(self, name: str) -> None:
         """Wait until every rank that steps together is here; each name can be used once."""
-        self.minimum(f"barrier/{name}", 0)
+        self.all_reduce_min(f"barrier/{name}", 0)
 
     def close(self) -> None:
         """Leave the group. Rank 0 waits a moment for the others: the store ends with it."""
@@ -146,52 +165,15 @@ def _open_store(
     return store
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank stands among all that step together, and where it runs."""
-
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    tp_size: int
-    device: str
-    host: str
-
-
-def _minimum(store: TCPStore, name: str, rank: int, size: int, value: int) -> int:
-    """Return the smallest of all ranks' values; see `GroupMembership.minimum`."""
-    store.set(f"{name}/{rank}", str(value))
-    keys = [f"{name}/{rank}" for rank in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
-    except dist.DistStoreError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        wanted = f"wanted all {size} ranks in {LOAD_TIMEOUT_S:g} s"
-        raise TimeoutError(f"{name}: {wanted}, found none of {missing}") from error
-    return min(int(store.get(key)) for key in keys)
-
-
-def _join(store: TCPStore, place: _Place, *, shares_experts: bool) -> Shard:
-    # Making a group waits as long as a collective, and a process that starts late may take longer.
-    # The owner of the group names a rank that never comes, long before this wait ends.
-    rank, size = place.dp_rank * place.tp_size + place.tp_rank, place.dp_size * place.tp_size
-    _minimum(store, "joining", rank, size, 0)
-    tensor = _group(store, f"tensors/{place.dp_rank}", place.tp_rank, place.tp_size, place)
-    data = None
-    if shares_experts and place.dp_size > 1:
-        # Ranks that stand at the same place in their tensor-parallel groups.
-        group = _group(store, f"experts/{place.tp_rank}", place.dp_rank, place.dp_size, place)
-        data = Shard(place.dp_rank, place.dp_size, group, kind="dp")
-    return Shard(place.tp_rank, place.tp_size, tensor, data=data)
-
-
-def _group(store: TCPStore, name: str, rank: int, size: int, place: _Place) -> ProcessGroup | None:
+def _group(
+    store: TCPStore, name: str, rank: int, size: int, *, device: str, host: str
+) -> ProcessGroup | None:
     if size == 1:
         return None
-    make = _nccl if place.device == "cuda" else _gloo
+    make = _nccl if device == "cuda" else _gloo
     # A backend has the methods of a group. It is no member of torch's table of groups: one
     # process may hold several, and nothing global is left when it ends.
-    return cast(ProcessGroup, make(PrefixStore(name, store), rank, size, place.host))
+    return cast(ProcessGroup, make(PrefixStore(name, store), rank, size, host))
 
 
 def _gloo(store: Store, rank: int, size: int, host: str) -> Backend:

@@ -8,32 +8,32 @@ while its inputs are built and its forward runs. A rank without such requests st
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
 
 import numpy as np
-import torch
+from llguidance import LLExecutor
 
-from cluster.engine.grammars import CompileResult, MaskedRow
-from cluster.grammars import (
-    TOO_COSTLY,
-    CompiledGrammar,
-    GrammarError,
-    MaskFiller,
-    Masks,
-    Matcher,
-    Vocabulary,
-    VocabularyError,
-)
-from cluster.rank.buffers import upload_array
+from cluster.grammar.compile import GrammarError, Vocabulary, VocabularyError
+from cluster.grammar.matcher import CompiledGrammar, CompileResult, MaskedRow, Masks
 from cluster.wire.messages import Grammar
 
 log = logging.getLogger("lockstep.grammars")
 
 MAX_CACHED = 64
 """Compiled grammars that are kept beside those of live requests, the last ones used."""
+
+ROWS_AT_ONCE = 16
+"""Sequences of which masks are filled in one call, which nothing can end."""
+SLOW_FILL_S = 0.05
+"""A call that takes longer has the masks of later rows, and of the next step, filled one by one."""
+COSTLY_MASK_S = 0.01
+"""Of a processor. What masks take beyond it adds up, by grammar and by step."""
+MAX_COSTLY_S = 0.25
+"""So much beyond, of one grammar or in one step, and the grammar is of no use any more."""
+TOO_COSTLY = "its masks take too long to compute"
 
 
 class GrammarMasks:
@@ -64,7 +64,10 @@ class GrammarMasks:
         """By the text that is being compiled the requests that wait for it."""
         self._done: deque[tuple[str, CompiledGrammar | None, str]] = deque()
         """Filled by the compiling thread."""
-        self._begun: tuple[int, Future[Masks]] | None = None
+        self.filled_step = -1
+        """The last step that has masks; -1 before the first."""
+        self._filled: Future[Masks]
+        """Of that step."""
 
     # --- for the scheduler ---
 
@@ -108,17 +111,14 @@ class GrammarMasks:
 
     def fill(self, step: int, num_rows: int, rows: list[MaskedRow]) -> None:
         """Begin to fill the masks of a step that samples `num_rows` sequences."""
-        wanted = [(row.index, cast(Matcher, row.matcher), row.token_ids) for row in rows]
-        self._begun = step, self._filling.submit(self._fill, num_rows, wanted)
+        self.filled_step = step
+        self._filled = self._filling.submit(self._fill, num_rows, rows)
 
     # --- for the runner ---
 
-    def take(self, step: int, device: torch.device) -> torch.Tensor | None:
-        """Wait for the masks of a step and return them on the device; None if it has none."""
-        if self._begun is None or self._begun[0] != step:
-            return None
-        (_, future), self._begun = self._begun, None
-        return upload_array(future.result().view("int32"), device)
+    def take(self) -> Masks:
+        """Wait for the masks of `filled_step` and return them."""
+        return self._filled.result()
 
     def close(self) -> None:
         """End both threads, after what they are doing."""
@@ -136,14 +136,83 @@ class GrammarMasks:
             self._done.append((text, None, f"grammar: {error}"))
         self._wake()
 
-    def _fill(self, num_rows: int, wanted: list[tuple[int, Matcher, list[int]]]) -> Masks:
+    def _fill(self, num_rows: int, rows: list[MaskedRow]) -> Masks:
         assert isinstance(self.vocabulary, Vocabulary), "a grammar was compiled without one"
         if self._filler is None:
             self._filler = MaskFiller(self.vocabulary, self._num_threads)
         try:
-            return self._filler.fill(num_rows, wanted)
+            return self._filler.fill(num_rows, rows)
         except BaseException as error:  # a panic in native code ends these requests, not the rank
-            log.exception("masks of %d rows could not be filled", len(wanted))
-            for _, matcher, _ in wanted:
-                matcher.fail(f"{type(error).__name__}: {error}")
+            log.exception("masks of %d rows could not be filled", len(rows))
+            for row in rows:
+                row.matcher.fail(f"{type(error).__name__}: {error}")
             return np.full((num_rows, self.vocabulary.num_words), 0xFFFFFFFF, dtype=np.uint32)
+
+
+class MaskFiller:
+    """Fills masks of many sequences at once, in native threads. Belongs to one thread.
+
+    A native call cannot be ended. So rows are filled a few at a time, and once that takes long one
+    by one, which tells whose masks are costly: those sequences end with an error.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        self._vocabulary = vocabulary
+        self._executor = LLExecutor(num_threads)
+        self._is_slow = False
+        """The last call was, so that the next rows are filled one by one."""
+
+    def fill(self, num_rows: int, rows: list[MaskedRow]) -> Masks:
+        """Return the masks of a step's rows; those without a grammar allow everything."""
+        num_words = self._vocabulary.num_words
+        masks = np.full((num_rows, num_words), 0xFFFFFFFF, dtype=np.uint32)
+        costly_s, left = 0.0, rows
+        while left and not self._is_slow:
+            some, left = left[:ROWS_AT_ONCE], left[ROWS_AT_ONCE:]
+            began = time.perf_counter()
+            self._fill_some(masks, some)
+            self._is_slow = time.perf_counter() - began > SLOW_FILL_S
+        for each in left:
+            costly_s += self._fill_one(masks, each, costly_s)
+        if left:
+            self._is_slow = costly_s > 0
+        by_ends: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            row.matcher.note_error()
+            by_ends.setdefault(row.matcher.end_token_ids, []).append(row.index)
+        for end_token_ids, indices in by_ends.items():
+            self._vocabulary.move_ends(masks, indices, end_token_ids)
+        return masks
+
+    def _fill_some(self, masks: Masks, rows: list[MaskedRow]) -> None:
+        # A microsecond each: to do without the interpreter's lock would mean to ask for it again,
+        # which takes a busy step thread's switch interval.
+        for row in rows:
+            row.matcher.feed(row.token_ids)
+        num_rows, num_words = masks.shape
+        self._executor.unsafe_compute_mask_ptr(
+            [(row.matcher.state, row.index) for row in rows],
+            masks.ctypes.data,
+            4 * num_words,
+            num_rows,
+        )
+
+    def _fill_one(self, masks: Masks, row: MaskedRow, costly_s: float) -> float:
+        """Fill a row and return by how much it took longer than `COSTLY_MASK_S` of a processor.
+
+        Args:
+            costly_s: the sum of these of the step's rows so far.
+        """
+        matcher, grammar = row.matcher, row.matcher.grammar
+        if grammar.is_costly:
+            matcher.fail(TOO_COSTLY)
+            return 0.0
+        began = time.thread_time()
+        matcher.feed(row.token_ids)
+        matcher.state.unsafe_compute_mask_ptr(masks[row.index].ctypes.data, 4 * masks.shape[1])
+        beyond_s = time.thread_time() - began - COSTLY_MASK_S
+        grammar.costly_s = max(0.0, grammar.costly_s + beyond_s)
+        if beyond_s > 0 and max(grammar.costly_s, costly_s + beyond_s) > MAX_COSTLY_S:
+            grammar.is_costly = True
+            matcher.fail(TOO_COSTLY)
+        return max(0.0, beyond_s)

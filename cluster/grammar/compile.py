@@ -1,8 +1,8 @@
 """Grammars: which tokens may come next, so that a text fits a JSON schema, a regex or a grammar.
 
-The only module that knows the grammar library (llguidance). A text is matched byte by byte, by what
-the bytes of a token do to a lexer and an Earley parser; a mask has a bit for each token. All of it
-is native code without the interpreter's lock, apart from the loading of a vocabulary.
+By the grammar library (llguidance), which this folder alone knows. A text is matched byte by byte,
+by what the bytes of a token do to a lexer and an Earley parser; a mask has a bit for each token.
+All of it is native code without the interpreter's lock, apart from the loading of a vocabulary.
 
 What a client sends is bounded before it is compiled, and compiling and matching have a budget: a
 grammar that spends it is refused, or ends its sequence with an error. The budget does not hold
@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-Masks = npt.NDArray[np.uint32]
-"""[R, W]: bit i % 32 of word i // 32 allows token i."""
+from cluster.grammar.matcher import CompiledGrammar, Masks, first_line
 
 MAX_LEXER_STATES = 20_000
 """Of one compiled grammar, some 1.5 kB each. Schemas of hundreds of properties have some thousands;
@@ -42,21 +40,9 @@ TRIED_TOKENS = 48
 MAX_MASK_S = 0.1
 """Of a processor, for a mask of one sequence; an ordinary one takes below a millisecond, and the
 first ones of a regex over all of Unicode some tens."""
-ROWS_AT_ONCE = 16
-"""Sequences of which masks are filled in one call, which nothing can end."""
-SLOW_FILL_S = 0.05
-"""A call that takes longer has the masks of later rows, and of the next step, filled one by one."""
-COSTLY_MASK_S = 0.01
-"""Of a processor. What masks take beyond it adds up, by grammar and by step."""
-MAX_COSTLY_S = 0.25
-"""So much beyond, of one grammar or in one step, and the grammar is of no use any more."""
-TOO_COSTLY = "its masks take too long to compute"
 JSON_SPACE = r" |\r?\n[ \t]{0,32}"
 """Between two parts of a JSON text: a space, or a new line with its indentation. A model that may
 go on with spaces for ever does."""
-FED_AT_ONCE = 64
-"""Output tokens of a resumed sequence that are matched in one call, which holds the interpreter's
-lock for some tens of microseconds."""
 
 
 class GrammarError(ValueError):
@@ -162,7 +148,7 @@ class Vocabulary:
                 text, n_vocab=max(num_tokens, vocab_size), eos_token=self._end_id
             )
         except ValueError as error:
-            raise VocabularyError(_first_line(str(error))) from error
+            raise VocabularyError(first_line(str(error))) from error
         self.num_words = -(-int(self._tokenizer.vocab_size) // 32)
         """Of a mask."""
         self._limits = LLParserLimits(
@@ -182,15 +168,13 @@ class Vocabulary:
         """
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            raise GrammarError(first_line(matcher.get_error()))
         if warnings := matcher.get_grammar_warnings():
-            raise GrammarError(_first_line("; ".join(warnings)))
+            raise GrammarError(first_line("; ".join(warnings)))
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
-            raise GrammarError(
-                f"no text fits it, or too many do ({_first_line(first.get_error())})"
-            )
+            raise GrammarError(f"no text fits it, or too many do ({first_line(first.get_error())})")
         return CompiledGrammar(matcher)
 
     def try_out(self, grammar: CompiledGrammar) -> None:
@@ -204,7 +188,7 @@ class Vocabulary:
             began = time.thread_time()
             mask = np.frombuffer(state.compute_bitmask(), dtype=np.uint8)
             if state.is_error():
-                if (error := _first_line(state.get_error())).startswith(_DEAD_END):
+                if (error := first_line(state.get_error())).startswith(_DEAD_END):
                     return  # another text may fit
                 raise GrammarError(f"a step of it is too much ({error})")
             allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
@@ -242,148 +226,3 @@ def _last_id(vocab: dict[str, int] | list[Any]) -> int:
 
 _DEAD_END = "NoExtension"
 """With which the library's error begins where nothing can follow."""
-
-
-def _first_line(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "it has an error"
-
-
-class CompiledGrammar:
-    """A grammar that is ready; its matchers share what they learn of it.
-
-    `is_spent`: one of them has spent the grammar's budget, and others would too.
-    """
-
-    def __init__(self, template: LLMatcher) -> None:
-        self._template = template
-        self.is_spent = False
-        self.costly_s = 0.0
-        """What its masks took of a processor beyond `COSTLY_MASK_S` each, of those that were
-        measured one after the other."""
-        self.is_costly = False
-        """It was more than `MAX_COSTLY_S`."""
-
-    def start(self, end_token_ids: Sequence[int]) -> Matcher:
-        """Return a matcher at the start of a text, which ends with one of these tokens."""
-        return Matcher(self, tuple(end_token_ids))
-
-    def copy(self) -> LLMatcher:
-        """Return the library's matcher at the start of a text."""
-        return self._template.deep_copy()
-
-
-class Matcher:
-    """One sequence's place in its grammar: it follows from the output tokens that it was given.
-
-    `num_tokens` of them were given, or are about to be. `error` is set by the thread that fills
-    masks: no token fits, or the budget is spent.
-    """
-
-    def __init__(self, grammar: CompiledGrammar, end_token_ids: tuple[int, ...]) -> None:
-        self.grammar = grammar
-        self.end_token_ids = end_token_ids
-        self.num_tokens = 0
-        self.error = ""
-        self._state: LLMatcher | None = None
-
-    @property
-    def state(self) -> LLMatcher:
-        """The library's matcher, made by the first call."""
-        if self._state is None:
-            self._state = self.grammar.copy()
-        return self._state
-
-    def feed(self, token_ids: Sequence[int]) -> None:
-        """Go on by many tokens, a few at a time."""
-        state = self.state
-        for start in range(0, len(token_ids), FED_AT_ONCE):
-            state.consume_tokens(list(token_ids[start : start + FED_AT_ONCE]))
-
-    def note_error(self) -> None:
-        """Keep the library's error, if there is one."""
-        if self.state.is_error() and not self.error:
-            self.fail(self.state.get_error())
-
-    def fail(self, message: str) -> None:
-        """Keep an error, and let nobody else start with the same grammar."""
-        self.error = _first_line(message)
-        self.grammar.is_spent = True
-
-
-class MaskFiller:
-    """Fills masks of many sequences at once, in native threads. Belongs to one thread.
-
-    A native call cannot be ended. So rows are filled a few at a time, and once that takes long one
-    by one, which tells whose masks are costly: those sequences end with an error.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
-        self._vocabulary = vocabulary
-        self._executor = LLExecutor(num_threads)
-        self._is_slow = False
-        """The last call was, so that the next rows are filled one by one."""
-
-    def fill(self, num_rows: int, wanted: Sequence[tuple[int, Matcher, Sequence[int]]]) -> Masks:
-        """Return the masks of a step's rows; those that are not wanted allow everything.
-
-        Args:
-            wanted: row, matcher, and the output tokens that it was not given yet.
-        """
-        num_words = self._vocabulary.num_words
-        masks = np.full((num_rows, num_words), 0xFFFFFFFF, dtype=np.uint32)
-        costly_s, left = 0.0, list(wanted)
-        while left and not self._is_slow:
-            some, left = left[:ROWS_AT_ONCE], left[ROWS_AT_ONCE:]
-            began = time.perf_counter()
-            self._fill_some(masks, some)
-            self._is_slow = time.perf_counter() - began > SLOW_FILL_S
-        for each in left:
-            costly_s += self._fill_one(masks, each, costly_s)
-        if left:
-            self._is_slow = costly_s > 0
-        by_ends: dict[tuple[int, ...], list[int]] = {}
-        for row, matcher, _ in wanted:
-            matcher.note_error()
-            by_ends.setdefault(matcher.end_token_ids, []).append(row)
-        for end_token_ids, rows in by_ends.items():
-            self._vocabulary.move_ends(masks, rows, end_token_ids)
-        return masks
-
-    def _fill_some(
-        self, masks: Masks, wanted: Sequence[tuple[int, Matcher, Sequence[int]]]
-    ) -> None:
-        # A microsecond each: to do without the interpreter's lock would mean to ask for it again,
-        # which takes a busy step thread's switch interval.
-        for _, matcher, new in wanted:
-            matcher.feed(new)
-        num_rows, num_words = masks.shape
-        self._executor.unsafe_compute_mask_ptr(
-            [(matcher.state, row) for row, matcher, _ in wanted],
-            masks.ctypes.data,
-            4 * num_words,
-            num_rows,
-        )
-
-    def _fill_one(
-        self, masks: Masks, wanted: tuple[int, Matcher, Sequence[int]], costly_s: float
-    ) -> float:
-        """Fill a row and return by how much it took longer than `COSTLY_MASK_S` of a processor.
-
-        Args:
-            costly_s: the sum of these of the step's rows so far.
-        """
-        row, matcher, new = wanted
-        grammar = matcher.grammar
-        if grammar.is_costly:
-            matcher.fail(TOO_COSTLY)
-            return 0.0
-        began = time.thread_time()
-        matcher.feed(new)
-        matcher.state.unsafe_compute_mask_ptr(masks[row].ctypes.data, 4 * masks.shape[1])
-        beyond_s = time.thread_time() - began - COSTLY_MASK_S
-        grammar.costly_s = max(0.0, grammar.costly_s + beyond_s)
-        if beyond_s > 0 and max(grammar.costly_s, costly_s + beyond_s) > MAX_COSTLY_S:
-            grammar.is_costly = True
-            matcher.fail(TOO_COSTLY)
-        return max(0.0, beyond_s)

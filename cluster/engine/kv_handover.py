@@ -1,0 +1,152 @@
+"""`KVHandover`: the sequences of one engine whose KV changes hands, as its scheduler sees them.
+
+On a prefill engine a computed sequence keeps its blocks under a ticket (`hold`) until a reader has
+them. Its request has had its last output. A ticket ends by itself, at the latest with its lease,
+and only then are its blocks free (`free_ended`).
+
+On a decode engine a ticket's lease is renewed (`expect`) until there are blocks for it, then a read
+fills them (`start_read`). An aborted read may go on to write: its sequence keeps its blocks until
+the read comes out of `take_finished`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from cluster.engine.blocks import SCRATCH, BlockManager
+from cluster.engine.sequence import Sequence, SequenceStatus
+from cluster.kv.handoff import HandoffMetadata, KVReader, KVReadResult, TicketHolder
+from cluster.wire.messages import KVHandoff
+
+NO_READER = "handoff: wanted none on an engine without KV reader, found one"
+
+
+class KVHandover:
+    """Who holds and reads for one engine, and the sequences that they have.
+
+    Invariant: without `holder` none is held, and without `reader` none is read. Of held sequences
+    two may have one request id.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        metadata: HandoffMetadata,
+        *,
+        holder: TicketHolder | None = None,
+        reader: KVReader | None = None,
+    ) -> None:
+        """Start with none.
+
+        Args:
+            metadata: what tickets say that are written here, and that are read.
+            holder: keeps tickets, on a prefill engine.
+            reader: reads KV, on a decode engine.
+        """
+        self._blocks = blocks
+        self._metadata = metadata
+        self._holder = holder
+        self._reader = reader
+        self._held: dict[int, Sequence] = {}
+        """By ticket."""
+        self._reading: dict[str, Sequence] = {}
+        """Reads that were started, aborted ones included until they write no more."""
+
+    # --- of a prefill engine ----------------------------------------------------------------
+
+    @property
+    def num_tickets(self) -> int:
+        """Tickets that have not ended."""
+        return self._holder.num_held if self._holder else 0
+
+    def hold(self, seq: Sequence) -> KVHandoff:
+        """Put a computed sequence's blocks under a ticket and return it."""
+        assert self._holder is not None, "a prefill engine has a holder"
+        seq.status = SequenceStatus.HOLDING_KV
+        block_ids = seq.block_table.copy()
+        generations = [self._blocks.generations[block] for block in block_ids]
+        # What a sliding window has passed may not be read, and no generation vouches for it.
+        first = block_ids.count(SCRATCH)
+        ticket = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
+        self._held[ticket] = seq
+        return self._metadata.write(
+            ticket, seq.request_id, block_ids, generations, seq.num_computed_tokens
+        )
+
+    def drop(self, request_ids: Container[str]) -> None:
+        """End the tickets of these requests."""
+        for ticket, seq in self._held.items():
+            if seq.request_id in request_ids and self._holder is not None:
+                self._holder.drop(ticket)
+
+    def free_ended(self) -> None:
+        """Free the blocks of tickets that ended since the last call."""
+        for ticket in self._holder.take_ended() if self._holder is not None else ():
+            seq = self._held.pop(ticket)
+            self._blocks.free(seq)
+            seq.status = SequenceStatus.FINISHED
+
+    # --- of a decode engine -----------------------------------------------------------------
+
+    @property
+    def num_reading(self) -> int:
+        """Reads that were started and may still write."""
+        return len(self._reading)
+
+    def is_reading(self, seq: Sequence) -> bool:
+        """Return whether a read of this sequence was started: an older one may have its id."""
+        return self._reading.get(seq.request_id) is seq
+
+    def find_error(self, seq: Sequence, handoff: KVHandoff) -> str:
+        """Return what keeps a new sequence's KV from being read here, or nothing."""
+        if self._reader is None:
+            return NO_READER
+        if seq.request_id in self._reading:
+            return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
+        num_tokens = seq.num_tokens - 1
+        num_blocks = self._blocks.num_blocks_for(num_tokens)
+        error = self._metadata.find_error(handoff, num_tokens, num_blocks)
+        if not error and SCRATCH in handoff.block_ids[self._blocks.first_needed(num_tokens) :]:
+            error = "handoff.block_ids: wanted all blocks of the sliding window, found scratch"
+        return error
+
+    def expect(self, seq: Sequence) -> None:
+        """Renew the lease of a sequence's ticket until it is read or cancelled."""
+        if seq.handoff is not None and self._reader is not None:
+            self._reader.expect(seq.request_id, seq.handoff)
+
+    def cancel(self, seq: Sequence) -> None:
+        """Let go of a sequence's ticket; a read that was started still ends by itself."""
+        if seq.handoff is not None and self._reader is not None:
+            self._reader.cancel(seq.request_id)
+
+    def refuse(self, seq: Sequence) -> None:
+        """Let go of the ticket of a sequence that was never expected, unless its id is in use."""
+        if seq.request_id not in self._reading:
+            self.expect(seq)
+            self.cancel(seq)
+
+    def start_read(self, seq: Sequence, handoff: KVHandoff, start: int) -> None:
+        """Read what belongs into the blocks of a sequence's table from the `start`-th on."""
+        assert self._reader is not None, "a ticket was accepted"
+        self._reading[seq.request_id] = seq
+        source_indices = list(range(start, len(seq.block_table)))
+        self._reader.start(seq.request_id, handoff, source_indices, seq.block_table[start:])
+
+    def take_finished(self) -> Iterator[tuple[Sequence, KVReadResult]]:
+        """Yield the reads that have ended since the last call: their blocks change no more."""
+        for result in self._reader.take_finished() if self._reader is not None else ():
+            yield self._reading.pop(result.request_id), result
+
+    # --- of both ----------------------------------------------------------------------------
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a sequence is held, or may still be written to."""
+        return bool(self._held or self._reading)
+
+    @property
+    def holders(self) -> Iterator[Sequence]:
+        """The sequences that hold blocks here."""
+        yield from self._held.values()
+        yield from self._reading.values()

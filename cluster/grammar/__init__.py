@@ -1,0 +1,1 @@
+"""Grammars: compiled beside the step thread, and masks of the tokens that may come next."""
