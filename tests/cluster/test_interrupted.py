@@ -34,8 +34,8 @@ from cluster.wire.messages import (
 )
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
+from serve.pools.token_socket import TokenSocket
 
 VOCAB = 256
 NUM_TOKENS = 48
@@ -288,7 +288,7 @@ def route(pools: dict[str, LocalPool], requests: list[GenerateRequest]) -> list[
 
     async def all_of_them() -> list[list[EngineOutput]]:
         socket = TokenSocket("127.0.0.1", CREDENTIALS, StreamBatcher())
-        router = Router(dict(pools), socket)
+        router = Router(dict(pools), socket.mailboxes)
         try:
             return await asyncio.gather(*(one(router, request) for request in requests))
         finally:

@@ -41,8 +41,8 @@ from cluster.wire.messages import EngineOutput, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter
 from serve.event_loop import StreamBatcher
-from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
+from serve.pools.token_socket import TokenSocket
 
 FOLDER = Path(__file__).resolve().parent
 MAX_STEPS = 10_000
@@ -276,7 +276,7 @@ def serve(row: Row, oracle: Any, config: EngineConfig, processes: RankProcesses)
 
 async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
     socket, rng = TokenSocket(HOST, CREDENTIALS, StreamBatcher()), random.Random(2)
-    router = Router(dict(pools), socket)
+    router = Router(dict(pools), socket.mailboxes)
 
     async def ask(i: int, request: Request) -> None:
         num_tokens = 0
@@ -302,7 +302,7 @@ async def _serve_all(run: Run, pools: dict[str, Pool]) -> None:
                     await asyncio.sleep(rng.choice((0, 0.005, 0.02)))
                 asked.append(asyncio.create_task(ask(i, request)))
             await settle(asked)
-        assert {epoch for epoch, _ in socket._newest.values()} == {EPOCH}
+        assert {epoch for epoch, _ in socket.mailboxes._newest.values()} == {EPOCH}
     finally:
         socket.shutdown()
 
