@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from compile import context as forward
 from compile.graphs import cuda as cuda_graphs
+from model import sampler
 from model.kernels import cpu
 
 CUDA = torch.device("cuda", 0)
@@ -364,7 +366,8 @@ def simulated(order: Order, seed: int = 0) -> Iterator[CudaDevice]:
         for name, value in stand_ins.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_construct_storage_from_data_pointer", storage_of)
-        patch.setattr(cpu, "filter_top_k_top_p", one_kernel)
+        kernels = SimpleNamespace(filter_top_k_top_p=one_kernel)
+        patch.setattr(sampler, "kernels_for", lambda _: kernels)
         cuda_graphs._side_stream.cache_clear()
         try:
             with Functions(device, ops), ops:
