@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +178,9 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
     num_ranks = sum(getattr(args, name).num_ranks for name in names)
-    roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "mixed": Role.MIXED}
     if args.pools == "pd":
         _check_equal_ranks(args.prefill, args.decode)
-    pools = tuple(_pool_config(name, args, roles[name], num_ranks=num_ranks) for name in names)
+    pools = tuple(_pool_config(name, args, num_ranks=num_ranks) for name in names)
     _check_ingresses(args.ingress.replicas, pools[-1].max_running)
     model_path = Path(pools[0].engine.model_path)
     model = ModelConfig.from_dir(model_path)
@@ -221,7 +220,7 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
             raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
-    engine = _pool_config("mixed", args, Role.MIXED, num_ranks=1, is_served=False).engine
+    engine = _pool_config("mixed", args, num_ranks=1, is_served=False).engine
     if engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
         raise FieldError(field, "auto or off for an engine in process", "on")
@@ -235,7 +234,7 @@ def _max_num_batched_tokens(args: DeployArgs, device: str) -> int:
 
 
 def _pool_config(
-    name: str, args: DeployArgs, role: Role, *, num_ranks: int, is_served: bool = True
+    name: str, args: DeployArgs, *, num_ranks: int, is_served: bool = True
 ) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
     model_path, model = _model(args)
@@ -247,9 +246,9 @@ def _pool_config(
     engine = EngineConfig(
         model_path=str(model_path),
         max_model_len=_max_model_len(args, model),
-        dtype=_dtype(args.dtype, model),
+        dtype=model.dtype if args.dtype == "auto" else args.dtype,
         device=device,
-        role=role,
+        role=Role(name),
         parallel=parallel,
         cache=CacheConfig(
             block_size=args.block_size,
@@ -269,13 +268,10 @@ def _pool_config(
         ),
         transfer=TransferConfig(args.kv.transport, args.kv.lease_s),
         overlap=args.overlap == "on" or (args.overlap == "auto" and device == "cuda"),
+        threads=args.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks),
         watchdog_s=args.watchdog_s,
         log_format=args.log_format,
     )
-    threads = args.threads_per_rank
-    if threads is None:
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    engine = replace(engine, threads=threads)
     check_names(engine.compilation)
     if args.num_kv_blocks is not None:
         check_num_blocks(engine, model.kv_window, args.num_kv_blocks)
@@ -344,10 +340,6 @@ def _max_model_len(args: DeployArgs, model: ModelConfig) -> int:
     if not 1 <= args.max_model_len <= limit:
         raise FieldError("max_model_len", f"1 to {limit} (the model's)", args.max_model_len)
     return args.max_model_len
-
-
-def _dtype(dtype: str, model: ModelConfig) -> str:
-    return model.dtype if dtype == "auto" else dtype
 
 
 def _device(device: str) -> str:
