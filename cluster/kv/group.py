@@ -126,7 +126,7 @@ class GroupReader:
         if not self._num_reading[request_id]:
             del self._num_reading[request_id]
             error = self._errors.pop(request_id, "")
-            self._finished.append(KVReadResult(request_id, ok=not error, error=error))
+            self._finished.append(KVReadResult(request_id, error))
 
     def take_finished(self) -> list[KVReadResult]:
         for result in self._local.take_finished():

@@ -83,9 +83,13 @@ class KVReadResult:
     """A started read has ended and writes no more."""
 
     request_id: str
-    ok: bool
-    """All blocks were copied and the lease was alive until the release."""
     error: str
+    """Empty if all blocks were copied and the lease was alive until the release."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether what was read may be believed."""
+        return not self.error
 
 
 class TicketHolder(Protocol):

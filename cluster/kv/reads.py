@@ -291,4 +291,4 @@ class KVPulls:
 
     def _report(self, request_id: str, error: str) -> None:
         self.num_failed += error not in ("", ABORTED)
-        self._finished.append(KVReadResult(request_id, ok=not error, error=error))
+        self._finished.append(KVReadResult(request_id, error))

@@ -325,7 +325,7 @@ class FakeReader:
         alive = self.holder.release(read.handoff.ticket, 0 if failed else read.num_read)
         del self.reads[request_id]
         ok = alive and not failed
-        self.results.append(KVReadResult(request_id, ok, "" if ok else "ticket: lost"))
+        self.results.append(KVReadResult(request_id, "" if ok else "ticket: lost"))
 
 
 @dataclass

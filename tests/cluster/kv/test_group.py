@@ -87,7 +87,7 @@ def test_a_read_ends_with_its_last_rank_and_is_as_good_as_its_worst(
     def finish(rank: str) -> None:
         error = errors.get(rank, "")
         if rank == "leader":
-            local.finished.append(KVReadResult("r", ok=not error, error=error))
+            local.finished.append(KVReadResult("r", error))
         else:
             reader.on_read_ended("r", error)
 
@@ -95,7 +95,7 @@ def test_a_read_ends_with_its_last_rank_and_is_as_good_as_its_worst(
     assert reader.take_finished() == []
     finish(last)
     error = next(iter(errors.values()), "")
-    assert reader.take_finished() == [KVReadResult("r", ok=not error, error=error)]
+    assert reader.take_finished() == [KVReadResult("r", error)]
     assert reader.take_finished() == []
 
 
@@ -104,12 +104,12 @@ def test_a_cancelled_read_still_waits_for_every_rank(orders: list[KVOrder]) -> N
     reader = GroupReader(local, 1, orders.append)
     reader.expect("r", HANDOFF)
     reader.start("r", HANDOFF, [0], [7])
-    local.finished.append(KVReadResult("r", ok=True, error=""))
+    local.finished.append(KVReadResult("r", ""))
     assert reader.take_finished() == []
     reader.cancel("r")
     assert orders[-1] == CancelRead("r")
     reader.on_read_ended("r", "aborted")
-    assert reader.take_finished() == [KVReadResult("r", ok=False, error="aborted")]
+    assert reader.take_finished() == [KVReadResult("r", "aborted")]
 
 
 def test_reports_of_what_nobody_asked_for_are_refused_by_name(orders: list[KVOrder]) -> None:

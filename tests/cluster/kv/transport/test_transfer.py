@@ -120,7 +120,7 @@ def test_blocks_arrive_where_they_should_and_nowhere_else(
     handoff = pair.handoff(source_blocks)
     pair.puller.expect("r", handoff)
     pair.puller.start("r", handoff, [0, 2, 3, 5, 6, 7], [10, 40, 1, 2, 30, 31])
-    assert pair.finished() == KVReadResult("r", ok=True, error="")
+    assert pair.finished() == KVReadResult("r", "")
     wanted = torch.zeros_like(pair.target)
     wanted[[10, 40, 1, 2, 30, 31]] = pair.source[[5, 40, 17, 3, 9, 2]]
     assert torch.equal(pair.target, wanted)
@@ -262,7 +262,7 @@ def test_memory_that_may_not_be_opened_is_read_over_tcp(
         handoff = pair.handoff([block])
         pair.puller.expect("r", handoff)
         pair.puller.start("r", handoff, [0], [block])
-        assert pair.finished() == KVReadResult("r", ok=True, error="")
+        assert pair.finished() == KVReadResult("r", "")
         assert torch.equal(pair.target[block], pair.source[block])
     assert caplog.text.count("not shm") == 1
     named = make_pair("shm")
