@@ -25,6 +25,9 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     # No test asks the network for a model.
     HF_HUB_OFFLINE="1",
+    # On a busy machine Serve's proxy needs longer than 5 s, after which it would be killed, or 10.
+    RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="120",
+    RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S="120",
     # Tokenizers warn when a process forks after they used threads.
     TOKENIZERS_PARALLELISM="false",
 )
