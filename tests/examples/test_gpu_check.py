@@ -191,11 +191,12 @@ def run_altered(alteration: str, *arguments: str) -> subprocess.CompletedProcess
 
 def test_a_case_that_fails_is_wrong_and_the_others_run() -> None:
     done = run_altered(
-        "real = parts.dispatch.paged_decode\n"
+        "from model.kernels import cpu\n"
+        "real = cpu.paged_decode\n"
         "def paged_decode(*args):\n"
         "    if args[-1]: raise ValueError('broken on purpose')\n"
         "    real(*args)\n"
-        "parts.dispatch.paged_decode = paged_decode",
+        "cpu.paged_decode = paged_decode",
         *("--part", "decode"),
     )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
