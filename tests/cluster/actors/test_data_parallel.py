@@ -52,7 +52,9 @@ async def debug(group: Any) -> list[dict[str, Any]]:
     async with asyncio.timeout(60):
         while True:
             before = told
-            told = list(await asyncio.gather(*(actor.debug.remote() for actor in group.actors)))
+            told = list(
+                await asyncio.gather(*(handle.actor.debug.remote() for handle in group.handles))
+            )
             if [_steps(rank) for rank in told] == [_steps(rank) for rank in before]:
                 return told
             await asyncio.sleep(0.2)
