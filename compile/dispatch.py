@@ -31,7 +31,7 @@ DEFAULT_NUM_TOKENS = (*(2**i for i in range(8)), *range(256, 3073, 256))
 
 
 class BatchDescriptor(NamedTuple):
-    """The sizes that all ranks pad a step to, and the key of a captured graph.
+    """The key of a captured graph, and the sizes that ranks pad a step to if they pad at all.
 
     It travels in the ranks' agreement, and has no defaults so that a frame may not lack a value.
 

@@ -1,8 +1,9 @@
 """`RankActor`: the Ray actor that owns one (data-parallel, tensor-parallel) rank.
 
 `run()` is the step loop and occupies a concurrency group of its own; its object reference is the
-rank's sentinel, where death, exception and normal end all arrive. Every other method is control
-plane, in the `ctl` group. No Ray call happens inside a step.
+rank's sentinel, where death, exception and normal end all arrive. `meet` and `load` run in the same
+group before it. Every other method is control plane, in the `ctl` group. No Ray call happens inside
+a step.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ leader books the result:
 4. `execute(plan, agreed)` runs the model and samples; followers do the same. An empty plan becomes
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
    confirmed the same step; it rarely blocks, because building inputs takes longer.
-   While the group serves and compiles, an agreement may name a stage that all ranks enter before
-   (`cluster/engine/compile_handover.py`); only then is that asked.
+   While the group serves and compiles, an agreement may name a stage that all ranks enter first
+   (`cluster/engine/compile_handover.py`); they confirm before they enter it.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
@@ -70,7 +70,8 @@ class Executor(Protocol):
         """Run the model on the plan's batch, or a dummy one; return what to wait for.
 
         It enters the agreement's stage before. On a device that runs by itself the step may still
-        be under way. `confirm` is called when the inputs are ready, before the first collective.
+        be under way. `confirm` is called before the first collective: when the inputs are ready, or
+        ahead of a stage that is entered.
         """
 
     def wait(self, launched: Any) -> SampledTokens:
@@ -78,7 +79,7 @@ class Executor(Protocol):
 
 
 class Engine:
-    """One data-parallel rank's scheduler with the executors of its tensor-parallel ranks.
+    """One data-parallel rank's scheduler with its own executor and the way to its followers'.
 
     `agreed` is the agreement of the last step; a loop that finds `agreed.has_work` false may
     sleep until a peer votes for the next step, or until a new request, a finished KV read or an

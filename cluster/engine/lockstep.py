@@ -149,8 +149,8 @@ class _Peer:
 class LockstepMachine:
     """One leader's side of the lockstep.
 
-    Call `vote`, then `on_frame` until `agreement` is there, `conclude`, and `on_frame` until
-    `is_confirmed`; then the next step. Frames may come at any time.
+    Call `vote`, then `on_frame` until `missing_votes` is empty, `conclude`, and `on_frame` until
+    `missing_confirms` is empty; then the next step. Frames may come at any time.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Handing KV over from a prefill to a decode engine: which side may free what, and when.
 
-1. The prefill scheduler (`Scheduler._hold`) holds a sequence's blocks under a ticket with a lease
+1. The prefill scheduler (`KVHandover.hold`) holds a sequence's blocks under a ticket with a lease
    (`TicketHolder.hold`).
 2. The decode scheduler registers the ticket (`KVReader.expect`), and its reader renews the lease
    from then on.
-3. Once it has allocated its own blocks, the scheduler starts the read (`KVReader.start`, in
-   `cluster/kv/reads.py`).
+3. Once it has allocated its own blocks, the scheduler starts the read (`KVReader.start`, which
+   `KVPulls` in `cluster/kv/reads.py` decides on).
 4. The reader copies, then releases the ticket. The answer tells whether the lease was alive
    throughout; only then are the bytes trusted.
 5. Released, dropped and expired tickets come out of `TicketHolder.take_ended`, with several ranks

@@ -219,7 +219,8 @@ class ModelRunner:
         captures a graph.
 
         Args:
-            confirm: called when the inputs are ready and no collective has begun.
+            confirm: called when the inputs are ready, or before a stage is entered; no collective
+                has begun.
         """
         if agreed.stage != self.handover.stage:
             self.step_stats.build(agreed.step, 0)

@@ -1,6 +1,7 @@
 """Structures that travel between processes, and the way on and off the wire.
 
-What the ranks of a group say to each other stands in `group_messages.py`.
+Votes, agreements and plans are here; what else the ranks of a group say to each other (hellos,
+digests, orders about KV) is in `group_messages.py`.
 
 All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
 frame that is too short, too long or of another type is refused instead of being filled in. So is
@@ -453,8 +454,8 @@ class StepAgreement(Wire, frozen=True):
     mode: Annotated[int, Meta(ge=0, le=CUDAGraphMode.FULL.value)]
     """What is replayed, a `CUDAGraphMode`: 0 nothing, 1 piecewise graphs, 2 a full graph."""
     batch: BatchDescriptor
-    """The sizes that every rank pads to: `num_seqs` is `graph_bs`, `num_tokens` are those of the
-    rank that runs most."""
+    """Sizes to pad to: `num_seqs` is `graph_bs`, `num_tokens` are those of the rank that runs most.
+    In eager steps without a common size each rank runs its own, see `num_tokens_across_dp`."""
     num_tokens_across_dp: tuple[int, ...]
     """Tokens that each data-parallel rank runs, padding included."""
     num_scheduled_tokens: tuple[int, ...]

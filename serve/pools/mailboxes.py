@@ -46,7 +46,7 @@ class Mailbox:
         self._can_take = asyncio.Event()
         self._has_begun = self._is_ringing = False
         self._prompt_logprobs: list[TokenLogprobs] = []
-        """Ends of stages that came ahead of their output."""
+        """Of pieces of the prompt, which come ahead of the first output."""
 
     def put(self, output: EngineOutput, inbox: str = "") -> None:
         """Add an output; `inbox` is the engine's address."""

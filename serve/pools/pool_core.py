@@ -101,7 +101,7 @@ class PoolCore:
         self._open: dict[str, asyncio.Future[EngineOutput]] = {}
         self._restarts: Counter[str] = Counter()
         """By the rank that a group's end was blamed on."""
-        self._is_stuck = False
+        self._ended_by_watchdog = False
         """Whether the watchdog ended the last group that ended."""
         self._links: Sequence[LeaderLink] = ()
         self._router = LeaderRouter(routing, 0)
@@ -194,7 +194,7 @@ class PoolCore:
         num_failures = 0
         reason = await self.group.wait_for_end()
         while not self._is_stopping():
-            self._is_stuck = self.group.is_named_by_watchdog
+            self._ended_by_watchdog = self.group.is_named_by_watchdog
             self._restarts[place_in_group(reason)] += 1
             if self.group.verdict:
                 await self._fail(reason, self.group.verdict)
@@ -277,11 +277,11 @@ class PoolCore:
             if not found.ranks and self.state in ("loading", "restarting"):
                 starting = LoadProgress("starting ranks", 0, max(1, len(reported.handles)))
                 found = GroupReport([], [starting])
-            is_stuck = self.state == "ready" and clock() - answered_at > STUCK_AFTER_S
+            is_silent = self.state == "ready" and clock() - answered_at > STUCK_AFTER_S
             # A pool that is ready before its ranks say so would seem to compile nothing.
             have_told = bool(found.ranks) and all(rank.state == "ready" for rank in found.ranks)
             told = state
-            if is_stuck:
+            if is_silent:
                 state = "stuck"
             elif self.state != "ready" or have_told:
                 state = self.state
@@ -294,7 +294,7 @@ class PoolCore:
                 found.aged(clock() - answered_at),
                 error=self.error,
                 config_hash=self._config_hash,
-                is_stuck=self._is_stuck and state != "ready",
+                is_stuck=self._ended_by_watchdog and state != "ready",
                 in_state_s=clock() - entered_at,
                 counts={("rank_restarts_total", rank): n for rank, n in self._restarts.items()},
             )
