@@ -55,6 +55,8 @@ async def end_of(ref: Any) -> CallEnd:
         return CallEnd(await ref)
     except ray.exceptions.RayError as error:
         raised = getattr(error, "cause", None) or error
+        if raised is not error:
+            raised.add_note(str(error))  # which has the traceback of the rank
         is_death = isinstance(error, ray.exceptions.RayActorError)
         return CallEnd(None, last_line(error), raised, is_death)
 

@@ -61,8 +61,10 @@ class StepStats:
         """By mode and tokens, of those that replayed something."""
         self._num_tokens = 0
         self._num_padding = 0
-        self._sizes: Counter[int] = Counter()
-        """By tokens, of those that had any."""
+        self._tokens_of_step = Histogram(
+            "iteration_tokens_total", BY_NAME["iteration_tokens_total"].bounds
+        )
+        """Of steps that had any."""
 
     def plan(self, step: int) -> None:
         """A leader begins a step."""
@@ -92,7 +94,7 @@ class StepStats:
         if num_tokens:
             is_decode = plan.num_decodes == plan.num_seqs
             kind = StepKind.DECODE if is_decode else StepKind.MIXED
-            self._sizes[num_tokens] += 1
+            self._tokens_of_step.observe(num_tokens)
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
             self._replays[agreed.mode, agreed.batch.num_tokens] += 1
@@ -163,12 +165,7 @@ class StepStats:
             counts["steps_total", _mode(mode), _KINDS[kind]] = times
         for (mode, size), times in [*self._replays.items()]:
             counts["graph_replays_total", _mode(mode), str(size)] = times
-        tokens_of_step = Histogram(
-            "iteration_tokens_total", BY_NAME["iteration_tokens_total"].bounds
-        )
-        for size, times in [*self._sizes.items()]:
-            tokens_of_step.observe(size, times)
-        tokens_of_step.put_into(counts)
+        self._tokens_of_step.put_into(counts)
         return counts
 
     def _enter(self, step: int, phase: Phase, is_asleep: bool = False) -> None:

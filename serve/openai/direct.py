@@ -85,7 +85,9 @@ async def _admitted(
             if len(text) > limit:
                 raise ApiError(413, f"body: wanted at most {limit} bytes, found {len(text)}")
             slot.hold(len(text))
-            yield await parsed(serving, tokenizer, parse, text, slot, record)
+            request = await parsed(serving, tokenizer, parse, text, slot, record)
+            del text  # its bytes are given back before the answer begins
+            yield request
         except Exception as error:
             record.status = as_api_error(error).status
             raise

@@ -1,8 +1,8 @@
 """Sending answers, and noticing clients that leave or do not read.
 
 Nothing is sent until the first event, or the whole answer, exists, so that an error before that
-still has its own HTTP status. A later error is an event, followed by [DONE] unless events have types;
-a whole answer that has begun is cut off.
+still has its own HTTP status. A later error is an event, followed by [DONE] unless events have
+types; a whole answer that has begun is cut off.
 
 A client that reads slowly is noticed only if the server in front is not Ray's Python proxy, whose
 queue takes everything at once. Without it a send waits until the client has read, and what comes

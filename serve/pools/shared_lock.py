@@ -14,7 +14,7 @@ import ray
 from cluster.actors.status_board import NAMESPACE
 from serve.pools.quarantine import FairLock
 
-ASK_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 30.0
 """How long one asking may take, in which the actor may have to start."""
 
 
@@ -30,9 +30,8 @@ class ActorLock:
         """Return whether this ingress has it; true where nobody can be asked."""
         try:
             if self._actor is None:
-                remote = ray.remote(num_cpus=0)(FairLock)
-                options = {"name": self._actor_name, "namespace": NAMESPACE, "get_if_exists": True}
-                self._actor = remote.options(**options).remote()
+                # Ray is asked for the name and answers late while it is busy with dead ranks.
+                self._actor = await asyncio.to_thread(self._found)
             call = self._actor.take.remote(self._ingress_id)
             return bool(await asyncio.wait_for(call, ASK_TIMEOUT_S))
         except TimeoutError:
@@ -40,6 +39,11 @@ class ActorLock:
         except (ValueError, ray.exceptions.RayError):
             self._actor = None
             return True
+
+    def _found(self) -> Any:
+        remote = ray.remote(num_cpus=0)(FairLock)
+        options = {"name": self._actor_name, "namespace": NAMESPACE, "get_if_exists": True}
+        return remote.options(**options).remote()
 
     def give_back(self) -> None:
         """Let the next ingress have it."""

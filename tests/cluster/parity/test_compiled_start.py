@@ -20,7 +20,7 @@ from cluster.rank.leader import Leader
 from cluster.wire.messages import Submit
 from compile.config import CUDAGraphMode
 from compile.counters import counter
-from model.layers.attention import Attention
+from model.kernels import cpu
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = Row("six heads", "run down", level=3, mode=CUDAGraphMode.NONE)
@@ -39,7 +39,7 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
     make_oracle: Callable[[str], Any], cache_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = replace(ROW, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    attend, shares = Attention.attend, []
+    attend, shares = cpu.paged_prefill, []
     with started(make_oracle("six heads"), row, cache_dir) as leader:
         engine, gaps = leader.engine, leader.runner.forward.gaps
 
@@ -54,7 +54,7 @@ def test_each_step_of_pieces_reports_what_it_spends_between_them(
             prefill(i)
         assert gaps.num_steps == 3  # the two steps of decodes replay full graphs
         # Slow between pieces.
-        monkeypatch.setattr(Attention, "attend", lambda *args: (time.sleep(0.02), attend(*args)))
+        monkeypatch.setattr(cpu, "paged_prefill", lambda *args: (time.sleep(0.02), attend(*args)))
         prefill(3)
         assert gaps.num_steps == 4
     *plain, slow = shares
