@@ -22,8 +22,8 @@ FORGET_AFTER_S = 600.0
 """An engine that has been silent for longer is forgotten; if it sends again, it is connected to
 again."""
 MAX_ENGINES = 512
-"""Engines that are kept: those that sent last. Looked at with each batch of aborts, and at the latest
-when there are twice as many; a context has 1,023 sockets."""
+"""Engines that are kept: those that sent last. Counted with each batch of aborts, and at the
+latest when there are twice as many; a context has 1,023 sockets."""
 
 
 class Mailbox:
@@ -176,8 +176,8 @@ class TokenMailboxes:
         self._aborts[inbox].append(request_id)
 
     def _send_aborts(self) -> None:
-        aborts, self._aborts = self._aborts, defaultdict(list)
         self._forget_the_silent()
+        aborts, self._aborts = self._aborts, defaultdict(list)
         for inbox, request_ids in aborts.items():
             self._links.send_aborts(inbox, request_ids)
 

@@ -42,7 +42,8 @@ from compile.context import (
 from compile.counters import counter
 from compile.dispatch import decide
 from compile.graphs.capture import is_in_capture_window
-from model.layers.attention import Attention, AttentionMetadata
+from model.kernels import cpu
+from model.layers.attention import AttentionMetadata
 from model.parallel import Shard
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -83,15 +84,16 @@ def greedy(max_tokens: int) -> Sampling:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[ForwardContext]:
     """The contexts that attention of the first layer found, in order."""
     found: list[ForwardContext] = []
-    attend = Attention.attend
+    write = cpu.rope_and_write_kv
 
-    def spy(self: Attention, *args: Any) -> None:
+    def spy(*args: Any) -> Any:
         context = get_forward_context()
-        if self is next(iter(context.no_compile_layers.values())):
+        k_cache = context.kv_cache_data[next(iter(context.no_compile_layers))].k_cache
+        if any(each is k_cache for each in args):
             found.append(context)
-        attend(self, *args)
+        return write(*args)
 
-    monkeypatch.setattr(Attention, "attend", spy)
+    monkeypatch.setattr(cpu, "rope_and_write_kv", spy)
     return found
 
 
@@ -139,14 +141,14 @@ def test_each_captured_size_runs_in_a_context_of_its_own_which_is_gone_afterward
 def test_the_context_of_a_capture_that_fails_is_gone_too(
     make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = Attention.attend
+    write = cpu.rope_and_write_kv
 
-    def fail(self: Attention, *args: Any) -> None:
+    def fail(*args: Any) -> Any:
         if get_forward_context().cudagraph_runtime_mode is FULL:
             raise RuntimeError("out of memory")
-        attend(self, *args)
+        return write(*args)
 
-    monkeypatch.setattr(Attention, "attend", fail)
+    monkeypatch.setattr(cpu, "rope_and_write_kv", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         make_runner(make_oracle("tied"), "FULL")
     assert get_forward_context() == ForwardContext()
