@@ -160,7 +160,9 @@ class IngressCore:
                 raise RuntimeError("ingress: a background task ended") from task.exception()
 
     async def close(self) -> None:
-        """Send the last traces."""
+        """Send the last traces, and end the processes that compile grammars."""
+        if self._tokenizer is not None:
+            await asyncio.to_thread(self._tokenizer.grammars.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 

@@ -117,6 +117,10 @@ class GrammarProcess:
             raise GrammarProcessLost(f"its process ended ({tried.lost})")
         return tried
 
+    def close(self) -> None:
+        """End the process; a later call starts another."""
+        self._end()
+
     def __del__(self) -> None:
         self._end()
 

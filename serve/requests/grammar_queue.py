@@ -196,6 +196,11 @@ class GrammarQueue:
         except GrammarProcessLost as error:
             log.warning("%s", error)
 
+    def close(self) -> None:
+        """End the processes that compile nothing at this moment."""
+        for process in (*self._idle, *self._cold):
+            process.close()
+
     async def text(self, wanted: StructuredOutputsParams, client: Client) -> str:
         """Return a grammar as engines take it.
 

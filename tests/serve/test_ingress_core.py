@@ -79,7 +79,10 @@ def run(scenario: Callable[[IngressCore, Board, asyncio.Event], Coroutine[Any, A
             raise ConnectionError("the socket is gone")
 
         await core.start(asyncio.create_task(receive()), is_first=False)
-        await scenario(core, board, is_broken)
+        try:
+            await scenario(core, board, is_broken)
+        finally:
+            await core.close()
 
     try:
         asyncio.run(main())
