@@ -18,15 +18,8 @@ def test_our_server_and_a_bare_one_write_the_same_answers(tmp_path: Path) -> Non
     loads = ("--cases", "plain", "tools", "schema", "--streams", "2")
     sizes = ("--tokens", "24", "--requests", "64")
     pace = ("--step-ms", "20", "--repeats", "1", "--others", "99", "--scrape-s", "0.2")
-    command = [
-        sys.executable,
-        "examples/bench/http_layer.py",
-        *loads,
-        *sizes,
-        *pace,
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "examples/bench/http_layer.py", *loads, *sizes, *pace]
+    command += ["--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
