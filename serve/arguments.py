@@ -213,7 +213,7 @@ class DeployArgs(_Strict, frozen=True):
     """Without keys: other servers whose pages may ask (CORS); `*` allows all."""
     trusted_proxies: Annotated[int, at_least(0)] = 0
     """Proxies of your own in front of Ray's that each add to `X-Forwarded-For` where they were
-    asked from; without keys a client is known by that. 0: the header is not believed."""
+    asked from; without keys a client is known by that. 0: the header is ignored."""
     log_format: LogFormat = "text"
     """Of the log: `text`, or `json` for an object a line."""
     log_requests: Switch = "on"

@@ -3,7 +3,7 @@
 It is kept in the key-value store of Ray's control service, where the first process to look for it
 puts it. An argument of deployments could not carry it, because a random one would differ at each
 `serve deploy`, and Serve would restart every replica. Nothing else may show it: whoever has it is
-believed.
+trusted.
 
 `ray.experimental.internal_kv` is what Ray itself keeps such things in, from its job manager to its
 runtime environments, and has had these functions since before Ray 1.0; a client of one's own, as

@@ -47,7 +47,7 @@ MAX_WAITING = 10_000
 """Frames for a rank that does not read. Collectives keep ranks within a step or two of each
 other, so one that is this far behind is gone or stuck."""
 MAX_FRAME_BYTES = 1 << 30
-"""Members are believed; this only keeps a mistake from filling the memory."""
+"""Members are trusted; this only keeps a mistake from filling the memory."""
 MAX_HELLO_BYTES = 1 << 16
 CLOSE_LINGER_MS = 1000
 

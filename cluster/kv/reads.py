@@ -109,13 +109,13 @@ class KVPulls:
         """When the latest call that a holder has answered was sent."""
         self._finished: list[KVReadResult] = []
         self.bytes_received = 0
-        """Bytes copied in reads that were believed."""
+        """Bytes copied in reads under a valid lease."""
         self.num_reads = 0
-        """Reads that were believed."""
+        """Reads under a valid lease."""
         self.num_failed = 0
         """Reads that were not, or did not end; those that were aborted apart."""
         self.read_s = 0.0
-        """Seconds from the start of a read that was believed to its end, summed up."""
+        """Seconds from the start of a read under a valid lease to its end, summed up."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         """Keep the ticket's lease alive until the read starts or is cancelled."""
@@ -251,8 +251,8 @@ class KVPulls:
         if not pull.has_ticket:
             self._finish(pull)
             return
-        believed = 0 if pull.error or pull.is_cancelled else pull.num_read
-        self._await_answer(pull, KVRelease(pull.handoff.ticket, believed))
+        num_valid = 0 if pull.error or pull.is_cancelled else pull.num_read
+        self._await_answer(pull, KVRelease(pull.handoff.ticket, num_valid))
 
     def _await_answer(self, pull: _Pull, call: KVCall) -> None:
         pull.asked_at, pull.awaited = self._clock(), type(call).__name__

@@ -211,11 +211,21 @@ METRICS = (
     ),
     Metric("compilations_total", COUNTER, "Pieces that were compiled, while serving as well."),
     Metric("late_compilations_total", COUNTER, "Those of them after the rank was ready."),
-    Metric("kv_transfer_sent_bytes_total", COUNTER, "Bytes of KV that readers took and believed."),
-    Metric("kv_transfer_received_bytes_total", COUNTER, "Bytes of KV that were read and believed."),
-    Metric("kv_transfers_total", COUNTER, "Reads of KV that were believed, by all ranks."),
+    Metric(
+        "kv_transfer_sent_bytes_total",
+        COUNTER,
+        "Bytes of KV that readers took under a valid lease.",
+    ),
+    Metric(
+        "kv_transfer_received_bytes_total",
+        COUNTER,
+        "Bytes of KV that were read under a valid lease.",
+    ),
+    Metric("kv_transfers_total", COUNTER, "Reads of KV under a valid lease, by all ranks."),
     Metric("kv_transfer_failures_total", COUNTER, "Reads of KV that failed."),
-    Metric("kv_transfer_seconds_total", COUNTER, "Seconds that believed reads of KV took."),
+    Metric(
+        "kv_transfer_seconds_total", COUNTER, "Seconds that reads of KV under a valid lease took."
+    ),
     Metric("kv_leases_expired_total", COUNTER, "Tickets whose reader was not heard of in time."),
     Metric(
         "rank_restarts_total",

@@ -1,4 +1,4 @@
-"""What the processes of one application show each other before anything else is believed.
+"""What the processes of one application show each other before anything else is trusted.
 
 The secret is random and one for the whole application; Ray alone hands it out
 (`actors/secret.py`), and it outlives redeploys. Sockets are locked with it (`wire/sockets.py`),

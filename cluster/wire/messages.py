@@ -196,7 +196,7 @@ class KVHandoff(Wire, frozen=True):
     """A ticket for the KV blocks that a prefill rank holds for one sequence.
 
     Invariant: `block_ids` and `generations` have equal length and cover `num_tokens` tokens; a
-    block whose generation differs at the source has been reused and must not be believed.
+    block whose generation differs at the source has been reused and must not be used.
     """
 
     ticket: Count
