@@ -40,11 +40,7 @@ def max_blocks_for(num_tokens: int, block_size: int, sliding_window: int | None)
 
 
 def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_blocks: int) -> None:
-    """Refuse a pool that does not hold one sequence, however long.
-
-    Raises:
-        FieldError: names num_kv_blocks, how many are needed and how many there are.
-    """
+    """Refuse a pool that does not hold one sequence, however long."""
     length = config.max_model_len
     needed = max_blocks_for(length, config.cache.block_size, sliding_window)
     if num_blocks < needed:
@@ -68,9 +64,8 @@ class BlockManager:
     ) -> None:
         """Start with all blocks free.
 
-        Args:
-            sliding_window: how many of a sequence's last tokens any layer ever reads, the one
-                that reads included; None if a layer reads all.
+        No layer reads more than the last `sliding_window` tokens, the one that reads included;
+        None if a layer reads all.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -128,10 +123,7 @@ class BlockManager:
         return found
 
     def first_missing(self, seq: Sequence, num_cached: int) -> bytes | None:
-        """Return the digest of the block that ended a match of `num_cached` blocks.
-
-        None if nothing ended it, nothing is looked up, or a hit need not start at the head.
-        """
+        """Return the digest of the block that ended a match of `num_cached` blocks, if one did."""
         is_whole = num_cached >= (seq.num_tokens - 1) // self.block_size
         if self.sliding_window is not None or is_whole or not self._is_looked_up(seq):
             return None

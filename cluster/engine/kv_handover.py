@@ -36,13 +36,7 @@ class KVHandover:
         holder: TicketHolder | None = None,
         reader: KVReader | None = None,
     ) -> None:
-        """Start with none.
-
-        Args:
-            metadata: what tickets say that are written here, and that are read.
-            holder: keeps tickets, on a prefill engine.
-            reader: reads KV, on a decode engine.
-        """
+        """Start with none. `metadata` is what tickets say that are written and read here."""
         self._blocks = blocks
         self._metadata = metadata
         self._holder = holder

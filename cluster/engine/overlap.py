@@ -54,7 +54,7 @@ class OverlappedEngine(Engine):
     def step(self) -> list[EngineOutput]:
         """Launch a step and return the outputs of the one before; or only the latter, if the next
         cannot be planned without them."""
-        if self._in_flight is not None and not self.executor.handover.is_over:
+        if self._in_flight is not None and not self.executor.switch.is_over:
             return self._retire()
         plan = self.scheduler.schedule_ahead()
         if plan is None:

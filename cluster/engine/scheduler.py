@@ -32,6 +32,7 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cluster.config import Role, SchedulerConfig
@@ -54,6 +55,7 @@ from cluster.wire.messages import (
 if TYPE_CHECKING:
     from cluster.grammar.masks import GrammarMasks  # whose library an engine may do without
 
+_ARRIVAL = attrgetter("arrival")
 WAITING = SequenceStatus.WAITING
 WAITING_FOR_KV = SequenceStatus.WAITING_FOR_KV
 RUNNING = SequenceStatus.RUNNING
@@ -111,17 +113,11 @@ class Scheduler:
         """Start without sequences.
 
         Args:
-            limits: what the engine can serve, of which role, in which blocks.
             handover: who holds or reads KV; None on an engine that keeps its sequences.
             grammars: compiles them and fills masks; None refuses requests with a grammar.
             clock: tells how long sequences wait; None: nobody wants to know.
-
-        Raises:
-            ValueError: a prefill engine has nobody to hold KV.
         """
         self._is_prefill = limits.role is Role.PREFILL
-        if self._is_prefill and handover is None:
-            raise ValueError("handover: wanted one for role prefill, found None")
         self.blocks = limits.blocks
         self._config = config
         self._epoch = epoch
@@ -145,7 +141,8 @@ class Scheduler:
         self._in_flight: dict[int, list[Sequence]] = {}
         """By step the sequences of plans that were made and not booked, in the plan's order."""
         self._free_rows = list(range(config.max_num_seqs))
-        self._early_aborts = _EarlyAborts()
+        self._early_aborts: OrderedDict[str, None] = OrderedDict()
+        """The last aborts without a request: each may have overtaken its own."""
         self._outputs: list[EngineOutput] = []
         self._prompt_tokens_computed = 0
         self._num_preemptions = 0
@@ -161,7 +158,8 @@ class Scheduler:
             arrival=self._num_arrivals,
             handoff=submit.handoff,
         )
-        if self._early_aborts.take(request.request_id):
+        if request.request_id in self._early_aborts:
+            del self._early_aborts[request.request_id]
             self._refuse(seq, FinishReason.ABORT)
         elif error := self._find_error(seq):
             self._refuse(seq, FinishReason.ERROR, error)
@@ -186,7 +184,11 @@ class Scheduler:
         if unknown:
             if self._handover is not None:
                 self._handover.drop(unknown)
-            self._early_aborts.remember(unknown)
+            for request_id in unknown:
+                self._early_aborts[request_id] = None
+                self._early_aborts.move_to_end(request_id)
+            while len(self._early_aborts) > MAX_EARLY_ABORTS:
+                self._early_aborts.popitem(last=False)
 
     def refuse(self, request_id: str, error: str) -> None:
         """End a request that could not be read with an error among the outputs."""
@@ -245,7 +247,10 @@ class Scheduler:
             batch, plan.num_computed, plan.num_new, plan.output_index, strict=True
         ):
             has_drawn = index >= 0
-            num_confirmed = seq.retire(num_new, has_drawn)
+            # As `Batch.launch` noted it.
+            seq.num_in_flight_tokens -= num_new
+            seq.num_pending_tokens -= has_drawn
+            num_confirmed = seq.num_computed_tokens - seq.num_in_flight_tokens
             if start < seq.num_prompt_tokens:
                 end = min(start + num_new, seq.num_prompt_tokens)
                 self._prompt_tokens_computed += end - start
@@ -348,7 +353,7 @@ class Scheduler:
                 continue
             if result.compiled is not None:
                 seq.grammar = result.compiled
-                insort(self._waiting, seq, key=_arrival)
+                insort(self._waiting, seq, key=_ARRIVAL)
                 continue
             if self._handover is not None:
                 self._handover.cancel(seq)
@@ -409,7 +414,7 @@ class Scheduler:
         self.blocks.commit(seq)
         seq.handoff = None
         seq.status = WAITING
-        insort(self._ready, seq, key=_arrival)
+        insort(self._ready, seq, key=_ARRIVAL)
 
     # --- choosing the batch -----------------------------------------------------------------
 
@@ -498,7 +503,7 @@ class Scheduler:
         assert not self._is_in_flight(seq), "a step in flight computes what is to be pre-empted"
         self._release(seq)
         seq.forget_computed()
-        insort(self._waiting, seq, key=_arrival)
+        insort(self._waiting, seq, key=_ARRIVAL)
         self._num_preemptions += 1
 
     def _schedule_waiting(self, batch: Batch) -> None:
@@ -530,9 +535,20 @@ class Scheduler:
             return 0
         return len(self.running) + len(self._ready) + self._handover.num_reading
 
-    def _fits_now(self, need: _HeadNeed, batch: Batch) -> bool:
+    def _fits_now(
+        self,
+        seq: Sequence,
+        batch: Batch,
+        cached: list[int],
+        num_known: int,
+        max_new: int,
+        first: int = 0,
+    ) -> bool:
         """Return whether the head of the queue fits; if not, remember what it needs."""
-        fits = need.fits(self.blocks, batch.budget, self._spare_for(need.seq))
+        missing = self.blocks.first_missing(seq, len(cached))
+        saved = self.blocks.num_saved(cached, first)
+        need = _HeadNeed(seq, num_known, max_new, num_saved=saved, missing=missing)
+        fits = need.fits(self.blocks, batch.budget, self._spare_for(seq))
         self._blocked = None if fits else need
         return fits
 
@@ -544,12 +560,7 @@ class Scheduler:
         num_cached = len(cached) * self.blocks.block_size
         # With a sliding window a prompt may be longer than the pool; without, it never is.
         max_new = min(seq.num_tokens - num_cached, self.blocks.room_beside(cached))
-        missing = self.blocks.first_missing(seq, len(cached))
-        saved = self.blocks.num_saved(cached)
-        need = _HeadNeed(
-            seq, num_known=num_cached, max_new=max_new, num_saved=saved, missing=missing
-        )
-        if not self._fits_now(need, batch):
+        if not self._fits_now(seq, batch, cached, num_cached, max_new):
             return False
         num_new = min(max_new, batch.budget)
         self._open_table(seq, cached, num_cached + num_new)
@@ -565,10 +576,7 @@ class Scheduler:
         cached = self.blocks.match(seq)
         # Blocks that a sliding window has passed are neither kept nor read.
         cached[:first] = [SCRATCH] * min(first, len(cached))
-        missing = self.blocks.first_missing(seq, len(cached))
-        saved = self.blocks.num_saved(cached, first)
-        need = _HeadNeed(seq, num_known=num_tokens, max_new=0, num_saved=saved, missing=missing)
-        if not self._fits_now(need, batch):
+        if not self._fits_now(seq, batch, cached, num_tokens, 0, first):
             return False
         self._open_table(seq, cached, num_tokens, first)
         assert self._handover is not None, "a ticket was accepted"
@@ -669,11 +677,10 @@ class Scheduler:
 class _HeadNeed:
     """What the head of the queue needs, by what was cached of it when it was looked up.
 
-    To look up a long prompt's blocks takes a millisecond, and the head of the queue may wait for
-    seconds, so it is not done again in every step. What it lacked tells when another attempt can
-    end differently: when as many blocks are free as it needs, or when the first block that was
-    missing is cached. If others come to hold blocks of its cached head meanwhile, that many fewer
-    are free, and it waits until they end at the latest.
+    To look up a long prompt's blocks takes a millisecond, and it may wait for seconds, so that is
+    not done in every step: only when as many blocks are free as it needs, or when the first block
+    that was missing is cached. If others come to hold blocks of its cached head meanwhile, that
+    many fewer are free, and it waits until they end at the latest.
     """
 
     seq: Sequence
@@ -699,26 +706,6 @@ class _HeadNeed:
         return self.missing is not None and blocks.is_cached(self.missing)
 
 
-class _EarlyAborts:
-    """The last `MAX_EARLY_ABORTS` aborts without a request: each may have overtaken its own."""
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[str, None] = OrderedDict()
-
-    def remember(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._ids[request_id] = None
-            self._ids.move_to_end(request_id)
-        while len(self._ids) > MAX_EARLY_ABORTS:
-            self._ids.popitem(last=False)
-
-    def take(self, request_id: str) -> bool:
-        if request_id not in self._ids:
-            return False
-        del self._ids[request_id]
-        return True
-
-
 def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence]) -> None:
     num_rows = 0
     rows: list[MaskedRow] = []
@@ -735,7 +722,3 @@ def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence
 def _num_uncomputed(seq: Sequence) -> int:
     """Return how many tokens have no KV, and no step in flight that computes it."""
     return len(seq.token_ids) + seq.num_pending_tokens - seq.num_computed_tokens
-
-
-def _arrival(seq: Sequence) -> int:
-    return seq.arrival

@@ -16,7 +16,7 @@ import torch
 
 import model
 from cluster.config import EngineConfig
-from cluster.engine.compile_handover import CannotCompile
+from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from compile.cache.key import sources_hash

@@ -62,11 +62,7 @@ class Follower(Rank):
         )
 
     def run(self) -> None:
-        """Do what the leader says until it ends, or until stopped.
-
-        Raises:
-            StepDivergence: a step is not the leader's; names rank, step and field.
-        """
+        """Do what the leader says until it ends, or until stopped."""
         self.loop.run()
         self._receiver.close()
         self._close()

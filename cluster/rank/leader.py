@@ -30,7 +30,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep
 from cluster.engine.kv_handover import KVHandover
-from cluster.engine.lockstep import AloneLockstep, LockstepMachine
+from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler, SchedulerStats
@@ -41,7 +41,6 @@ from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.observe.counts import Counts
-from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner
@@ -93,9 +92,7 @@ class Leader(Rank):
     ) -> None:
         """Load, and wait until all followers and all other leaders have.
 
-        Args:
-            endpoints: where the followers connect; needed if there are any.
-            rendezvous: where to find other leaders; None if its own endpoints are all there is.
+        Followers connect at `endpoints`; other leaders are found by `rendezvous`.
         """
         endpoints = endpoints or LeaderEndpoints(context)
         rendezvous = rendezvous or endpoints.rendezvous
@@ -134,11 +131,7 @@ class Leader(Rank):
                 self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Step until all leaders are stopped. Returns normally only after `stop`.
-
-        Raises:
-            StepDivergence: another leader's step is not this one's; names rank, step and field.
-        """
+        """Step until all leaders are stopped. Returns normally only after `stop`."""
         while not self.engine.has_ended:
             self.step()
             if self.engine.is_idle and not self.engine.has_ended:
@@ -176,10 +169,7 @@ class Leader(Rank):
             self.engine.abort(lost)
 
     def stop(self) -> None:
-        """Make `run` return after the step in which all leaders were stopped.
-
-        Any thread may call it.
-        """
+        """Make `run` return after the step in which all leaders were stopped."""
         self._is_stopping = True
         self._doorbell.ring()
 
@@ -187,7 +177,6 @@ class Leader(Rank):
         return self.engine.stats()
 
     def counts(self) -> Counts:
-        """Return what the rank has counted. Any thread may call it."""
         scheduled = self.engine.stats()
         return {
             ("num_preemptions_total",): scheduled.num_preemptions,
@@ -207,7 +196,7 @@ class Leader(Rank):
                         self.engine.submit(message)
                 case BadSubmit():
                     if self._expect(message.request_id, message.reply_to):
-                        self.engine.refuse(message.request_id, message.error)
+                        self.engine.scheduler.refuse(message.request_id, message.error)
                 case Abort():
                     self.engine.abort(message.request_ids)
                 case Watch():
@@ -221,16 +210,12 @@ class Leader(Rank):
             return False
         if not self._output_sender.expect(request_id, reply_to):
             error = f"reply_to: wanted one of at most {MAX_ADDRESSES} addresses, found another"
-            self.engine.refuse(request_id, error)
+            self.engine.scheduler.refuse(request_id, error)
             return False
         return True
 
     def _take_reports(self, channel: StepSender) -> None:
-        """Book what has ended on the followers.
-
-        Raises:
-            FrameError: a follower reports what it was not asked for; names it.
-        """
+        """Book what has ended on the followers; name one that reports what it was not asked for."""
         for tp_rank, report in channel.take_reports():
             try:
                 self._book(tp_rank, report)
@@ -244,7 +229,7 @@ class Leader(Rank):
             case ReadEnded() if self._reader is not None:
                 error = f"tp={tp_rank}: {report.error}" if report.error else ""
                 self._reader.on_read_ended(report.request_id, error)
-            case PiecesLoaded() if self.runner.handover.on_follower_loaded():
+            case PiecesLoaded() if self.runner.switch.on_follower_loaded():
                 pass
             case _:
                 raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
@@ -278,7 +263,7 @@ class Leader(Rank):
             dp_rank=group.dp_rank,
             dp_size=group.dp_size,
             epoch=hello.epoch,
-            handover=self.runner.handover,
+            switch=self.runner.switch,
         )
         return JoinedLockstep(machine, self._peers, self.runner.step_stats)
 
@@ -343,14 +328,8 @@ def assemble_engine(
     holder: TicketHolder | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
-    """Return the engine of a leader.
-
-    Args:
-        channel: leads to the tensor-parallel followers; None if there are none.
-        lockstep: with the other data-parallel leaders; None if there are none.
-        metadata, holder, reader: with what KV is handed over, see `KVHandover`; None on an engine
-            that keeps its sequences.
-    """
+    """Return the engine of a leader; None for what it has not: followers, other leaders, or KV to
+    hand over (`KVHandover`)."""
     cache, model = config.cache, runner.model_config
     blocks = BlockManager(
         runner.num_blocks,
@@ -376,7 +355,7 @@ def assemble_engine(
         clock=time.monotonic,
     )
     loop = OverlappedEngine if config.overlap else Engine
-    return loop(scheduler, lockstep or AloneLockstep(runner.handover), channel, runner)
+    return loop(scheduler, lockstep or AloneLockstep(runner.switch), channel, runner)
 
 
 @dataclass(frozen=True)

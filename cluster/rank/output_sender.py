@@ -61,11 +61,7 @@ class OutputSender:
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without connections.
-
-        Args:
-            lease_s: an ingress that is unreachable this long is taken for dead.
-        """
+        """Start without connections; who is unreachable for `lease_s` is taken for dead."""
         self._context = context
         self._credentials = credentials
         self._handshake = CurveHandshake(credentials.secret)

@@ -94,14 +94,6 @@ class KVConnector:
             process=self.server.process if self.server else RankProcess(-1, ""),
         )
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.server.bytes_sent if self.server else 0
-
-    @property
-    def bytes_received(self) -> int:
-        return self.puller.bytes_received if self.puller else 0
-
     def counts(self) -> Counts:
         """Return what was counted of the KV that was moved. Any thread may call it."""
         parts = (part for part in (self.server, self.puller) if part is not None)
@@ -128,9 +120,7 @@ class Rank(ABC):
     ) -> None:
         """Load, and wait until all ranks of the group have.
 
-        Args:
-            rendezvous: where the group meets; None for a rank that is a group of its own.
-            listener: of the group's store, on the rank that keeps it.
+        `listener` is of the group's store, on the rank that keeps it.
         """
         self.context = context
         self._sockets = sockets
@@ -146,7 +136,7 @@ class Rank(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Step until stopped, and close."""
+        """Step until stopped, and close; or raise the `StepDivergence` that ends the group."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -158,13 +148,14 @@ class Rank(ABC):
 
     def stats(self) -> RankStats:
         """Return the rank's figures. Any thread may call it: it reads plain numbers."""
+        transfer = self.transfer
         return RankStats.of(
             self.context,
             "ready",
             step=self.runner.step_stats.last_step,
             scheduler=self._scheduler_stats(),
-            kv_bytes_sent=self.transfer.bytes_sent,
-            kv_bytes_received=self.transfer.bytes_received,
+            kv_bytes_sent=transfer.server.bytes_sent if transfer.server else 0,
+            kv_bytes_received=transfer.puller.bytes_received if transfer.puller else 0,
             compiling=self.runner.compile_progress is not None,
             compile_error=self.runner.compile_error,
         )

@@ -89,9 +89,7 @@ class RowRulesTables:
     def stage_counted(self, rows: Ints, num_new: list[int], positions: Ints) -> Counted | None:
         """Stage which tokens of a step `count` counts: those in rows with penalties.
 
-        Args:
-            rows, num_new: [S], one entry per sequence of the step.
-            positions: [T], of the tokens in their sequences.
+        rows, num_new: [S]; positions: [T], of the tokens in their sequences.
         """
         if not self._has_penalties[rows].any():
             return None

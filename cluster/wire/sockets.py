@@ -80,11 +80,7 @@ class CurveHandshake:
 def listening_socket(
     context: zmq.Context[S], kind: int, handshake: Handshake, *, max_waiting: int
 ) -> S:
-    """Return a socket to bind.
-
-    Args:
-        max_waiting: messages that wait for each peer, either way.
-    """
+    """Return a socket to bind; so many messages wait for each peer, either way."""
     socket = _bounded(context, kind, max_waiting, MAX_PART_BYTES)
     handshake.demand(socket)
     return socket
@@ -162,11 +158,7 @@ def split(body: bytes) -> Sequence[Part]:
 
 
 def join(parts: Sequence[bytes], max_bytes: int) -> bytes:
-    """Return the frame that came in these parts.
-
-    Raises:
-        FrameError: it is longer than `max_bytes`.
-    """
+    """Return the frame that came in these parts; refuse one that is longer than `max_bytes`."""
     if len(parts) == 1:
         return parts[0]
     if (found := sum(map(len, parts))) > max_bytes:
@@ -180,11 +172,7 @@ def pack(body: bytes, credentials: Credentials) -> Sequence[Part]:
 
 
 def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -> bytes:
-    """Return the frame of a message.
-
-    Raises:
-        FrameError: it is another deployment's, or longer than `max_bytes`.
-    """
+    """Return the frame of a message; refuse another deployment's, or one that is too long."""
     header, *parts = message
     credentials.check(header)
     if not parts:

@@ -11,27 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from wire_structs import plan_of, vote_of
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.lockstep import agree
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import LeaderEndpoints, introduce
-from cluster.rank import forward, free_memory
-from cluster.rank.free_memory import MARGIN_BYTES, FreeMemory, bytes_per_token, free_memory_bytes
+from cluster.rank import forward
+from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token, free_memory_bytes
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import StepKind, StepPlan, Vote
 from cluster.wire.sockets import end_context
-from compile.config import CompilationConfig, CUDAGraphMode
-from compile.context import BatchDescriptor, ForwardContext, forward_context
-from compile.graphs.capture import CaptureCase, capture_all
-from compile.graphs.pools import GraphPools, new_graph_pool
+from compile.config import CompilationConfig
+from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials("test", b"s" * 32)
-SIZES = (8, 4, 2, 1)
 
 
 def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
@@ -79,73 +76,36 @@ def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
     ]
 
 
-@pytest.mark.feature("P05", "P10")
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
-def test_a_size_that_one_rank_has_no_room_for_is_skipped_by_all(dp: int, tp: int) -> None:
-    """Each size is captured when all ranks have come to it; the last rank lacks room for two."""
-    log: list[tuple[int, int]] = []
-    lock = threading.Lock()
-    per_token = 1000
-
-    def work(group: GroupMembership) -> Any:
-        is_last = group.rank == group.size - 1
-        short = iter([MARGIN_BYTES + 7999, 1 << 40, MARGIN_BYTES, 1 << 40])
-        free_memory = FreeMemory(
-            group,
-            torch.device("cpu"),
-            per_token,
-            free_bytes=lambda device: next(short) if is_last else 1 << 40,
-        )
-
-        def run(case: CaptureCase) -> None:
-            with lock:
-                log.append((case.descriptor.num_tokens, group.rank))
-
-        def fits_on_all_ranks(key: BatchDescriptor) -> bool:
-            time.sleep(0.02 * group.rank)
-            return free_memory.fits_on_all_ranks(key.num_tokens)
-
-        report = capture_all(
-            [
-                CaptureCase(CUDAGraphMode.FULL, BatchDescriptor(n, n, True), ForwardContext)
-                for n in SIZES
-            ],
-            run,
-            rank=group.rank,
-            pools=GraphPools(lambda: new_graph_pool(torch.device("cpu")), policy="shared"),
-            warmups={CUDAGraphMode.FULL: 0},
-            synchronize=lambda: None,
-            fits_on_all_ranks=fits_on_all_ranks,
-        )
-        return report.batch_sizes, [key.num_tokens for _, key in report.skipped]
-
-    results = run_ranks(dp, tp, work)
-    assert results == [((1, 4), [2, 8])] * (dp * tp)
-    # The same order on all ranks, and nobody is a size ahead.
-    assert [size for size, _ in log] == [4] * (dp * tp) + [1] * (dp * tp)
-
-
-@pytest.mark.feature("C04", "P03", "P05")
-def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_knows_all_tokens(
+@pytest.mark.feature("C04", "P03", "P05", "P10")
+def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
     make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a node share its memory: what one finds is what the others are about to take."""
-    path, log = str(make_oracle("tied").path), []
-    contexts: dict[int, list[ForwardContext]] = {0: [], 1: []}
+    """Once both have KV: what a rank of the node finds is what others are about to take.
+
+    One tells progress, and each knows the tokens of all.
+    """
+    path, log = str(make_oracle("tied").path), list[str]()
+    entered: list[tuple[int, ForwardContext]] = []
+    # The last rank has no room for graphs of two sequences.
+    free = {0: [1 << 40] * 3, 1: [1 << 40, MARGIN_BYTES, 1 << 40]}
+    told: dict[int, list[str]] = {0: [], 1: []}
+
+    def rank() -> int:
+        return int(threading.current_thread().name)
 
     @contextmanager
-    def entered(value: ForwardContext) -> Iterator[ForwardContext]:
-        contexts[int(threading.current_thread().name)].append(value)
+    def enter(value: ForwardContext) -> Iterator[ForwardContext]:
+        entered.append((rank(), value))
         with forward_context(value):
             yield value
 
-    def free(device: torch.device) -> int:
+    def look(device: torch.device) -> int:
         log.append("looked")
-        return 1 << 40
+        time.sleep(0.02 * rank())
+        return free[rank()].pop(0)
 
-    monkeypatch.setattr(free_memory, "free_memory_bytes", free)
-    monkeypatch.setattr(forward, "forward_context", entered)
-    told: dict[int, list[str]] = {0: [], 1: []}
+    monkeypatch.setattr(forward, "free_memory_bytes", look)
+    monkeypatch.setattr(forward, "forward_context", enter)
 
     def work(group: GroupMembership) -> tuple[int, ...]:
         threading.current_thread().name = str(group.rank)
@@ -156,11 +116,11 @@ def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_k
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
             parallel=ParallelConfig(1, 2),
             compilation=CompilationConfig(
-                level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)
+                level=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2, 4)
             ),
         )
 
-        def late(size: int) -> None:
+        def allocate_late(size: int) -> None:
             time.sleep(0.5 * group.rank)
             log.append("allocated")
 
@@ -168,18 +128,24 @@ def test_two_ranks_look_for_room_once_both_have_kv_one_tells_progress_and_each_k
             told[group.rank].append(what)
 
         context = RankContext(config, RankPlace(group.dp_rank), progress=tell)
-        runner = ModelRunner(context, group=group, storage=late)
-        plan = StepPlan(0, 1, 0, 0, [], [], [], [], [], [], [], 0, [])  # a dummy step
-        runner.execute(plan, agree(votes, runner.forward.captured))
+        runner = ModelRunner(context, group=group, storage=allocate_late)
+        runner.execute(plan_of([]), agree(votes, runner.forward.captured))  # a dummy step
         return runner.forward.captured.batch_sizes
 
-    votes = [Vote(0, 1, StepKind.MIXED, n, 1, n, True, False, 0, False) for n in (3, 9)]
-    assert run_ranks(2, 1, work) == [(1, 2)] * 2
-    assert log == ["allocated"] * 2 + ["looked"] * 4
-    assert told[0].count("capturing graphs") == 2 and "capturing graphs" not in told[1]
-    for rank in range(2):
-        metadata = contexts[rank][-1].dp_metadata
-        assert metadata is not None and metadata.num_tokens_across_dp == (3, 9)
+    votes = [vote_of(1, n) for n in (3, 9)]
+    assert run_ranks(2, 1, work) == [(1, 4)] * 2
+    assert log == ["allocated"] * 2 + ["looked"] * 6
+    assert "capturing graphs" in told[0] and "capturing graphs" not in told[1]
+    captured = [
+        (place, context.batch_descriptor.num_tokens)
+        for place, context in entered
+        if context.batch_descriptor is not None
+    ]
+    # The same order on both ranks, and neither is a size ahead.
+    assert [size for _, size in dict.fromkeys(captured)] == [4, 4, 1, 1]
+    for place in range(2):
+        [*_, last] = [context for each, context in entered if each == place]
+        assert last.dp_metadata is not None and last.dp_metadata.num_tokens_across_dp == (3, 9)
 
 
 def test_what_a_graph_needs_follows_from_the_model(tiny_checkpoint: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from wire_structs import admission_of, plan_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.rank.inputs import StepInputs
-from cluster.wire.messages import NewBlocks, RowAdmission, StepPlan
+from cluster.wire.messages import NewBlocks, StepPlan
 
 BLOCK_SIZE = 4
 ROWS, TOKENS, COLUMNS = 6, 32, 5
@@ -23,20 +24,14 @@ def inputs() -> StepInputs:
 def decode_plan(rows: list[int], computed: int, *, admit: bool = False) -> StepPlan:
     """Every row decodes one token behind `computed`; its blocks are its own."""
     blocks = [list(range(1 + row * COLUMNS, 1 + (row + 1) * COLUMNS)) for row in rows]
-    return StepPlan(
-        epoch=0,
+    return plan_of(
+        [1] * len(rows),
         step=computed,
-        num_seqs=len(rows),
-        num_tokens=len(rows),
-        admitted=[RowAdmission(row, 0.0, 0, 1.0, 0.0, 0, -1, None) for row in rows if admit],
+        admitted=[admission_of(row) for row in rows if admit],
         new_blocks=[NewBlocks(r, 0, b) for r, b in zip(rows, blocks, strict=True) if admit],
         rows=rows,
         num_computed=[computed] * len(rows),
-        num_new=[1] * len(rows),
-        output_index=[0] * len(rows),
         token_ids=[7 + row for row in rows],
-        num_decodes=len(rows),
-        prompt_targets=[],
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from wire_structs import admission_of, plan_of, rules_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.wire.messages import LogitRules, NewBlocks, RowAdmission, RowRules, StepPlan
+from cluster.wire.messages import NewBlocks, RowAdmission, RowRules, StepPlan
 
 
 @pytest.fixture
@@ -21,27 +24,19 @@ def plan(
     rows: list[int], output_index: list[int], admitted: tuple[RowAdmission, ...] = ()
 ) -> StepPlan:
     """Each row decodes one token; a sequence with output index -1 samples none."""
-    return StepPlan(
-        epoch=0,
-        step=1,
-        num_seqs=len(rows),
-        num_tokens=len(rows),
+    return plan_of(
+        [1] * len(rows),
         admitted=list(admitted),
         new_blocks=[NewBlocks(a.row, 0, [1 + a.row]) for a in admitted],
         rows=rows,
         num_computed=[1] * len(rows),
-        num_new=[1] * len(rows),
         output_index=output_index,
-        token_ids=[5] * len(rows),
-        num_decodes=len(rows),
-        prompt_targets=[],
     )
 
 
-def admission(
-    row: int, temperature: float, num_logprobs: int = -1, rules: RowRules | None = None
-) -> RowAdmission:
-    return RowAdmission(row, temperature, 7 * row, 0.5, 0.25, 11 + row, num_logprobs, rules)
+def admission(row: int, temperature: float, **fields: Any) -> RowAdmission:
+    filters = {"top_k": 7 * row, "top_p": 0.5, "min_p": 0.25, "seed": 11 + row}
+    return admission_of(row, temperature=temperature, **filters, **fields)
 
 
 def temperatures(batch: StepBatch) -> list[float]:
@@ -68,7 +63,7 @@ def test_steps_of_the_same_sequences_differ_in_what_is_drawn_alone(inputs: StepI
 
 
 def test_rules_are_followed_as_long_as_a_row_has_some(inputs: StepInputs) -> None:
-    rules = RowRules(LogitRules(1.0, 0.0, 1.0, (3,), (2.0,), b"", 0), (), 1, [5])
+    rules = RowRules(rules_of(presence_penalty=1.0, bias_token_ids=(3,), biases=(2.0,)), (), 1, [5])
     first = (admission(0, 1.0), admission(1, 1.0, rules=rules))
     found = inputs.build(plan([0, 1], [0, 0], first)).sampling.adjustments
     assert found is not None and found.bias is not None and found.penalties is not None

@@ -94,20 +94,21 @@ class StepStats:
         if num_tokens:
             is_decode = plan.num_decodes == plan.num_seqs
             kind = StepKind.DECODE if is_decode else StepKind.MIXED
-            self._tokens_of_step.observe(num_tokens)
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
             self._replays[agreed.mode, agreed.batch.num_tokens] += 1
         self._num_tokens += num_tokens
         self._num_padding += num_padding
         self._enter(agreed.step, Phase.RUNNING)
+        if num_tokens:
+            self._tokens_of_step.observe(num_tokens)
 
     def run(self, step: int) -> None:
         """The forward of a step begins, or is waited for."""
         self._enter(step, Phase.RUNNING)
 
     def end_step(self, step: int, *, is_seen: bool = True) -> None:
-        """The step has ended; others that were begun later may be under way.
+        """The step has ended, and is booked; others that were begun later may be under way.
 
         Args:
             is_seen: just now; else nobody looked before, perhaps for hours of sleep.
@@ -120,9 +121,6 @@ class StepStats:
             seconds = min(seconds, self._expect(num_tokens) or seconds)
         self.learn(num_tokens, seconds)
         self._last_end = now
-
-    def book(self, step: int) -> None:
-        """The step's results are there."""
         self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
