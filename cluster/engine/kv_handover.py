@@ -138,9 +138,3 @@ class KVHandover:
     def has_any(self) -> bool:
         """Whether a sequence is held, or may still be written to."""
         return bool(self._held or self._reading)
-
-    @property
-    def holders(self) -> Iterator[Sequence]:
-        """The sequences that hold blocks here."""
-        yield from self._held.values()
-        yield from self._reading.values()

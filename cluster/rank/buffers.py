@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
@@ -132,52 +131,6 @@ class StaticBuffer:
     def _of(self, memory: torch.Tensor) -> torch.Tensor:
         own = memory[self._start : self._start + self._num_bytes]
         return own.view(self._dtype).view(self._shape)
-
-
-class StaticTable:
-    """A table on the device of which each step fills the first rows and columns.
-
-    The table keeps its width, which graphs rely on. On a GPU what is filled is packed on the host
-    and spread on the device, because torch copies what is not contiguous by way of memory that is
-    not pinned, and waits. On a CPU the table itself is filled.
-
-    Invariant: what no step has filled is 0; what the last one left out is undefined.
-    """
-
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, staging: Staging) -> None:
-        self._rows, self._width = rows, columns
-        self._num_columns = columns
-        self._flat = StaticBuffer((rows * columns,), dtype, staging)
-        self._is_packed = staging.is_copied
-        self._view: torch.Tensor | None = None
-
-    @cached_property
-    def device(self) -> torch.Tensor:
-        """The whole table."""
-        table = self._flat.device.view(self._rows, self._width)
-        with torch.inference_mode(False):
-            return torch.zeros_like(table) if self._is_packed else table
-
-    def first_columns(self, columns: int) -> npt.NDArray[Any]:
-        """Return the array to fill in this step, [rows, columns], for `stage` to take."""
-        self._num_columns = columns
-        if self._is_packed:
-            return self._flat.host[: self._rows * columns].reshape(self._rows, columns)
-        return self._flat.host.reshape(self._rows, -1)[:, :columns]
-
-    def stage(self, n: int) -> torch.Tensor:
-        """Return the first `n` rows on the device, in their full width; see `spread`."""
-        if self._is_packed:
-            self._flat.stage(n * self._num_columns)
-        if self._view is None or self._view.shape[0] != n:
-            self._view = self.device[:n]
-        return self._view
-
-    def spread(self, n: int) -> None:
-        """Put the first `n` rows in their places, once the staging was uploaded."""
-        if self._is_packed:
-            columns = self._num_columns
-            self.device[:n, :columns].copy_(self._flat.device[: n * columns].view(n, columns))
 
 
 def upload_once(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

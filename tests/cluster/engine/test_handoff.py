@@ -33,6 +33,21 @@ def take_over(pair: SimpleNamespace, name: str, n: int) -> tuple:
     return sim.make_request(name, request.prompt_token_ids, output=first), handoff
 
 
+def test_a_ticket_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> None:
+    handoff = prefill(pair, sim.make_request("r", list(range(9))))
+    assert handoff.num_tokens == 9
+    assert len(handoff.block_ids) == len(handoff.generations) == 3
+    assert pair.prefill.scheduler.running == [] and pair.prefill.scheduler.stats().held_tickets == 1
+    assert pair.prefill.blocks.num_free_blocks == 13
+
+
+def test_a_sequence_that_ends_with_its_first_token_holds_no_ticket(pair: SimpleNamespace) -> None:
+    pair.prefill.submit(sim.make_request("r", [1, 2, 3], max_tokens=1))
+    (output,) = pair.prefill.step()
+    assert (output.finish_reason, output.handoff) == ("length", None)
+    assert pair.holder.num_held == 0 and not pair.prefill.scheduler.has_unfinished
+
+
 def test_blocks_found_on_the_decode_side_are_not_read_again(pair: SimpleNamespace) -> None:
     for num_read in (3, 5):  # the second sequence shares two of its five blocks
         pair.now += 1
@@ -43,6 +58,15 @@ def test_blocks_found_on_the_decode_side_are_not_read_again(pair: SimpleNamespac
         assert [t for o in outputs for t in o.token_ids] == sim.continuation(request)[1:]
     assert pair.holder.num_blocks_sent == 3 + 3
     assert pair.decode.scheduler.stats().prompt_tokens_computed == 0
+
+
+def test_a_read_that_needs_no_block_still_releases_its_ticket(pair: SimpleNamespace) -> None:
+    for i in range(2):
+        request, handoff = take_over(pair, f"a{i}", 8)
+        pair.decode.submit(request, handoff)
+        pair.run()
+    assert pair.holder.num_blocks_sent == 2
+    assert pair.holder.num_held == 0
 
 
 def test_a_lost_read_discards_its_blocks_and_says_so(pair: SimpleNamespace) -> None:
@@ -83,12 +107,35 @@ def test_a_new_request_may_take_the_id_of_an_aborted_read(pair: SimpleNamespace)
     pair.run()
 
 
+def test_an_abort_before_the_read_releases_the_ticket(pair: SimpleNamespace) -> None:
+    request, handoff = take_over(pair, "a", 9)
+    pair.decode.submit(request, handoff)
+    pair.decode.scheduler.abort(["a"])
+    assert pair.holder.num_held == 0
+    assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
+
+
 def test_an_abort_that_overtakes_a_handoff_releases_the_ticket(pair: SimpleNamespace) -> None:
     request, handoff = take_over(pair, "a", 9)
     pair.decode.scheduler.abort(["a"])
     pair.decode.submit(request, handoff)
     assert pair.holder.num_held == 0
     assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
+
+
+def test_an_aborted_ticket_frees_its_blocks(pair: SimpleNamespace) -> None:
+    prefill(pair, sim.make_request("a", list(range(9))))
+    pair.prefill.scheduler.abort(["a"])
+    assert pair.prefill.step() == [], "its last output was the handoff"
+    assert pair.prefill.blocks.num_free_blocks == 16
+    assert not pair.prefill.scheduler.has_unfinished
+
+
+def test_a_request_may_come_again_while_its_old_ticket_is_held(pair: SimpleNamespace) -> None:
+    request = sim.make_request("a", list(range(9)))
+    first, second = prefill(pair, request), prefill(pair, request)
+    assert first.ticket != second.ticket
+    assert pair.holder.num_held == 2
 
 
 def test_a_sequence_pre_empted_on_a_decode_engine_is_recomputed_there() -> None:

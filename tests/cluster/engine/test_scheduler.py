@@ -18,23 +18,6 @@ def texts(outputs: dict) -> dict[str, list[int]]:
     return {name: [t for o in each for t in o.token_ids] for name, each in outputs.items()}
 
 
-# --- T01: the prefix cache --------------------------------------------------------------------
-
-
-def test_a_shared_prompt_is_computed_once() -> None:
-    engine = sim.FakeEngine(sim.Shape())
-    prompt = list(range(10))
-    engine.submit(sim.make_request("a", prompt))
-    engine.run()
-    engine.submit(sim.make_request("b", [*prompt[:9], 5], max_tokens=2))
-    first = engine.step()[0]
-    assert first.num_cached_tokens == 8
-    assert engine.plans[-1].num_computed == [8] and engine.plans[-1].num_new == [2]
-    stats = engine.scheduler.stats()
-    assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
-    assert stats.prompt_tokens_computed == 12
-
-
 # --- T02: chunked prefill -----------------------------------------------------------------------
 
 
@@ -55,19 +38,6 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
 
 
 # --- T03: pre-emption ---------------------------------------------------------------------------
-
-
-def test_the_last_come_is_pre_empted_and_recomputed() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=5, max_num_seqs=3, caching=False))
-    requests = [sim.make_request(name, [i] * 4, max_tokens=10) for i, name in enumerate("ab")]
-    for request in requests:
-        engine.submit(request)
-    outputs = engine.run()
-    assert texts(outputs) == {r.request_id: sim.continuation(r) for r in requests}
-    stats = engine.scheduler.stats()
-    assert stats.num_preemptions == 1
-    assert stats.prompt_tokens_computed == 12, "the second prompt was computed twice"
-    assert len(outputs["a"]) == 10
 
 
 @pytest.mark.feature("T03")
@@ -97,15 +67,6 @@ def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted() -> Non
 
 
 # --- rows, limits and ends ----------------------------------------------------------------------
-
-
-def test_delivered_tokens_count_as_output_but_are_computed_like_a_prompt() -> None:
-    whole = sim.continuation(sim.make_request("a", [1, 2, 3]))
-    engine = sim.FakeEngine(sim.Shape())
-    engine.submit(sim.make_request("a", [1, 2, 3], output=whole[:5]))
-    assert texts(engine.run())["a"] == whole[5:]
-    assert engine.plans[0].num_new == [8] and engine.plans[0].output_index == [5]
-    assert engine.scheduler.stats().prompt_tokens_computed == 3
 
 
 def test_a_request_resumed_at_its_limit_ends_at_once() -> None:
@@ -208,17 +169,6 @@ def test_a_head_is_looked_up_again_when_more_of_it_is_cached() -> None:
     # The second and the third block of it are full, and cached, from these steps on.
     assert looked_up_at == [2, 6, 10]
     engine.run()
-
-
-def test_a_head_that_is_aborted_or_overtaken_keeps_nobody_out() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=10, max_num_seqs=3, budget=40))
-    engine.submit(sim.make_request("a", [1] * 7, max_tokens=20))
-    engine.step()
-    engine.submit(sim.make_request("head", [3] * 36, max_tokens=2))
-    engine.submit(sim.make_request("next", [4], max_tokens=2))
-    engine.step()
-    engine.scheduler.abort(["head"])
-    assert "next" in [output.request_id for output in engine.step()]
 
 
 def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order() -> None:

@@ -31,49 +31,38 @@ HOST = "127.0.0.1"
 CREDENTIALS = Credentials("test", b"s" * 32)
 
 
-def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
-    """Join dp x tp ranks on threads through one store, do the work on each and leave."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
+def run_two(work: Callable[[GroupMembership], Any]) -> list[Any]:
+    """Join two data-parallel ranks on threads, do the work on each and leave."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(1, 2))
     opened = [
-        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), credentials=CREDENTIALS))
-        for dp_rank in range(dp)
+        LeaderEndpoints(RankContext(config, RankPlace(rank), credentials=CREDENTIALS))
+        for rank in range(2)
     ]
-    offers = [endpoints.rendezvous for endpoints in opened]
-    told = introduce([offer for offer in offers if offer is not None])
+    told = introduce([each.rendezvous for each in opened if each.rendezvous is not None])
 
     def run(rank: int) -> Any:
-        dp_rank, tp_rank = divmod(rank, tp)
-        where = told[dp_rank]
-        place: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp, "shares_experts": True}
-        place["hello"] = where.hello(CREDENTIALS, 0)
-        place["listener"] = opened[dp_rank].listener if tp_rank == 0 else None
-        group = GroupMembership.join(where, tp_rank, "cpu", HOST, **place)
+        group = GroupMembership.join(
+            told[rank],
+            0,
+            "cpu",
+            HOST,
+            listener=opened[rank].listener,
+            hello=told[rank].hello(CREDENTIALS, 0),
+            dp_rank=rank,
+            dp_size=2,
+            shares_experts=True,
+        )
         try:
             return work(group)
         finally:
             group.close()
 
     try:
-        with ThreadPoolExecutor(dp * tp) as threads:
-            return list(threads.map(run, range(dp * tp)))
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(run, range(2)))
     finally:
         for endpoints in opened:
             end_context(endpoints.sockets, "test", linger=0)
-
-
-def test_ranks_wait_for_all_and_sum_among_their_own_or_across() -> None:
-    def work(group: GroupMembership) -> Any:
-        mine = group.shard.all_reduce(torch.full((1,), 10.0**group.rank))
-        assert group.shard.data is not None
-        across = group.shard.data.all_reduce(torch.full((1,), 10.0**group.rank))
-        return group.rank, group.all_reduce_min("n", 10 - group.rank), float(mine), float(across)
-
-    assert run_ranks(2, 2, work) == [
-        (0, 7, 11.0, 101.0),
-        (1, 7, 11.0, 1010.0),
-        (2, 7, 1100.0, 101.0),
-        (3, 7, 1100.0, 1010.0),
-    ]
 
 
 @pytest.mark.feature("C04", "P03", "P05", "P10")
@@ -133,7 +122,7 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
         return runner.forward.captured.batch_sizes
 
     votes = [vote_of(1, n) for n in (3, 9)]
-    assert run_ranks(2, 1, work) == [(1, 4)] * 2
+    assert run_two(work) == [(1, 4)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 6
     assert "capturing graphs" in told[0] and "capturing graphs" not in told[1]
     captured = [
