@@ -47,8 +47,8 @@ class StepDivergence(RuntimeError):
 class StepDigester:
     """Digests of the steps that one rank runs, one after the other.
 
-    Where steps overlap, all ranks know what a step draws before its tokens are in a plan. The
-    digest of the next step but one covers them: by then every rank has waited for that step.
+    Where steps overlap, the digest of the next step but one covers what a step drew: by then every
+    rank has waited for it.
 
     Invariant: `row_state` covers all admissions and new blocks so far, in order; two ranks with
     equal digests hold equal rows.

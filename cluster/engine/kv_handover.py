@@ -18,8 +18,6 @@ from cluster.engine.sequence import Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, KVReader, KVReadResult, TicketHolder
 from cluster.wire.messages import KVHandoff
 
-NO_READER = "handoff: wanted none on an engine without KV reader, found one"
-
 
 class KVHandover:
     """Who holds and reads for one engine, and the sequences that they have.
@@ -31,12 +29,16 @@ class KVHandover:
     def __init__(
         self,
         blocks: BlockManager,
-        metadata: HandoffMetadata,
+        metadata: HandoffMetadata | None,
         *,
         holder: TicketHolder | None = None,
         reader: KVReader | None = None,
     ) -> None:
-        """Start with none. `metadata` is what tickets say that are written and read here."""
+        """Start with none.
+
+        `metadata` is what tickets say that are written and read here; None on an engine that keeps
+        its sequences.
+        """
         self._blocks = blocks
         self._metadata = metadata
         self._holder = holder
@@ -55,7 +57,7 @@ class KVHandover:
 
     def hold(self, seq: Sequence) -> KVHandoff:
         """Put a computed sequence's blocks under a ticket and return it."""
-        assert self._holder is not None, "a prefill engine has a holder"
+        assert self._holder is not None and self._metadata is not None, "a prefill engine's"
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
         generations = [self._blocks.generations[block] for block in block_ids]
@@ -93,8 +95,8 @@ class KVHandover:
 
     def find_error(self, seq: Sequence, handoff: KVHandoff) -> str:
         """Return what keeps a new sequence's KV from being read here, or nothing."""
-        if self._reader is None:
-            return NO_READER
+        if self._reader is None or self._metadata is None:
+            return "handoff: wanted none on an engine without KV reader, found one"
         if seq.request_id in self._reading:
             return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
         num_tokens = seq.num_tokens - 1

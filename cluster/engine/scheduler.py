@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.kv_handover import NO_READER, KVHandover
+from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus
 from cluster.grammar.matcher import MaskedRow
@@ -118,10 +118,11 @@ class Scheduler:
             clock: tells how long sequences wait; None: nobody wants to know.
         """
         self._is_prefill = limits.role is Role.PREFILL
+        self._hands_over = limits.role is not Role.MIXED
         self.blocks = limits.blocks
         self._config = config
         self._epoch = epoch
-        self._handover = handover
+        self._handover = handover or KVHandover(limits.blocks, None)
         self._clock = clock or (lambda: 0.0)
         self._limits = limits
         self._grammars = grammars
@@ -182,8 +183,7 @@ class Scheduler:
         if num_waiting:  # all of them in one pass: the queue may be long
             self._waiting = deque(seq for seq in self._waiting if seq.status is not FINISHED)
         if unknown:
-            if self._handover is not None:
-                self._handover.drop(unknown)
+            self._handover.drop(unknown)
             for request_id in unknown:
                 self._early_aborts[request_id] = None
                 self._early_aborts.move_to_end(request_id)
@@ -283,18 +283,17 @@ class Scheduler:
 
         So it does as long as a step in flight computes it, even if it has ended.
         """
-        is_handing_over = self._handover is not None and self._handover.has_any
-        return bool(self._unfinished or self._in_flight or self._outputs or is_handing_over)
+        is_busy = self._unfinished or self._in_flight or self._outputs
+        return bool(is_busy) or self._handover.has_any
 
     def stats(self) -> SchedulerStats:
         # Other threads ask too, and may come between two changes.
         num_waiting = max(0, len(self._unfinished) - len(self.running))
-        handover = self._handover
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=num_waiting,
-            num_waiting_for_kv=min(handover.num_reading, num_waiting) if handover else 0,
-            held_tickets=handover.num_tickets if handover else 0,
+            num_waiting_for_kv=min(self._handover.num_reading, num_waiting),
+            held_tickets=self._handover.num_tickets,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             prompt_tokens_computed=self._prompt_tokens_computed,
@@ -316,13 +315,11 @@ class Scheduler:
         error = self._limits.find_error(seq)
         if error or seq.handoff is None:
             return error
-        if self._handover is None:
-            return NO_READER
         return self._handover.find_error(seq, seq.handoff)
 
     def _refuse(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
         """End a request that was never queued. A ticket of a bad one runs out by itself."""
-        if self._handover is not None and not error:
+        if not error:
             self._handover.refuse(seq)
         self._emit(seq, reason, error)
 
@@ -334,8 +331,7 @@ class Scheduler:
             self._waiting.append(seq)
         else:
             self._compiling[seq.request_id] = seq
-        if self._handover is not None:
-            self._handover.expect(seq)
+        self._handover.expect(seq)
 
     def _is_compiled(self, seq: Sequence) -> bool:
         """Return whether a sequence may queue: it needs no grammar, or has it now."""
@@ -355,8 +351,7 @@ class Scheduler:
                 seq.grammar = result.compiled
                 insort(self._waiting, seq, key=_ARRIVAL)
                 continue
-            if self._handover is not None:
-                self._handover.cancel(seq)
+            self._handover.cancel(seq)
             self._finish(seq, FinishReason.ERROR)
             self._emit(seq, FinishReason.ERROR, result.error)
 
@@ -364,11 +359,9 @@ class Scheduler:
 
     def _abort(self, seq: Sequence) -> bool:
         """End a request; return whether it is left in the queue, for the caller to take out."""
-        is_reading = is_waiting = False
-        if self._handover is not None:
-            is_reading = self._handover.is_reading(seq)
-            if seq.status is WAITING_FOR_KV:
-                self._handover.cancel(seq)
+        is_waiting, is_reading = False, self._handover.is_reading(seq)
+        if seq.status is WAITING_FOR_KV:
+            self._handover.cancel(seq)
         if self._compiling.pop(seq.request_id, None) is not None:
             assert self._grammars is not None
             self._grammars.forget(seq.request_id)
@@ -390,15 +383,15 @@ class Scheduler:
     def _take_what_ended(self) -> None:
         if self._compiling:
             self._take_compiled()
-        if self._handover is not None:
+        if self._hands_over:
             self._handover.free_ended()
-            self._take_finished_reads(self._handover)
+            self._take_finished_reads()
         # Sequences whose KV was read join the running ones, while rows last.
         while self._ready and self._free_rows:
             self._seat(self._ready.pop(0))
 
-    def _take_finished_reads(self, handover: KVHandover) -> None:
-        for seq, result in handover.take_finished():
+    def _take_finished_reads(self) -> None:
+        for seq, result in self._handover.take_finished():
             if seq.status is FINISHED:
                 self._release(seq)
             elif result.ok:
@@ -531,7 +524,7 @@ class Scheduler:
         A read leaves one for each sequence that has some: otherwise the next running sequence to
         grow would pre-empt what was just read.
         """
-        if seq.handoff is None or self._handover is None:
+        if seq.handoff is None:
             return 0
         return len(self.running) + len(self._ready) + self._handover.num_reading
 
@@ -579,7 +572,6 @@ class Scheduler:
         if not self._fits_now(seq, batch, cached, num_tokens, 0, first):
             return False
         self._open_table(seq, cached, num_tokens, first)
-        assert self._handover is not None, "a ticket was accepted"
         self._handover.start_read(seq, handoff, max(len(cached), first))
         return True
 
@@ -640,7 +632,6 @@ class Scheduler:
 
     def _hand_over(self, seq: Sequence) -> KVHandoff:
         """Take a prefilled sequence out of its row; its blocks stay under a ticket."""
-        assert self._handover is not None
         self._free_row(seq)
         self._finish(seq, FinishReason.HANDOFF)
         return self._handover.hold(seq)

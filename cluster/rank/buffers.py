@@ -19,9 +19,8 @@ and another copy takes the host about as long to launch."""
 class Staging:
     """Memory for buffers that are copied to the device together, once a step.
 
-    A copy to a CUDA device reads its host array after the call has returned. With two arrays a step
-    fills the one that the step before the last one did: that step has ended. On a CPU there is one
-    array, which steps read where it is, and nothing is copied.
+    A copy to a CUDA device reads its host array after the call has returned: with two arrays a step
+    fills that of the step before the last one, which has ended. On a CPU nothing is copied.
 
     Invariant: all buffers are reserved before `allocate`, and none is used before it.
     """

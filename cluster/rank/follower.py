@@ -11,6 +11,7 @@ A follower that disagrees with its leader raises before it enters the step's col
 
 from __future__ import annotations
 
+import msgspec
 import zmq
 
 from cluster.engine.divergence import StepDigester
@@ -21,7 +22,6 @@ from cluster.group.rendezvous import Rendezvous
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.rank import Rank
 from cluster.wire.group_messages import FollowerHello
-from cluster.wire.messages import PROTOCOL_VERSION
 
 
 class Follower(Rank):
@@ -39,10 +39,7 @@ class Follower(Rank):
         )
         self._receiver.open(
             FollowerHello(
-                protocol=PROTOCOL_VERSION,
-                config_hash=credentials.config_hash,
-                epoch=place.epoch,
-                nonce=rendezvous.nonce,
+                **msgspec.structs.asdict(rendezvous.hello(credentials, place.epoch)),
                 tp_rank=place.tp_rank,
                 num_blocks=self.runner.num_blocks,
                 layout=self.runner.kv_spec.layout,
@@ -68,7 +65,6 @@ class Follower(Rank):
         self._close()
 
     def stop(self) -> None:
-        """Make `run` return before the next step. Any thread may call it."""
         self.loop.is_stopping = True
         self._doorbell.ring()
 

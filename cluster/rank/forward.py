@@ -161,9 +161,8 @@ class StepForward:
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
         """Run the model once on padding, which traces and compiles it, or loads what was.
 
-        What is not compiled runs too, so that no kernel is built in the first step. If the rank
-        serves while it compiles, and not all ranks find what was compiled, the model runs as it is
-        written, and `switch` has stages left.
+        If the rank serves while it compiles, and not all ranks find what was compiled, the model
+        runs as it is written, and `switch` has stages left.
         """
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
@@ -192,10 +191,10 @@ class StepForward:
             self._backbone.prepare(batch.input_ids, batch.positions)
 
     def _num_traced_tokens(self, max_num_tokens: int) -> int:
-        """Return how many tokens the padding has that the forward is traced on.
+        """Return how many tokens of padding the forward is traced on.
 
-        Inductor tunes a GPU's kernels while it compiles them, on as many: there it is a size that
-        is common, the middle one of those that are captured.
+        Inductor tunes a GPU's kernels on as many: there it is a common size, the middle one of
+        those that are captured.
         """
         num_tokens = NUM_TRACED_TOKENS
         sizes = self.config.cudagraph_capture_sizes
@@ -232,8 +231,7 @@ class StepForward:
     def loading(self) -> Iterator[None]:
         """Load what another process has compiled, a piece at a time; see `is_loaded`.
 
-        Nothing but a CompileSwitch makes steps run it. Call it between steps: it fills the static
-        inputs with padding.
+        Call it between steps: it fills the static inputs with padding.
         """
         batch = self._inputs.dummy(NUM_LOADED_TOKENS, 1)
         yield from self._backbone.loading(batch.input_ids, batch.positions)
@@ -244,10 +242,7 @@ class StepForward:
 
     @torch.inference_mode()
     def enter(self, stage: int) -> None:
-        """Enter the stage of going over that all ranks agreed on, between two steps.
-
-        All ranks do it at once: graphs may hold collectives.
-        """
+        """Enter the stage that all ranks agreed on: all at once, as graphs may hold collectives."""
         if stage == 1:
             self._backbone.run_as_written(False)
         else:
@@ -259,11 +254,10 @@ class StepForward:
     def run_sizes(self) -> None:
         """Run on padding what a GPU has kernels of its own for, so that all of them are built.
 
-        These are decode steps of 1, 2, 4, ... sequences and of all, because the attention of a few
-        sequences is another kernel than that of many, and each size at which it changes lies
-        between two of these; prompts of 1, 2, 4, ... tokens and of a full step, because the tiles
-        of experts grow with tokens; and each number of tokens that pieces were compiled for, whose
-        kernels are tuned when they run. The last one's first tokens are sampled by every filter.
+        Decode steps of 1, 2, 4, ... sequences and of all: the attention of a few sequences is
+        another kernel than that of many. Prompts of 1, 2, 4, ... tokens and of a full step: the
+        tiles of experts grow with tokens. And each number of tokens that pieces were compiled for,
+        whose kernels are tuned when they run. The last one's tokens are sampled by every filter.
         """
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
@@ -275,10 +269,7 @@ class StepForward:
 
     @torch.inference_mode()
     def time_step(self, max_num_tokens: int) -> tuple[int, float]:
-        """Run a small step on padding once more; return its tokens and seconds.
-
-        All ranks start at once, so that none waits inside for one that is late.
-        """
+        """Run a small step on padding once more, all ranks at once; return tokens and seconds."""
         num_tokens = min(NUM_TRACED_TOKENS, max_num_tokens)
         self._synchronize()
         self._group.barrier("timed")

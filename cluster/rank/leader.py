@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from cluster.config import EngineConfig, Role
@@ -36,7 +37,6 @@ from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.group.channel import StepSender
 from cluster.group.context import RankContext
-from cluster.group.links import LinkAddress
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
@@ -48,7 +48,6 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     FollowerHello,
     FollowerReport,
-    LeaderHello,
     PeerHello,
     PiecesLoaded,
     ReadEnded,
@@ -79,10 +78,7 @@ MAX_INBOX_WAITING = 64
 
 
 class Leader(Rank):
-    """Engine, sockets and transfer of one leading rank.
-
-    `inbox` is the endpoint that takes requests.
-    """
+    """Engine, sockets and transfer of one leading rank; `inbox` is where requests go."""
 
     def __init__(
         self,
@@ -148,7 +144,6 @@ class Leader(Rank):
         return self.engine.agreed.step if self.engine.agreed else 0
 
     def step(self) -> None:
-        """Take what waits in the inbox, run one step and send its outputs."""
         self.runner.step_stats.plan(self._last_step + 1)
         self._take_inbox()
         if self._channel is not None:
@@ -237,35 +232,20 @@ class Leader(Rank):
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
+        """Greet all followers and other leaders, where there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
-        channel = self._channel
+        channel, peers = self._channel, self._peers
         followers = channel.accept(hello, self._wait_for) if channel is not None else []
-        return followers, self._join(rendezvous.earlier, hello)
-
-    def _join(self, earlier: tuple[LinkAddress, ...], hello: LeaderHello) -> JoinedLockstep | None:
-        """Greet the other leaders; return the lockstep with them, or None if there are none."""
-        if self._peers is None:
-            return None
-        group, forward = self._group, self.runner.forward
-        ours = PeerHello(
-            protocol=hello.protocol,
-            config_hash=hello.config_hash,
-            epoch=hello.epoch,
-            nonce=hello.nonce,
-            dp_rank=group.dp_rank,
-            dp_size=group.dp_size,
-            graphs=forward.checksum(),
-        )
-        self._peers.open(earlier, ours, self._wait_for)
-        machine = LockstepMachine(
-            dp_rank=group.dp_rank,
-            dp_size=group.dp_size,
-            epoch=hello.epoch,
-            switch=self.runner.switch,
-        )
-        return JoinedLockstep(machine, self._peers, self.runner.step_stats)
+        if peers is None:
+            return followers, None
+        place = {"dp_rank": self._group.dp_rank, "dp_size": self._group.dp_size}
+        graphs = self.runner.forward.checksum()
+        ours = PeerHello(**msgspec.structs.asdict(hello), **place, graphs=graphs)
+        peers.open(rendezvous.earlier, ours, self._wait_for)
+        machine = LockstepMachine(**place, epoch=hello.epoch, switch=self.runner.switch)
+        return followers, JoinedLockstep(machine, peers, self.runner.step_stats)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
@@ -305,7 +285,6 @@ class Leader(Rank):
 
 
 def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
-    """Compare what a follower made of the configuration with what we made of it."""
     wanted = {
         "num_blocks": runner.num_blocks,
         "layout": runner.kv_spec.layout,

@@ -1,10 +1,9 @@
 """The rows' logit rules, with the tables on the device that they need.
 
-Everything here follows from the plans. A row is admitted with the tokens that are computed already,
-each plan brings those that it computes, and before a token is drawn both are counted. So after a
-pre-emption, a resume on another engine or a handoff the counts are those of an uninterrupted run,
-on every rank, and nothing waits for what a step has drawn: a plan that was made ahead of a token
-finds it in `input_ids` on the device.
+A row is admitted with the tokens that are computed already, each plan brings those that it
+computes, and before a token is drawn both are counted. So after a pre-emption, a resume elsewhere
+or a handoff the counts are those of an uninterrupted run, on every rank. A plan that was made ahead
+of a token finds it in `input_ids` on the device.
 
 Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
 request may name as stop tokens, are left out: they are never drawn, and an index outside of a

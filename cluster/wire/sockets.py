@@ -10,10 +10,9 @@ until its handshake is done, and only processes of the application can finish on
 - KV, whose bytes would travel at a third of the speed, has a door of its own
   (`kv/transport/proofs.py`).
 
-The lock comes before all other bounds. High-water marks and the largest message are of no use
-against a peer that was let in. ZeroMQ counts whole messages and bounds single parts, so one message
-of endless parts fills the memory. Of a connection that has not finished its handshake
-ZeroMQ holds one part, and no longer than `HANDSHAKE_S`.
+The lock comes before all other bounds: ZeroMQ counts whole messages and bounds single parts, so one
+message of endless parts from a peer that was let in fills the memory. Of a connection that has not
+finished its handshake it holds one part, and no longer than `HANDSHAKE_S`.
 
 A frame that is longer than a part travels as a message of several (`split`, `join`). ZeroMQ
 delivers all parts of a message or none, so a frame that was cut arrives whole or is lost whole. A
@@ -134,11 +133,10 @@ def end_context(
 ) -> bool:
     """End `context`; return whether that was done in time.
 
-    libzmq's own end has no bound, and a rank must not hang in it: in 4.3.5 it waits for ever about
-    once in a thousand times when the peer closes its end in the same moment, whatever the linger
-    time. Sockets that are still open are closed with `linger` in ms, or their own. What does not
-    end in `timeout_s` is left to the end of the process, with a line in the log that names `owner`.
-    By then all that its sockets had to send has left or was dropped.
+    libzmq's own end has no bound: in 4.3.5 it hangs about once in a thousand times when the peer
+    closes its end in the same moment, whatever the linger time. Sockets that are still open are
+    closed with `linger` in ms, or their own. What does not end in `timeout_s` is left to the end of
+    the process, with a line in the log that names `owner`.
     """
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True

@@ -15,8 +15,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Assert the invariants of queues, rows and blocks."""
     finished, handover = SequenceStatus.FINISHED, scheduler._handover
     queued = [*scheduler._waiting, *scheduler._ready, *scheduler.running]
-    held = handover._held.values() if handover is not None else ()
-    reads = handover._reading.values() if handover is not None else ()
+    held, reads = handover._held.values(), handover._reading.values()
     reading = [seq for seq in reads if seq.status is not finished]
     compiling = scheduler._compiling.values()
     unfinished = sorted(seq.request_id for seq in [*queued, *reading, *compiling])
