@@ -89,7 +89,6 @@ class BlockManager:
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` tokens fill."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks_for(self, num_tokens: int) -> int:
@@ -238,7 +237,6 @@ class BlockManager:
         seq.num_committed_blocks = num_full
 
     def _take(self) -> int:
-        """Hand out the least valuable free block for new content."""
         block, _ = self._free.popitem(last=False)
         digest = self._hashes[block]
         if digest is not None:

@@ -138,7 +138,6 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting, running or handing over."""
         return self.scheduler.has_unfinished
 
     def stats(self) -> SchedulerStats:

@@ -52,7 +52,6 @@ class KVHandover:
 
     @property
     def num_tickets(self) -> int:
-        """Tickets that have not ended."""
         return self._holder.num_held if self._holder else 0
 
     def hold(self, seq: Sequence) -> KVHandoff:
@@ -70,7 +69,6 @@ class KVHandover:
         )
 
     def drop(self, request_ids: Container[str]) -> None:
-        """End the tickets of these requests."""
         for ticket, seq in self._held.items():
             if seq.request_id in request_ids and self._holder is not None:
                 self._holder.drop(ticket)

@@ -514,7 +514,6 @@ class Scheduler:
             self._waiting.popleft()
 
     def _is_worth_a_try(self, seq: Sequence, batch: Batch) -> bool:
-        """Return whether the head of the queue may fit where it did not before."""
         blocked, spare = self._blocked, self._spare_for(seq)
         return blocked is None or blocked.may_fit(seq, self.blocks, batch.budget, spare)
 
@@ -546,7 +545,6 @@ class Scheduler:
         return fits
 
     def _admit(self, seq: Sequence, batch: Batch) -> bool:
-        """Admit a sequence to be computed here, if its first chunk fits."""
         if not (batch.budget and self._free_rows and self.blocks.num_free_blocks):
             return False
         cached = self.blocks.match(seq)
@@ -645,7 +643,6 @@ class Scheduler:
         del self._unfinished[seq.request_id]
 
     def _emit(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
-        """Queue the last output of a request that ended outside of a step."""
         self._outputs.append(seq.ended(reason, error))
 
     def _release(self, seq: Sequence) -> None:

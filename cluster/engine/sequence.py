@@ -112,7 +112,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
         return len(self.token_ids)
 
     @property
@@ -188,7 +187,6 @@ class Batch:
     has_grammars: bool = False
 
     def add(self, seq: Sequence, num_new: int) -> None:
-        """Let a sequence compute its next `num_new` tokens in this step."""
         self.budget -= num_new
         if seq.grammar is not None:
             self.has_grammars = True

@@ -39,7 +39,6 @@ class Staging:
         """What `upload` has to copy: first byte, and the one behind the last."""
 
     def reserve(self, buffer: StaticBuffer, num_bytes: int) -> int:
-        """Return where a new buffer begins."""
         self._buffers.append(buffer)
         start = self._num_bytes
         self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -114,7 +113,6 @@ class StaticBuffer:
         self._view: torch.Tensor | None = None
 
     def place(self, arrays: list[torch.Tensor], on_device: torch.Tensor) -> None:
-        """Take the buffer's part of its staging's memory."""
         self.hosts = [self._of(array).numpy() for array in arrays]
         self.host, self.device = self.hosts[0], self._of(on_device)
 

@@ -28,7 +28,6 @@ class Follower(Rank):
     """One following rank, with its receiver and its loop."""
 
     def __init__(self, context: RankContext, rendezvous: Rendezvous) -> None:
-        """Load, and greet the leader."""
         super().__init__(context, zmq.Context(), rendezvous)
         place, credentials = context.place, context.credentials
         self._receiver = StepReceiver(
@@ -59,7 +58,6 @@ class Follower(Rank):
         )
 
     def run(self) -> None:
-        """Do what the leader says until it ends, or until stopped."""
         self.loop.run()
         self._receiver.close()
         self._close()

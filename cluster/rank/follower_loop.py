@@ -78,7 +78,6 @@ class FollowerLoop:
         """What the launch of a step has returned that was not waited for."""
 
     def run(self) -> None:
-        """Do what the leader says until it ends, or until stopped."""
         while not self.is_stopping:
             self._runner.step_stats.wait(self.step + 1, is_asleep=False)
             match self.receiver.receive():

@@ -185,7 +185,6 @@ class StepForward:
 
     @torch.inference_mode()
     def prepare(self, max_num_tokens: int) -> None:
-        """Trace and compile for a later process, and run nothing."""
         batch = self._inputs.dummy(self._num_traced_tokens(max_num_tokens), 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             self._backbone.prepare(batch.input_ids, batch.positions)
@@ -220,7 +219,6 @@ class StepForward:
         return self._group.all_reduce_min("found", found) == _MISSING
 
     def _defer(self) -> None:
-        """Run the model as it is written until the group goes over."""
         import_runtime()  # a rank that serves would stand still meanwhile
         self._backbone.run_as_written(True)
         shard = self._group.shard
@@ -372,7 +370,6 @@ class StepForward:
         )
 
     def _end_captures(self) -> CapturedGraphs:
-        """Seal the process, and return what it has captured."""
         seal(self.config.sealed)
         if not self._reports:
             return CapturedGraphs()

@@ -74,7 +74,6 @@ class StaticTable:
 
     @cached_property
     def device(self) -> torch.Tensor:
-        """The whole table."""
         table = self._flat.device.view(self._rows, self._width)
         with torch.inference_mode(False):
             return torch.zeros_like(table) if self._is_packed else table
@@ -105,7 +104,6 @@ class StepInputs:
     """Row state and static buffers of one rank."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
-        """Start with empty rows."""
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         max_blocks_per_seq = config.max_blocks_per_seq
         self._is_overlapped = config.overlap
@@ -220,7 +218,6 @@ class StepInputs:
         self._last_tokens[batch.sampled_rows] = token_ids
 
     def _upload(self, num_seqs: int) -> None:
-        """Bring what was staged to the device."""
         for staging in self._copied:
             staging.upload()
         self._block_table.spread(num_seqs)

@@ -127,7 +127,6 @@ class Leader(Rank):
                 self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Step until all leaders are stopped. Returns normally only after `stop`."""
         while not self.engine.has_ended:
             self.step()
             if self.engine.is_idle and not self.engine.has_ended:
@@ -164,7 +163,6 @@ class Leader(Rank):
             self.engine.abort(lost)
 
     def stop(self) -> None:
-        """Make `run` return after the step in which all leaders were stopped."""
         self._is_stopping = True
         self._doorbell.ring()
 

@@ -197,7 +197,6 @@ class OutputSender:
         return [request for request, to in self._reply_to.items() if to == address]
 
     def _drop_the_idle(self) -> None:
-        """Let go of the addresses of ingresses that have no request left here."""
         for address in list(self._sockets):
             if address not in self._num_requests and address not in self._watchers:
                 self._drop(address)

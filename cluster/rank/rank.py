@@ -95,7 +95,6 @@ class KVConnector:
         )
 
     def counts(self) -> Counts:
-        """Return what was counted of the KV that was moved. Any thread may call it."""
         parts = (part for part in (self.server, self.puller) if part is not None)
         return {key: value for part in parts for key, value in part.counts().items()}
 
@@ -108,7 +107,8 @@ class KVConnector:
 class Rank(ABC):
     """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
 
-    All sockets of one rank share the context `_sockets`.
+    All sockets of one rank share the context `_sockets`. Any thread may call `stop`, and `stats`,
+    `counts` and `heartbeat`, which read plain numbers.
     """
 
     def __init__(
@@ -140,14 +140,13 @@ class Rank(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Make `run` return between two steps. Any thread may call it."""
+        """Make `run` return: a leader's after the step in which all leaders were stopped."""
 
     @abstractmethod
     def _scheduler_stats(self) -> SchedulerStats:
         """Return the scheduler's figures, empty on a rank that has none."""
 
     def stats(self) -> RankStats:
-        """Return the rank's figures. Any thread may call it: it reads plain numbers."""
         transfer = self.transfer
         return RankStats.of(
             self.context,
@@ -161,7 +160,6 @@ class Rank(ABC):
         )
 
     def counts(self) -> Counts:
-        """Return what the rank has counted. Any thread may call it."""
         misses: Counts = {
             ("compile_cache_misses_total", reason): n for reason, n in [*cache_misses.items()]
         }
@@ -173,11 +171,9 @@ class Rank(ABC):
         }
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the step thread does. Any thread may call it."""
         return self.runner.step_stats.heartbeat()
 
     def _wait_for(self, name: str) -> None:
-        """Let the owner know what this rank waits for."""
         if self.context.progress is not None:
             self.context.progress(f"waiting for {name}", 0, 1)
 

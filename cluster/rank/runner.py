@@ -160,7 +160,6 @@ class ModelRunner:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
 
     def load_slice(self) -> None:
-        """Load a part of what was compiled while the rank serves, if there is any."""
         if self._ahead is not None:
             self._ahead.load_slice()
 
@@ -171,11 +170,9 @@ class ModelRunner:
 
     @property
     def compile_error(self) -> str:
-        """Why the rank goes on without compiled pieces; empty if it does not."""
         return "" if self._ahead is None else self._ahead.error
 
     def close(self) -> None:
-        """End what compiles, and let go of all graphs."""
         if self.grammars is not None:
             self.grammars.close()
         if self._ahead is not None:

@@ -499,7 +499,6 @@ class StepPlan(Wire, frozen=True):
     """Of the sequences that want log-probabilities of their prompt."""
 
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
-        """Return this rank's vote for the step."""
         num_seqs, has_work = self.num_seqs, self.num_seqs > 0
         kind = StepKind.DECODE if self.num_decodes == num_seqs else StepKind.MIXED
         return Vote(

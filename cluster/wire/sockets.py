@@ -66,12 +66,10 @@ class CurveHandshake:
         self._public_key = zmq.curve_public(self._secret_key)
 
     def demand(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a CURVE server."""
         socket.curve_server = True
         socket.curve_secretkey = self._secret_key
 
     def offer(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a CURVE client."""
         socket.curve_serverkey = socket.curve_publickey = self._public_key
         socket.curve_secretkey = self._secret_key
 
