@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -238,7 +239,7 @@ class Leader(Rank):
         followers = channel.accept(hello, self._wait_for) if channel is not None else []
         if peers is None:
             return followers, None
-        place = {"dp_rank": self._group.dp_rank, "dp_size": self._group.dp_size}
+        place: dict[str, Any] = {"dp_rank": self._group.dp_rank, "dp_size": self._group.dp_size}
         graphs = self.runner.forward.checksum()
         ours = PeerHello(**msgspec.structs.asdict(hello), **place, graphs=graphs)
         peers.open(rendezvous.earlier, ours, self._wait_for)

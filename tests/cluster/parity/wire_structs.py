@@ -67,7 +67,7 @@ def plan_of(num_new: list[int], **fields: Any) -> StepPlan:
     return StepPlan(**{**plain, **fields})
 
 
-def vote_of(num_seqs: int, query_len: int = 1, **fields: Any) -> Vote:
+def vote_of(num_seqs: int, query_len: int = 1, /, **fields: Any) -> Vote:
     """Return the vote of a rank whose sequences compute so many tokens each."""
     plain = {
         "epoch": 0,
