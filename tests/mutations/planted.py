@@ -168,7 +168,7 @@ MUTATIONS = (
         "Padding of a decode step keeps the lengths of an earlier step's sequences.",
         "cluster/rank/inputs.py",
         {"self._seq_lens.host[num_seqs:end_seqs] = 0": "pass"},
-        ("tests/cluster/rank/test_padding.py",),
+        ("tests/cluster/rank/test_inputs.py",),
     ),
     Mutation(
         "padding_rounds_down",

@@ -11,6 +11,8 @@ from cluster.engine import scheduler as scheduler_module
 from cluster.engine.scheduler import MAX_EARLY_ABORTS
 from cluster.engine.sequence import Sequence
 from cluster.wire.messages import SampledTokens, TokenLogprobs
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.resolve import StepLimits, resolve
 
 
 def texts(outputs: dict) -> dict[str, list[int]]:
@@ -234,3 +236,21 @@ def test_an_unfinished_id_is_refused() -> None:
     for _ in range(2):
         engine.submit(sim.make_request("a", [1]))
     assert engine.step()[0].error == "request_id: wanted a new one, found 'a' unfinished"
+
+
+@pytest.mark.feature("C03")
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (4, 4), (5, 16), (8, 9)])
+def test_the_scheduler_fills_the_largest_captured_batch_and_none_above(
+    max_num_seqs: int, budget: int
+) -> None:
+    shape = sim.Shape(num_blocks=64, max_num_seqs=max_num_seqs, budget=budget, caching=False)
+    engine = sim.FakeEngine(shape)
+    for i in range(12):
+        engine.submit(sim.make_request(str(i), [i], max_tokens=16))
+    engine.run()
+    decodes = {len(plan.rows) for plan in engine.plans if plan.num_decodes == len(plan.rows)}
+    asked = CompilationConfig(
+        cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=tuple(range(1, 17))
+    )
+    captured = resolve(asked, StepLimits(max_num_seqs, budget)).graph_bs
+    assert max(decodes) == max(captured)
