@@ -151,7 +151,9 @@ def test_structs_are_frozen_positional_strict_and_without_defaults(kind: type[Wi
     assert kind.__struct_defaults__ == ()
 
 
-@pytest.mark.parametrize("kind", [*STRUCTS, *UNIONS.values()], ids=str)
+@pytest.mark.parametrize(
+    "kind", [*STRUCTS, *UNIONS.values()], ids=[*(kind.__name__ for kind in STRUCTS), *UNIONS]
+)
 @few
 @given(data=st.data())
 def test_round_trip(kind: Any, data: st.DataObject) -> None:
