@@ -20,7 +20,7 @@ from cluster.wire.credentials import Credentials
 
 
 class RayRank:
-    """The `RankHandle` of an actor. Loading and stepping occupy its group `step`."""
+    """The `RankHandle` of an actor."""
 
     def __init__(self, actor: Any, board: Any) -> None:
         self.actor = actor
@@ -28,22 +28,22 @@ class RayRank:
         """Kept: the group's artifact board ends with its last handle."""
 
     def meet(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.meet.options(concurrency_group="step").remote())
+        return end_of(self.actor.meet.remote())
 
     def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]:
-        return end_of(self.actor.load.options(concurrency_group="step").remote(rendezvous))
+        return end_of(self.actor.load.remote(rendezvous))
 
     def run(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.run.options(concurrency_group="step").remote())
+        return end_of(self.actor.run.remote())
 
     def heartbeat(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.heartbeat.options(concurrency_group="ctl").remote())
+        return end_of(self.actor.heartbeat.remote())
 
     def stats(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.stats.options(concurrency_group="ctl").remote())
+        return end_of(self.actor.stats.remote())
 
     def stop(self) -> None:
-        self.actor.stop.options(concurrency_group="ctl").remote()
+        self.actor.stop.remote()
 
     def kill(self) -> None:
         ray.kill(self.actor)

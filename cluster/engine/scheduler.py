@@ -31,7 +31,7 @@ import heapq
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.config import Role, SchedulerConfig
@@ -66,10 +66,12 @@ MAX_EARLY_ABORTS = 4096
 """Ids of requests that were aborted here before they came. Most never come, because they have just
 ended."""
 
+IN_METRICS_ALONE = {"is_in_metrics_alone": True}
+
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Gauges and counters of one scheduler."""
+    """Gauges and counters of one scheduler. `/ready` shows all but those `IN_METRICS_ALONE`."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -80,10 +82,10 @@ class SchedulerStats:
     num_free_blocks: int = 0
     prompt_tokens_computed: int = 0
     """Prompt positions computed here, again after a pre-emption included."""
-    num_preemptions: int = 0
-    prefix_queries: int = 0
+    num_preemptions: int = field(default=0, metadata=IN_METRICS_ALONE)
+    prefix_queries: int = field(default=0, metadata=IN_METRICS_ALONE)
     """Tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
+    prefix_hits: int = field(default=0, metadata=IN_METRICS_ALONE)
     """Tokens found there."""
 
 

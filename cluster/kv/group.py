@@ -98,11 +98,7 @@ class GroupReader:
         self._tell(ExpectKV(request_id, handoff))
 
     def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
+        self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
         self._num_reading[request_id] = 1 + self._num_followers
         self._local.start(request_id, handoff, source_indices, dst_blocks)

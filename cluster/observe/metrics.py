@@ -24,14 +24,9 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 def rounded_bounds(largest: int) -> tuple[float, ...]:
     """Return 1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    bounds: list[float] = []
-    power = 1
-    while True:
-        for digit in (1, 2, 5):
-            if digit * power > largest:
-                return tuple(bounds) or (1.0,)
-            bounds.append(float(digit * power))
-        power *= 10
+    powers = (10**i for i in range(len(str(largest))))
+    bounds = [digit * power for power in powers for digit in (1, 2, 5)]
+    return tuple(float(bound) for bound in bounds if bound <= largest) or (1.0,)
 
 
 _FIRST_TOKEN_S = (
@@ -277,28 +272,17 @@ def samples(
         for (name, *values), value in counts.items():
             by_name.setdefault(name, {}).setdefault(engine, {})[tuple(values)] = value
     for metric in METRICS:
-        found = by_name.get(metric.name, {})
+        found: list[Sample] = []
         if metric.kind == GAUGE:
-            yield metric, list(_gauges(metric, snapshot, described))
-        elif metric.kind == COUNTER:
-            common = [((described.model_name, engine), values) for engine, values in found.items()]
-            yield (
-                metric,
-                [
-                    Sample((*labels, *own), value)
-                    for labels, values in common
-                    for own, value in values.items()
-                ],
-            )
-        else:
-            bounds = metric.bounds_for(described.max_model_len)
-            yield (
-                metric,
-                [
-                    _histogram((described.model_name, engine), values, bounds)
-                    for engine, values in found.items()
-                ],
-            )
+            found += _gauges(metric, snapshot, described)
+        for engine, values in by_name.get(metric.name, {}).items():
+            labels = (described.model_name, engine)
+            if metric.kind == COUNTER:
+                found += [Sample((*labels, *own), value) for own, value in values.items()]
+            elif metric.kind == HISTOGRAM:
+                bounds = metric.bounds_for(described.max_model_len)
+                found.append(_histogram(labels, values, bounds))
+        yield metric, found
 
 
 def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> Iterator[Sample]:

@@ -22,9 +22,9 @@ from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
-from cluster.kv.transport.memory import SharedMemory
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
+from cluster.kv.transport.store import SharedMemory
 from cluster.observe.counts import Counts
 from cluster.rank.runner import ModelRunner
 from cluster.rank.status import RankStats
@@ -100,12 +100,21 @@ class KVConnector:
 
     @property
     def bytes_received(self) -> int:
-        return self.puller.bytes_received if self.puller else 0
+        return self.puller.reads.bytes_received if self.puller else 0
 
     def counts(self) -> Counts:
         """Return what was counted of the KV that was moved. Any thread may call it."""
-        parts = (part for part in (self.server, self.puller) if part is not None)
-        return {key: value for part in parts for key, value in part.counts().items()}
+        counts: Counts = {}
+        if self.server is not None:
+            counts["kv_transfer_sent_bytes_total",] = self.server.bytes_sent
+            counts["kv_leases_expired_total",] = self.server.num_expired
+        if self.puller is not None:
+            reads = self.puller.reads
+            counts["kv_transfer_received_bytes_total",] = reads.bytes_received
+            counts["kv_transfers_total",] = reads.num_reads
+            counts["kv_transfer_failures_total",] = reads.num_failed
+            counts["kv_transfer_seconds_total",] = reads.read_s
+        return counts
 
     def close(self) -> None:
         for part in (self.server, self.puller):

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from sim_model import Cell
 
 from cluster.kv.handoff import HandoffMetadata, KVReadResult
-from cluster.kv.reads import CHUNK_BYTES
+from cluster.kv.reads import CHUNK_BYTES, max_chunk_blocks
 from cluster.wire.messages import (
     KVAnswer,
     KVCall,
     KVHandoff,
     KVRead,
     KVRelease,
-    KVRenew,
     KVSource,
     RankProcess,
     decode,
@@ -47,18 +46,15 @@ POOLS = ("mixed", "prefill", "decode")
 
 
 def kv_address(pool: str, epoch: int, index: int) -> str:
-    """Return where a rank's slice is read."""
     return f"tcp://10.{POOLS.index(pool)}.{epoch}.{index}:1"
 
 
 def place_of(address: str) -> tuple[str, int, int]:
-    """Return pool, epoch and index of the rank whose slice is read there."""
     _, pool, epoch, index = address.removeprefix("tcp://").removesuffix(":1").split(".")
     return POOLS[int(pool)], int(epoch), int(index)
 
 
 def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
-    """Return what tickets tell of a rank's slice."""
     address = kv_address(pool, epoch, index)
     return KVSource(tp_rank, "node", index, 0, address, RankProcess(epoch, address))
 
@@ -66,7 +62,6 @@ def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
 def handoff_terms(
     pool: str, epoch: int, dp_rank: int, tp_size: int, lease_s: float
 ) -> HandoffMetadata:
-    """Return what the ranks under one leader write into their tickets, and want to find there."""
     sources = []
     for tp_rank in range(tp_size):
         sources.append(kv_source(pool, epoch, tp_rank, dp_rank * tp_size + tp_rank))
@@ -88,23 +83,19 @@ class SimServer:
     # --- the step thread's side -----------------------------------------------------------------
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease and return its ticket."""
         ticket: int = self._holder.hold(request_id, block_ids, generations)
         self._loop.after(WAKE_S, self._rank.process.call, self._wake)
         return ticket
 
     def drop(self, ticket: int) -> None:
-        """End a ticket: its request was aborted."""
         self._holder.drop(ticket)
 
     def take_ended(self) -> list[int]:
-        """Return the tickets whose blocks may be freed."""
         ended: list[int] = self._holder.take_ended()
         return ended
 
     @property
     def num_held(self) -> int:
-        """Tickets that are alive."""
         num_held: int = self._holder.num_held
         return num_held
 
@@ -127,7 +118,6 @@ class SimServer:
         self._wake()
 
     def on_call(self, puller: SimPuller, body: bytes) -> None:
-        """A reader's call is there."""
         self._rank.group.on_transfer(self._rank)
         self._rank.process.call(self._take, puller, decode(body, KVCall))
 
@@ -136,17 +126,12 @@ class SimServer:
         if call.ticket > self._holder.last_ticket:
             self._early.append((puller, call))
             return
+        alive = self._holder.answer(call, max_chunk_blocks(BLOCK_BYTES))
         blocks: list[Block] = []
-        match call:
-            case KVRead():
-                alive = self._holder.covers(call.ticket, call.block_ids, call.generations)
-                cells = self._rank.model.blocks
-                blocks = [cells[block] for block in call.block_ids] if alive else []
-            case KVRenew():
-                alive = self._holder.renew(call.ticket)
-            case KVRelease():
-                alive = self._holder.release(call.ticket, call.num_blocks_read)
-                self._ring()
+        if isinstance(call, KVRead) and alive:
+            blocks = [self._rank.model.blocks[block] for block in call.block_ids]
+        if isinstance(call, KVRelease):
+            self._ring()
         answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
         puller.answer_from(self._source, answer, blocks)
 
@@ -179,15 +164,12 @@ class SimPuller:
         source_indices: list[int],
         dst_blocks: list[int],
     ) -> None:
-        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
         self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        """Stop and release; a read that was started still reports when it no longer writes."""
         self._post(lambda: self._pulls.cancel(request_id))
 
     def take_finished(self) -> list[KVReadResult]:
-        """Return the reads that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -227,14 +209,12 @@ class SimPuller:
     # --- what the reads need of the world ---------------------------------------------------------
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        """Send a call."""
         self._rank.group.on_transfer(self._rank)
         server = self._world.rank_at(source.address).server
         assert server is not None, f"{source.address}: wanted a holder"
         self._world.send_kv(self.address, source.address, server.on_call, self, encode(call))
 
     def is_mapped(self, source: KVSource) -> bool:
-        """Whether `copy` can reach the source's blocks."""
         is_mapped: bool = self._world.schedule.is_mapped
         return is_mapped
 
@@ -246,7 +226,6 @@ class SimPuller:
         self.write(ids, [rank.model.blocks[block] for block in source_ids])
 
     def write(self, ids: list[int], blocks: list[Any]) -> None:
-        """Write the cells of an answer into blocks of ours."""
         for block, cells in zip(ids, blocks, strict=True):
             self._rank.model.blocks[block][:] = cells
 

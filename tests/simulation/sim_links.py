@@ -41,7 +41,6 @@ class Link:
         self.is_lost = False
 
     def send(self, body: bytes, late_s: float = 0.0) -> None:
-        """Put a frame on its way."""
         if self.is_lost:
             return
         at = self._loop.now - self._mean_s * log(1.0 - self._random()) + late_s
@@ -76,7 +75,6 @@ class SimPeers:
         self._awaited = -1
 
     def connect(self) -> None:
-        """Open a link to every other leader."""
         me = self._leader
         for peer in me.group.leaders:
             if peer is not me:
@@ -95,7 +93,6 @@ class SimPeers:
         return deliver
 
     def send(self, body: bytes) -> None:
-        """Send a frame to every peer."""
         fault = self._leader.due(LINK)
         for index, link in self._links.items():
             if fault is not None and fault.peer == index:
@@ -104,7 +101,6 @@ class SimPeers:
                 link.send(body)
 
     def receive(self, dp_rank: int) -> bytes | None:
-        """Wait for the next frame of a peer."""
         frames = self._frames[dp_rank]
         if not frames:
             self._awaited = dp_rank
@@ -115,7 +111,6 @@ class SimPeers:
 
     @property
     def has_frames(self) -> bool:
-        """Whether a peer has sent what was not received."""
         return any(self._frames)
 
 
@@ -129,13 +124,11 @@ class SimSender:
         self.reports: deque[tuple[int, bytes]] = deque()
 
     def connect(self, followers: list[SimFollower]) -> None:
-        """Open links to and from the followers."""
         for follower in followers:
             self._links[follower.index] = Link(follower.group, follower.receiver.deliver)
             follower.receiver.connect(self)
 
     def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Hand one step to every follower."""
         body = encode(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
         fault = self._leader.due(LINK)
         for index, link in self._links.items():
@@ -154,7 +147,6 @@ class SimSender:
             link.send(encode(order))
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
-        """Return what followers have reported since the last call, with their ranks."""
         reports = [(tp_rank, decode(body, FollowerReport)) for tp_rank, body in self.reports]
         self.reports.clear()
         return reports
@@ -165,7 +157,6 @@ class SimSender:
         self._leader.wake()
 
     def close(self) -> None:
-        """Tell the followers that no step comes any more."""
         for link in self._links.values():
             link.send(encode(EndOfSteps()))
 
@@ -180,7 +171,6 @@ class SimReceiver:
         self._is_waiting = False
 
     def connect(self, sender: SimSender) -> None:
-        """Open the link to the leader."""
         tp_rank = self._follower.tp_rank
         self._link = Link(self._follower.group, lambda body: sender.on_report(tp_rank, body))
 
@@ -199,7 +189,6 @@ class SimReceiver:
             self._follower.process.wake(self._follower.process.ticket)
 
     def receive(self) -> Any:
-        """Wait for a frame or a ring of the doorbell; return the frame, or None after a ring."""
         self._is_waiting = True
         while not (self._frames or self._has_rung):
             self._follower.process.wait()
@@ -213,7 +202,6 @@ class SimReceiver:
         return frame
 
     def report(self, report: FollowerReport) -> None:
-        """Tell the leader what has ended here."""
         self._link.send(encode(report))
 
 

@@ -113,11 +113,9 @@ class SimRank:
 
     @property
     def last_step(self) -> int:
-        """The last step that the rank went by."""
         raise NotImplementedError
 
     def due(self, kinds: tuple[str, ...]) -> Fault | None:
-        """Return the next fault if it is this rank's, of such a kind, and its step has come."""
         fault = self.group.world.fault
         if fault is None or fault.rank != self.index or fault.kind not in kinds:
             return None
@@ -158,7 +156,6 @@ class SimRunner:
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
-        """Launch a step, and wait for it."""
         return self.wait(self.launch(plan, agreed, confirm))
 
     def launch(
@@ -183,7 +180,6 @@ class SimRunner:
         return agreed.step, job
 
     def _compute(self, plan: StepPlan, agreed: StepAgreement) -> list[int]:
-        """Do what the device does in a step."""
         rank = self._rank
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
@@ -211,7 +207,6 @@ class SimRunner:
         """What was compiled is loaded at once; see `SimRank.on_compiled`."""
 
     def enter(self, agreed: StepAgreement, num_tokens: int) -> None:
-        """Go over to compiled pieces, or capture a graph, which runs its collectives."""
         stage, device = agreed.stage, self._rank.device
         if stage > 1:
             capture = Job(lambda: self._capture(agreed.step, f"graph {stage - 1}", num_tokens))
@@ -228,16 +223,13 @@ class SimRunner:
         confirm()
 
     def num_tokens(self, plan: StepPlan, across: tuple[int, ...]) -> int:
-        """Return how many tokens this rank runs, padding included."""
         return across[self._rank.dp_rank]
 
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
-        """Run the collectives of a step."""
         for layer in range(COLLECTIVES):
             self.collective(agreed.step, f"layer {layer}", num_tokens)
 
     def collective(self, step: int, name: str, num_tokens: int) -> None:
-        """Wait for all ranks."""
         self._rank.group.collective(self._rank, step, name, num_tokens)
 
 
@@ -341,12 +333,10 @@ class SimLeader(SimRank):
 
     @property
     def last_step(self) -> int:
-        """The last step that all agreed on."""
         agreed = self.engine.agreed
         return agreed.step if agreed else 0
 
     def step(self) -> None:
-        """Take what waits in the inbox, run one step and send its outputs."""
         engine = self.engine
         self.step_stats.plan(self.last_step + 1)
         self.pass_time(Phase.PLANNING, 0.0002)
@@ -365,7 +355,6 @@ class SimLeader(SimRank):
             self.group.on_outputs(self, outputs)
 
     def take_inbox(self) -> None:
-        """Give the engine what waits."""
         while self.inbox:
             message = decode(self.inbox.popleft(), Inbound)
             match message:
@@ -376,11 +365,9 @@ class SimLeader(SimRank):
                     self.abort(message.request_ids)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Give the engine an abort."""
         self.engine.abort(request_ids)
 
     def _take_reports(self, sender: SimSender) -> None:
-        """Book what has ended on the followers."""
         for tp_rank, report in sender.take_reports():
             match report:
                 case PiecesLoaded():
@@ -426,10 +413,8 @@ class SimFollower(SimRank):
         self.loop.run()
 
     def on_plan(self, frame: StepFrame) -> None:
-        """A plan was received, and is not executed yet."""
         self.pass_time(Phase.PLANNING, 0.0)
 
     @property
     def last_step(self) -> int:
-        """The last step that was executed."""
         return self.loop.step

@@ -122,7 +122,6 @@ class Outcome:
 
 
 def run_schedule(schedule: Schedule, plants: Plants | None = None) -> Outcome:
-    """Run one simulation to its end, or to the first violation."""
     with _quiet():
         return World(schedule, plants or Plants()).run()
 
@@ -146,7 +145,6 @@ class World:
         self._is_done = False
 
     def run(self) -> Outcome:
-        """Run to the end."""
         outcome = self.outcome
         try:
             self.loop.after(0.0, self._begin)
@@ -219,7 +217,6 @@ class World:
         return Arrival(f"x{i}", 0.0, arrival.prompt, arrival.max_tokens, arrival.stop, None)
 
     async def _client(self, arrival: Arrival) -> None:
-        """Be one client: take the stream, compare it with the oracle, or leave."""
         await asyncio.sleep(arrival.at)
         self.outcome.num_requests += 1
         if arrival.abort_after_s is None:
@@ -253,7 +250,6 @@ class World:
         )
 
     def _check_rest(self, group: SimGroup) -> None:
-        """Check that nothing is left of any request."""
         for leader in group.leaders:
             scheduler = leader.scheduler
             check_scheduler(scheduler)
@@ -269,12 +265,10 @@ class World:
     # --- ways between processes -------------------------------------------------------------------
 
     def on_attempt(self, request_id: str) -> None:
-        """The router asks a pool."""
         if not request_id.endswith(".0"):
             self.outcome.num_resubmitted += 1
 
     def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
-        """Put a frame on its way to a leader's inbox."""
         if self.schedule.loses_aborts and self._is_lost_abort(body):
             return
         pool, epoch, dp_rank = inbox.split("/")
@@ -287,7 +281,6 @@ class World:
     def send_outputs(
         self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
     ) -> None:
-        """Put a step's outputs on their way to the ingress, and the last ones to the pool."""
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self._note(self.loop.now, epoch, num_tokens)
         inbox = f"{pool}/{epoch}/{dp_rank}"
@@ -297,7 +290,6 @@ class World:
             self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].core.on_ended, ended)
 
     def _receive(self, inbox: str, outputs: list[EngineOutput]) -> None:
-        """Do what the token socket does with a frame."""
         pool, epoch, dp_rank = inbox.split("/")
         with suppress(FrameError):
             self.tokens.begin_frame(f"{pool}/{dp_rank}", int(epoch), inbox)
@@ -310,13 +302,11 @@ class World:
         return self._groups[pool, epoch].ranks[index]
 
     def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
-        """Put a call or an answer between ranks of two pools on its way."""
         at = self._arrival(sender, receiver, self.schedule.kv_delay_s)
         if self.loop.now >= self._calls_lost_until:
             self.loop.at(at, call, *args)
 
     def lose_calls(self, duration_s: float) -> None:
-        """Let nothing through between ranks of two pools for a while."""
         self._calls_lost_until = self.loop.now + duration_s
 
     def _arrival(self, sender: str, receiver: str, mean_s: float = 0.001) -> float:
@@ -330,22 +320,18 @@ class World:
     # --- what groups tell -------------------------------------------------------------------------
 
     def on_group(self, group: SimGroup) -> None:
-        """A group was made."""
         self._groups[group.pool, group.epoch] = group
 
     def on_step(self, agreed: StepAgreement) -> None:
-        """A group goes by a new agreement."""
         self.outcome.num_steps += agreed.has_work
         self._note(self.loop.now, agreed.step, max(agreed.num_scheduled_tokens), agreed.epoch)
 
     def on_strike(self, fault: Fault) -> None:
-        """The next fault struck."""
         self._faults.remove(fault)
         self.fault = self._faults[0] if self._faults else None
         self.outcome.struck.append(fault.name)
 
     def on_group_end(self, group: SimGroup, reason: str) -> None:
-        """A group ended: by a fault, and with the right name, or by order."""
         self.outcome.ends.append(reason)
         for leader in group.leaders:
             self.outcome.num_preemptions += leader.scheduler.stats().num_preemptions
@@ -372,7 +358,6 @@ def _request(arrival: Arrival) -> GenerateRequest:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep restarts out of the log: they are what simulations are about."""
     logger = logging.getLogger("lockstep")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

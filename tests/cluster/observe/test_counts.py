@@ -6,13 +6,14 @@ import random
 
 import pytest
 
+from cluster.actors.kept import KeptTotals
+from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
 from cluster.engine.scheduler import SchedulerStats
 from cluster.group.context import RankPlace
 from cluster.observe import counts as counts_module
 from cluster.observe.counts import BUCKET, SUM, Counts, Histogram, Ledger
-from cluster.observe.metrics import METRICS, Described, MetricsSnapshot, rounded_bounds, samples
-from cluster.observe.reports import GroupReport, ReplicaReport
+from cluster.observe.metrics import Described, MetricsSnapshot, samples
 from cluster.rank.status import RankStats
 
 
@@ -63,12 +64,6 @@ def test_a_histogram_counts_a_bound_below_it() -> None:
     assert found == {("h", SUM): 11.0, **wanted}
 
 
-def test_bounds_follow_the_models_length() -> None:
-    assert rounded_bounds(1) == (1.0,)
-    assert rounded_bounds(60) == (1, 2, 5, 10, 20, 50)
-    assert rounded_bounds(100) == (1, 2, 5, 10, 20, 50, 100)
-
-
 def test_what_other_bounds_counted_is_still_counted() -> None:
     """A deployment with a longer model follows one with a shorter."""
     name = "request_prompt_tokens"
@@ -82,13 +77,8 @@ def test_what_other_bounds_counted_is_still_counted() -> None:
     )
 
 
-def test_names_are_unique_and_counters_say_so() -> None:
-    assert len({metric.name for metric in METRICS}) == len(METRICS)
-    assert all(metric.name.endswith("_total") for metric in METRICS if metric.kind == "counter")
-
-
-class Kept:
-    """A keeper that notes what was saved."""
+class Kept(KeptTotals):
+    """Keeps totals here, and not in Ray."""
 
     def __init__(self) -> None:
         self.data = Ledger().to_bytes()
