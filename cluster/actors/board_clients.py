@@ -141,7 +141,8 @@ async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:
 
     async def ask(actor: Any) -> dict[str, Any]:
         try:
-            return dict(await asyncio.wait_for(actor.debug.remote(), DEBUG_S))
+            call = actor.debug.options(concurrency_group="ctl").remote()
+            return dict(await asyncio.wait_for(call, DEBUG_S))
         except TimeoutError:
             return {"error": f"wanted an answer in {DEBUG_S:g} s, found none"}
         except ray.exceptions.RayError as error:

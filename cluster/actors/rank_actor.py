@@ -65,13 +65,11 @@ class RankActor:
         self._endpoints: LeaderEndpoints | None = None
         self._rank: Rank | None = None
 
-    @ray.method(concurrency_group="step")
     def meet(self) -> Rendezvous | None:
         """Open where followers and other leaders will find this one; None if there are none."""
         self._endpoints = LeaderEndpoints(self._context)
         return self._endpoints.rendezvous
 
-    @ray.method(concurrency_group="step")
     def load(self, rendezvous: Rendezvous | None = None) -> str:
         """Load the model and join the group.
 
@@ -105,7 +103,6 @@ class RankActor:
         assert rendezvous is not None, "rank: wanted its leader's rendezvous, found None"
         return Follower(self._context, rendezvous)
 
-    @ray.method(concurrency_group="step")
     def run(self) -> None:
         """Step until stopped: the rank's life."""
         assert self._rank is not None, "rank: wanted load() before run(), found no model"
@@ -118,7 +115,6 @@ class RankActor:
         finally:
             self._state = "stopped"
 
-    @ray.method(concurrency_group="ctl")
     def stats(self) -> tuple[RankStats, LoadProgress | None, Counts]:
         """Return figures, progress while the rank is not ready or compiles, and its counts."""
         place = self._context.place
@@ -131,7 +127,6 @@ class RankActor:
             told = self._progress.read(place.dp_rank, place.tp_rank)
         return self._rank.stats(), told, self._rank.counts()
 
-    @ray.method(concurrency_group="ctl")
     def heartbeat(self) -> Heartbeat | None:
         """Return what the step thread does; None before the rank loads weights, and after its end.
 
@@ -143,13 +138,11 @@ class RankActor:
             return None
         return self._rank.heartbeat()
 
-    @ray.method(concurrency_group="ctl")
     def debug(self) -> dict[str, Any]:
         """Return what `/debug/ranks` shows of this rank."""
         rank = {**asdict(self._context.place), "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
 
-    @ray.method(concurrency_group="ctl")
     def stop(self) -> None:
         """End the step loop at its next border."""
         if self._rank is not None:
@@ -159,3 +152,4 @@ class RankActor:
 RemoteRank = ray.remote(
     max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
 )(RankActor)
+"""Methods name their concurrency group where they are called."""

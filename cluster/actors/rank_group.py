@@ -132,11 +132,13 @@ class RankGroup:
             RankDied: a rank ended while loading, or fell silent; names it.
         """
         rendezvous = await self._meet()
-        loads = {
+        loads: Calls = {
             place: asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
             for handle, place in zip(self.handles, self.places, strict=True)
         }
-        await self._succeed(loads, self._watch_loading(), "while loading")
+        since = asyncio.get_running_loop().time() + FIRST_WORD_S
+        silent = self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
+        await self._succeed(loads, silent, "while loading")
         self.inboxes = [load.result().value for place, load in loads.items() if place.tp_rank == 0]
         self.runs = [asyncio.ensure_future(handle.run()) for handle in self.handles]
 
@@ -145,7 +147,7 @@ class RankGroup:
         parallel = self._parallel
         if parallel.tensor_parallel_size * parallel.lockstep_size == 1:
             return [None] * len(self.places)
-        meets = {
+        meets: Calls = {
             place: asyncio.ensure_future(handle.meet())
             for handle, place in zip(self.handles, self.places, strict=True)
             if place.tp_rank == 0
@@ -198,11 +200,6 @@ class RankGroup:
         """Return which rank keeps the group from stepping, and why."""
         now = asyncio.get_running_loop().time()
         return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
-
-    async def _watch_loading(self) -> str:
-        """Return which rank fell silent while it loaded."""
-        since = asyncio.get_running_loop().time() + FIRST_WORD_S
-        return await self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
 
     @property
     def _loading_silent_s(self) -> float:

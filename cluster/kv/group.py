@@ -18,8 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.kv.handoff import KVReader, KVReadResult, TicketHolder
-from cluster.wire.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.kv.handoff import KVReader, TicketHolder
+from cluster.wire.group_messages import (
+    CancelRead,
+    DropKV,
+    ExpectKV,
+    HoldKV,
+    KVOrder,
+    ReadEnded,
+    StartRead,
+)
 from cluster.wire.messages import FrameError, KVHandoff
 
 Tell = Callable[[KVOrder], None]
@@ -91,7 +99,7 @@ class GroupReader:
         self._num_reading: dict[str, int] = {}
         """By request: the ranks whose read has not ended."""
         self._errors: dict[str, str] = {}
-        self._finished: list[KVReadResult] = []
+        self._finished: list[ReadEnded] = []
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         self._local.expect(request_id, handoff)
@@ -122,9 +130,9 @@ class GroupReader:
         if not self._num_reading[request_id]:
             del self._num_reading[request_id]
             error = self._errors.pop(request_id, "")
-            self._finished.append(KVReadResult(request_id, error))
+            self._finished.append(ReadEnded(request_id, error))
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         for result in self._local.take_finished():
             self.on_read_ended(result.request_id, result.error)
         finished, self._finished = self._finished, []

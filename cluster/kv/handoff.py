@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
 
 
@@ -78,20 +79,6 @@ class HandoffMetadata:
         return ""
 
 
-@dataclass(frozen=True)
-class KVReadResult:
-    """A started read has ended and writes no more."""
-
-    request_id: str
-    error: str
-    """Empty if all blocks were copied and the lease was alive until the release."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether what was read may be believed."""
-        return not self.error
-
-
 class TicketHolder(Protocol):
     """What a prefill scheduler needs of the object that keeps its tickets."""
 
@@ -130,7 +117,7 @@ class KVReader(Protocol):
         ended meanwhile is left alone.
         """
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         """Return the started reads that ended since the last call."""
 
 

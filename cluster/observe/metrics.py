@@ -269,8 +269,8 @@ def samples(
     """Yield every metric with its samples; one that nothing counted yet has none, or a zero."""
     by_name: dict[str, dict[str, dict[tuple[str, ...], float]]] = {}
     for engine, counts in snapshot.totals.items():
-        for (name, *values), value in counts.items():
-            by_name.setdefault(name, {}).setdefault(engine, {})[tuple(values)] = value
+        for (name, *own_labels), value in counts.items():
+            by_name.setdefault(name, {}).setdefault(engine, {})[tuple(own_labels)] = value
     for metric in METRICS:
         found: list[Sample] = []
         if metric.kind == GAUGE:

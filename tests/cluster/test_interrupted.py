@@ -25,13 +25,7 @@ from cluster.group.context import RankContext
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    LogitRules,
-    Sampling,
-    Submit,
-)
+from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from serve.event_loop import StreamBatcher
 from serve.pools.router import Router

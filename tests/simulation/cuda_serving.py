@@ -20,17 +20,18 @@ import torch
 from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
 from cluster.group.context import RankContext
-from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
+from cluster.kv.handoff import HandoffMetadata, KVHolder
 from cluster.kv.reads import KVPulls, max_chunk_blocks
+from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.store import BlockStore
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     KVAnswer,
     KVCall,
-    KVHandoff,
     KVRead,
     KVSource,
     RankProcess,
@@ -153,41 +154,27 @@ class Single:
 _SOURCE = KVSource(0, "boot", 1, -1, "tcp://prefill", RankProcess(0, "prefill"))
 
 
-class Handover:
-    """A decode engine's `KVReader`, what its reads need of the world, and the holder's answers."""
+class Handover(KVPuller):
+    """The real reader, but for its thread, what its reads need of the world, and the holder."""
 
     def __init__(self, source: BlockStore, target: BlockStore) -> None:
         self.called = Called()
         self.holder = KVHolder(LEASE_S, _no_time)
         self._source, self._target = source, target
         block_bytes = self._target.block_bytes
-        self._pulls = KVPulls(self, tp_rank=0, block_bytes=block_bytes, clock=_no_time)
+        self.reads = KVPulls(self, tp_rank=0, block_bytes=block_bytes, clock=_no_time)
         self._todo: deque[Callable[[], None]] = deque()
 
     def run_one(self) -> None:
+        """Do what a thread would have done next."""
         if self._todo:
             self._todo.popleft()()
 
-    # --- the scheduler's side ---
+    def take_finished(self) -> list[ReadEnded]:
+        return self.reads.take_finished()
 
-    def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
-        self._todo.append(lambda: self._pulls.expect(request_id, handoff))
-
-    def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
-    ) -> None:
-        self._todo.append(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
-
-    def cancel(self, request_id: str) -> None:
-        self._todo.append(lambda: self._pulls.cancel(request_id))
-
-    def take_finished(self) -> list[KVReadResult]:
-        return self._pulls.take_finished()
+    def _post(self, command: Callable[[], None]) -> None:
+        self._todo.append(command)
 
     # --- what the reads need of the world ---
 
@@ -204,7 +191,7 @@ class Handover:
         # As it leaves the sender: what is written into its memory later does not show.
         sent = [memoryview(bytes(block)) for block in blocks]
         answer = KVAnswer(call.ticket, type(call).__name__, alive)
-        self._todo.append(lambda: self._pulls.on_answer(_SOURCE, answer, sent))
+        self._todo.append(lambda: self.reads.on_answer(_SOURCE, answer, sent))
 
     def is_mapped(self, source: KVSource) -> bool:
         return False

@@ -150,7 +150,7 @@ class _SleepsUntilARequest(SimLeader):
     def on_compiled(self) -> None:
         self.handover.on_loaded()
 
-    def sleep(self) -> None:
+    def _sleep(self) -> None:
         self.step_stats.wait(self.last_step, is_asleep=True)
         while not (self.inbox or self.peers.has_frames or self.has_rung or self._has_reports):
             self.is_asleep = True
@@ -173,7 +173,7 @@ class _HidesItsVote(SimLeader):
 class _SleepsThroughVotes(SimLeader):
     """Sleeps in a wait over its inbox and doorbell alone, and without a bound."""
 
-    def sleep(self) -> None:
+    def _sleep(self) -> None:
         self.step_stats.wait(self.last_step, is_asleep=True)
         while not (self.inbox or self.has_rung):
             self.is_asleep = True
@@ -189,7 +189,7 @@ class _EndsWithTheFirst(SimLeader):
         while not self.is_told_to_stop and not self.engine.has_ended:
             self.step()
             if self.engine.is_idle and not self.is_told_to_stop:
-                self.sleep()
+                self._sleep()
 
 
 class _ForgetsOutputs(SimPool):

@@ -23,7 +23,8 @@ from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
+from cluster.kv.handoff import HandoffMetadata, KVHolder
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
     PENDING,
     EngineOutput,
@@ -251,7 +252,7 @@ class FakeReader:
         self.holder = holder
         self.weather = weather
         self.reads: dict[str, _Read] = {}
-        self.results: list[KVReadResult] = []
+        self.results: list[ReadEnded] = []
         self.num_cancelled = 0
 
     def connect(self, source: FakeEngine, target: FakeEngine) -> None:
@@ -282,7 +283,7 @@ class FakeReader:
             self.holder.release(read.handoff.ticket, 0)
             del self.reads[request_id]
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         results, self.results = self.results, []
         return results
 
@@ -320,7 +321,7 @@ class FakeReader:
         alive = self.holder.release(read.handoff.ticket, 0 if failed else read.num_read)
         del self.reads[request_id]
         ok = alive and not failed
-        self.results.append(KVReadResult(request_id, "" if ok else "ticket: lost"))
+        self.results.append(ReadEnded(request_id, "" if ok else "ticket: lost"))
 
 
 @dataclass

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from sim_model import Cell
 
-from cluster.kv.handoff import HandoffMetadata, KVReadResult
+from cluster.kv.handoff import HandoffMetadata
 from cluster.kv.reads import CHUNK_BYTES, max_chunk_blocks
+from cluster.kv.transport.puller import KVPuller
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
     KVAnswer,
     KVCall,
-    KVHandoff,
     KVRead,
     KVRelease,
     KVSource,
@@ -136,57 +137,39 @@ class SimServer:
         puller.answer_from(self._source, answer, blocks)
 
 
-class SimPuller:
-    """The reader's thread, as `KVPuller`, and its `ReadTransport`."""
+class SimPuller(KVPuller):
+    """The real reader, but for its thread; also the `ReadTransport` of its reads."""
 
     def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
         group = rank.group
         self._rank, self._loop, self._world = rank, group.loop, group.world
         self._ring = ring
         self.address = kv_address(group.pool, rank.epoch, rank.index)
-        self._commands: deque[Callable[[], None]] = deque()
-        self._finished: list[KVReadResult] = []
+        self._todo: deque[Callable[[], None]] = deque()
+        self._ended: list[ReadEnded] = []
         self._is_timed = False
-        self._pulls = group.plants.kv_pulls(
+        self.reads = group.plants.kv_pulls(
             self, tp_rank=rank.tp_rank, block_bytes=BLOCK_BYTES, clock=group.loop.time
         )
 
-    # --- the step thread's side -----------------------------------------------------------------
-
-    def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
-        self._post(lambda: self._pulls.expect(request_id, handoff))
-
-    def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
-    ) -> None:
-        self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
-
-    def cancel(self, request_id: str) -> None:
-        self._post(lambda: self._pulls.cancel(request_id))
-
-    def take_finished(self) -> list[KVReadResult]:
-        finished, self._finished = self._finished, []
-        return finished
+    def take_finished(self) -> list[ReadEnded]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
+        self._todo.append(command)
         self._loop.after(WAKE_S, self._rank.process.call, self._wake)
 
     # --- the thread -----------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
-        self._pulls.on_tick()
-        if finished := self._pulls.take_finished():
-            self._finished += finished
+        while self._todo:
+            self._todo.popleft()()
+        self.reads.on_tick()
+        if finished := self.reads.take_finished():
+            self._ended += finished
             self._ring()
-        deadline = self._pulls.next_deadline()
+        deadline = self.reads.next_deadline()
         if deadline is not None and not self._is_timed:
             self._is_timed = True
             at = max(deadline, self._loop.now + WAKE_S)
@@ -203,7 +186,7 @@ class SimPuller:
         self._world.send_kv(sender, self.address, call, self._take, source, answer, blocks)
 
     def _take(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
-        self._pulls.on_answer(source, decode(answer, KVAnswer), blocks)
+        self.reads.on_answer(source, decode(answer, KVAnswer), blocks)
         self._wake()
 
     # --- what the reads need of the world ---------------------------------------------------------

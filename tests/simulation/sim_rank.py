@@ -1,7 +1,8 @@
 """Simulated ranks: the real engine, lockstep and follower's loop over the simulated model.
 
-Real are `Engine.step`, plain or overlapped, with scheduler and blocks, `JoinedLockstep` with its
-machine and dispatch, `FollowerLoop` with its digests, `StepStats`, and every frame on its way.
+Real are the leader's loop, `Engine.step`, plain or overlapped, with scheduler and blocks,
+`JoinedLockstep` with its machine and dispatch, `FollowerLoop` with its digests, `StepStats`, the
+step channel, and every frame on its way.
 Simulated are the model, the time that it takes, and what carries frames.
 
 Code of a rank runs in its `Process` and blocks there; what is said to be called from the loop must
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from sim_device import AsyncDevice, HostDevice, Job
@@ -33,9 +35,10 @@ from cluster.engine.scheduler import Scheduler
 from cluster.engine.watchdog import Phase
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.rank.follower_loop import FollowerLoop
+from cluster.rank.leader import Leader
 from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.step_stats import StepStats
-from cluster.wire.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
+from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import (
     Abort,
     EngineOutput,
@@ -234,20 +237,21 @@ class SimRunner:
 
 
 class SimLeader(SimRank):
-    """The loop around the step, as in `cluster/rank/leader.py`."""
+    """A leader with the real loop (`cluster/rank/leader.py`); it is its own output sender."""
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
         self.peers = SimPeers(self)
-        self.sender = SimSender(self) if group.tp_size > 1 else None
+        self.sender = self._channel = SimSender(self) if group.tp_size > 1 else None
+        self._output_sender, self._look_at = self, inf
         self.inbox: deque[bytes] = deque()
         self.is_asleep = False
-        self.is_told_to_stop = False
+        self.is_told_to_stop = self._is_stopping = False
         self.has_rung = False
         self.aborted: dict[str, int] = {}
         """Requests whose abort was in the inbox before this step."""
-        self.holder: GroupHolder | None = None
-        self.reader: GroupReader | None = None
+        self._holder: GroupHolder | None = None
+        self._reader: GroupReader | None = None
         self.machine: LockstepMachine | None = None
         self.scheduler = self._scheduler()
 
@@ -256,16 +260,16 @@ class SimLeader(SimRank):
         num_followers = self.group.tp_size - 1
         tell = self.sender.tell if self.sender is not None else None
         if self.server is not None:
-            self.holder = plants.group_holder(self.server, num_followers, tell)
+            self._holder = plants.group_holder(self.server, num_followers, tell)
         if self.puller is not None:
-            self.reader = plants.group_reader(self.puller, num_followers, tell)
+            self._reader = plants.group_reader(self.puller, num_followers, tell)
         blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
         metadata = self.group.metadata(self.dp_rank)
         scheduler: Scheduler = plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
             RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
-            handover=KVHandover(blocks, metadata, holder=self.holder, reader=self.reader)
+            handover=KVHandover(blocks, metadata, holder=self._holder, reader=self._reader)
             if metadata is not None
             else None,
         )
@@ -285,10 +289,7 @@ class SimLeader(SimRank):
         self.runner: SimRunner = plants.runner(self)
         loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
         self.engine = loop(
-            self.scheduler,
-            lockstep or AloneLockstep(self.handover),
-            self.sender,
-            self.runner,
+            self.scheduler, lockstep or AloneLockstep(self.handover), self.sender, self.runner
         )
         super().start()
 
@@ -299,7 +300,7 @@ class SimLeader(SimRank):
 
     def tell_to_stop(self) -> None:
         """Do what `Leader.stop` does. Called from the loop."""
-        self.is_told_to_stop = True
+        self.is_told_to_stop = self._is_stopping = True
         self.ring()
 
     def ring(self) -> None:
@@ -312,16 +313,16 @@ class SimLeader(SimRank):
         if self.is_asleep:
             self.process.wake(self.process.ticket)
 
-    def run(self) -> None:
-        """Step until all leaders are stopped."""
-        while not self.engine.has_ended:
-            self.step()
-            if self.engine.is_idle and not self.engine.has_ended:
-                self.sleep()
-        if self.sender is not None:
-            self.sender.close()
+    run, _take_reports, _book = Leader.run, Leader._take_reports, Leader._book
+    last_step = _last_step = Leader._last_step
 
-    def sleep(self) -> None:
+    def step(self) -> None:
+        Leader.step(self)  # type: ignore[arg-type]
+        agreed = self.engine.agreed
+        if agreed is not None and not agreed.has_work:
+            self.group.on_agreement(self.dp_rank, agreed)
+
+    def _sleep(self) -> None:
         """Wait until something is to be done, here or on a peer."""
         self.step_stats.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
@@ -331,30 +332,12 @@ class SimLeader(SimRank):
             self.is_asleep = False
         self.has_rung = False
 
-    @property
-    def last_step(self) -> int:
-        agreed = self.engine.agreed
-        return agreed.step if agreed else 0
-
-    def step(self) -> None:
-        engine = self.engine
-        self.step_stats.plan(self.last_step + 1)
-        self.pass_time(Phase.PLANNING, 0.0002)
-        if self.inbox:
-            self.take_inbox()
+    def _close(self) -> None:
         if self.sender is not None:
-            self._take_reports(self.sender)
-        engine.is_draining = self.is_told_to_stop
-        outputs = engine.step()
-        agreed = engine.agreed
-        if agreed is not None and not agreed.has_work:
-            self.group.on_agreement(self.dp_rank, agreed)
-        if outputs:
-            if self.aborted:
-                self._check_aborts(outputs)
-            self.group.on_outputs(self, outputs)
+            self.sender.close()
 
-    def take_inbox(self) -> None:
+    def _take_inbox(self) -> None:
+        self.pass_time(Phase.PLANNING, 0.0002)
         while self.inbox:
             message = decode(self.inbox.popleft(), Inbound)
             match message:
@@ -367,18 +350,12 @@ class SimLeader(SimRank):
     def abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)
 
-    def _take_reports(self, sender: SimSender) -> None:
-        for tp_rank, report in sender.take_reports():
-            match report:
-                case PiecesLoaded():
-                    assert self.handover.on_follower_loaded()
-                case TicketsEnded():
-                    assert self.holder is not None
-                    self.holder.on_tickets_ended(report.tickets)
-                case ReadEnded():
-                    assert self.reader is not None
-                    error = f"tp={tp_rank}: {report.error}" if report.error else ""
-                    self.reader.on_read_ended(report.request_id, error)
+    def send(self, outputs: list[EngineOutput]) -> list[str]:
+        """Do what `OutputSender.send` does; nothing is lost."""
+        if self.aborted:
+            self._check_aborts(outputs)
+        self.group.on_outputs(self, outputs)
+        return []
 
     def _check_aborts(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

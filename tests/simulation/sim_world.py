@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import log
@@ -25,7 +25,6 @@ from typing import Any
 
 from sim_check import check_scheduler
 from sim_group import SimGroup
-from sim_judge import is_named
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
@@ -33,6 +32,7 @@ from sim_owner import SimEngineLinks, SimHandle, SimPool
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import (
     FATAL,
+    LOST,
     MAX_MODEL_LEN,
     MIN_STEPS,
     VOCAB,
@@ -45,6 +45,8 @@ from sim_schedule import (
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.watchdog import Phase
+from cluster.group.context import RankPlace
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import KVPulls
@@ -75,6 +77,19 @@ REST_S = 12.0
 LONGEST_DELAY = 4.0
 """Of the mean. A frame that is later is held up by a fault: else the shortest lease may end by bad
 luck alone, and a request be lost once more than its schedule's faults account for."""
+
+
+NAMED = {
+    "kill": (" ended: ",),
+    "stop": (": no heartbeat for ", ": does not advance in step "),
+    "stall": (": does not advance in step ",),
+    "drain": (" ended: stopped",),
+    "diverge": (": wanted ",),
+    "altered plan": (": wanted ",),
+    "lost link": (": does not advance in step ", ": wanted "),
+    "lost frame": (": does not advance in step ", ": wanted "),
+}
+"""What a group's end says of a fault."""
 
 
 class Plants:
@@ -340,7 +355,7 @@ class World:
         fatal = self._fatal(group)
         if not fatal:
             self.loop.fail(Violation("named without a fault", reason))
-        elif not any(is_named(fault, group.places, reason) for fault in fatal):
+        elif not any(_is_named(fault, group.places, reason) for fault in fatal):
             where = [f"{fault.kind} of rank {fault.rank} {fault.phase.name}" for fault in fatal]
             self.loop.fail(Violation("wrong rank named", f"{reason}; struck {where}"))
 
@@ -349,6 +364,30 @@ class World:
 
     def _note(self, *values: float) -> None:
         self.outcome.trace = hash((self.outcome.trace, *values))
+
+
+def _is_named(fault: Fault, places: Sequence[RankPlace], reason: str) -> bool:
+    """Tell whether a group's end is what a fault must look like.
+
+    Where nobody can tell which of several ranks is at fault, any of them will do, and no other.
+    """
+    names = [f"rank dp={at.dp_rank} tp={at.tp_rank} epoch={at.epoch}" for at in places]
+    is_rank_right = any(reason.startswith(names[i]) for i in _suspects(fault, len(places)))
+    return is_rank_right and any(text in reason for text in NAMED[fault.kind])
+
+
+def _suspects(fault: Fault, num_ranks: int) -> Iterable[int]:
+    if fault.kind in LOST:
+        return fault.rank, fault.peer
+    if fault.kind == "altered plan":
+        return (fault.peer,)
+    # Nobody can tell who of a collective has not entered it, and of two votes which one is wrong.
+    is_in_collective = fault.kind == "stall" and fault.phase is Phase.RUNNING
+    return (
+        range(num_ranks)
+        if is_in_collective or fault.kind in ("drain", "diverge")
+        else (fault.rank,)
+    )
 
 
 def _request(arrival: Arrival) -> GenerateRequest:

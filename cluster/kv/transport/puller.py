@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 import zmq
 
-from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVPulls
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
 from cluster.kv.transport.store import BlockStore, open_shared
 from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
 from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
@@ -70,7 +70,7 @@ class KVPuller:
         """Whose sums any thread may read."""
         self._doorbell = doorbell
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._finished: SimpleQueue[KVReadResult] = SimpleQueue()
+        self._finished: SimpleQueue[ReadEnded] = SimpleQueue()
         self._thread = KVThread(
             "kv puller",
             turn=self._turn,
@@ -95,7 +95,7 @@ class KVPuller:
     def cancel(self, request_id: str) -> None:
         self._post(lambda: self.reads.cancel(request_id))
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         """Return the reads that ended since the last call.
 
         Raises:

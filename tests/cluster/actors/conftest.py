@@ -78,12 +78,7 @@ async def _running_group(
 
     placement = create_placement_group(engine)
     group = create_group(
-        engine,
-        placement,
-        first_bundle=0,
-        engine_id="test",
-        credentials=credentials,
-        epoch=epoch,
+        engine, placement, first_bundle=0, engine_id="test", credentials=credentials, epoch=epoch
     )
     try:
         if is_started:

@@ -87,7 +87,6 @@ def test_ranks_of_one_node_stand_in_a_row(
 
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
     monkeypatch.setattr(placement.ray.util, "placement_group_table", lambda group: table)
-    found = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
+    found, is_near = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
     assert found == wanted
-    is_near = placement.is_on_one_node(None, found)  # type: ignore[arg-type]
     assert is_near == (nodes[1:] == "aaaa")  # the owner's may be another

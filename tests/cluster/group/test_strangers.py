@@ -28,21 +28,9 @@ from cluster.kv.transport.server import KVServer
 from cluster.rank.leader import Inbox
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
-from cluster.wire.messages import (
-    PROTOCOL_VERSION,
-    KVRenew,
-    KVSource,
-    RankProcess,
-    Watch,
-    encode,
-)
+from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, KVSource, RankProcess, Watch, encode
 from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import (
-    MAX_PART_BYTES,
-    CurveHandshake,
-    connecting_socket,
-    pack,
-)
+from cluster.wire.sockets import MAX_PART_BYTES, CurveHandshake, connecting_socket, pack
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = "127.0.0.1"

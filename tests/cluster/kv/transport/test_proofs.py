@@ -14,12 +14,13 @@ import torch
 import zmq
 
 from cluster.kv import reads as kv_reads
-from cluster.kv.handoff import KVHolder, KVReadResult
+from cluster.kv.handoff import KVHolder
 from cluster.kv.transport import puller as puller_module
 from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, ZapAuthenticator
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
     KVAnswer,
     KVCall,
@@ -325,9 +326,7 @@ class Target:
     pool: torch.Tensor
     monkeypatch: pytest.MonkeyPatch
 
-    def read(
-        self, holder: Holder, ticket: int = 1, *, answer_timeout_s: float = 5.0
-    ) -> KVReadResult:
+    def read(self, holder: Holder, ticket: int = 1, *, answer_timeout_s: float = 5.0) -> ReadEnded:
         self.monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", answer_timeout_s)
         source = KVSource(0, "elsewhere", 0, -1, holder.address, holder.process)
         handoff = KVHandoff(ticket, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
@@ -372,7 +371,7 @@ def test_an_answer_that_cannot_be_right_ends_the_read_and_not_the_rank(
         result = target.read(bad, answer_timeout_s=0.5)
         assert not result.ok and error in result.error
         assert not target.pool.any()
-        assert target.read(good) == KVReadResult("r", "")
+        assert target.read(good) == ReadEnded("r", "")
         assert bytes(target.pool[3].numpy()) == BLOCK
 
 

@@ -19,13 +19,14 @@ import zmq
 from msgspec.structs import replace
 
 from cluster.kv import reads as kv_reads
-from cluster.kv.handoff import KVHolder, KVReadResult
+from cluster.kv.handoff import KVHolder
 from cluster.kv.transport import puller as puller_module
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
 from cluster.kv.transport.store import SharedMemory
 from cluster.kv.transport.thread import KVThreadDied
 from cluster.wire.credentials import Credentials
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff, KVRenew, KVSource
 from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
@@ -64,11 +65,11 @@ class Pair:
         self.puller.expect(name, handoff)
         self.puller.start(name, handoff, list(range(len(dst_blocks))), list(dst_blocks))
 
-    def read(self, handoff: KVHandoff, *dst_blocks: int) -> KVReadResult:
+    def read(self, handoff: KVHandoff, *dst_blocks: int) -> ReadEnded:
         self.start(handoff, *dst_blocks)
         return self.finished()
 
-    def finished(self) -> KVReadResult:
+    def finished(self) -> ReadEnded:
         [result] = wait_for(self.puller.take_finished)
         return result
 
@@ -129,7 +130,7 @@ def test_blocks_arrive_where_they_should_and_nowhere_else(
     handoff = pair.hold(5, 1, 40, 17, 18, 3, 9, 2)
     pair.puller.expect("r", handoff)
     pair.puller.start("r", handoff, [0, 2, 3, 5, 6, 7], [10, 40, 1, 2, 30, 31])
-    assert pair.finished() == KVReadResult("r", "")
+    assert pair.finished() == ReadEnded("r", "")
     wanted = torch.zeros_like(pair.target)
     wanted[[10, 40, 1, 2, 30, 31]] = pair.source[[5, 40, 17, 3, 9, 2]]
     assert torch.equal(pair.target, wanted)
@@ -159,9 +160,7 @@ def test_an_expected_ticket_outlives_its_lease_by_renewal(make_pair: MakePair) -
     assert pair.finished().ok
 
 
-def test_a_ticket_ends_with_a_read_of_nothing_and_when_nothing_is_read(
-    make_pair: MakePair,
-) -> None:
+def test_a_ticket_ends_with_a_read_of_nothing_and_when_nothing_is_read(make_pair: MakePair) -> None:
     pair = make_pair("tcp")
     handoff = pair.hold(4)
     assert pair.read(handoff).ok
@@ -199,7 +198,7 @@ def test_memory_that_may_not_be_opened_is_read_over_tcp(
     monkeypatch.setattr(puller_module, "open_shared", refused)
     pair = make_pair("auto")
     for block in (4, 5):
-        assert pair.read(pair.hold(block), block) == KVReadResult("r", "")
+        assert pair.read(pair.hold(block), block) == ReadEnded("r", "")
         assert torch.equal(pair.target[block], pair.source[block])
     assert caplog.text.count("not shm") == 1
     named = make_pair("shm")
@@ -368,7 +367,7 @@ def test_a_holder_whose_answers_wait_for_others_to_be_written_is_not_silent(
         near.start(handoff, 1 + i, name=name)
     # All answers of the near holder are there before the first of them is written.
     near.puller._post(lambda: time.sleep(0.2))
-    results: dict[str, KVReadResult] = {}
+    results: dict[str, ReadEnded] = {}
     while len(results) < len(handoffs):
         found = wait_for(near.puller.take_finished, timeout_s=30)
         results |= {result.request_id: result for result in found}
