@@ -12,6 +12,7 @@ import json
 import secrets
 from dataclasses import dataclass
 
+import msgspec
 from ray.experimental import internal_kv
 
 from cluster.observe.counts import Ledger
@@ -57,10 +58,10 @@ class KeptTotals:
     def load(self) -> Ledger:
         """Return the ledger that was saved last, or a new one."""
         found = _get(self._key)
-        return Ledger() if found is None else Ledger.from_bytes(found)
+        return Ledger() if found is None else msgspec.msgpack.decode(found, type=Ledger)
 
     def save(self, ledger: Ledger) -> None:
-        _put(self._key, ledger.to_bytes())
+        _put(self._key, msgspec.msgpack.encode(ledger))
 
 
 @dataclass(frozen=True)

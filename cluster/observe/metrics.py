@@ -22,13 +22,6 @@ COMMON_LABELS = ("model_name", "engine")
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
-def rounded_bounds(largest: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    powers = (10**i for i in range(len(str(largest))))
-    bounds = [digit * power for power in powers for digit in (1, 2, 5)]
-    return tuple(float(bound) for bound in bounds if bound <= largest) or (1.0,)
-
-
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -60,7 +53,11 @@ class Metric:
 
     def bounds_for(self, max_model_len: int) -> tuple[float, ...]:
         """Return a histogram's upper bounds."""
-        return self.bounds or rounded_bounds(max_model_len)
+        if self.bounds:
+            return self.bounds
+        powers = (10**i for i in range(len(str(max_model_len))))
+        rounded = [digit * power for power in powers for digit in (1, 2, 5)]
+        return tuple(float(bound) for bound in rounded if bound <= max_model_len) or (1.0,)
 
 
 METRICS = (

@@ -41,7 +41,7 @@ MAX_WAITING = 1024
 
 
 @dataclass(frozen=True)
-class _ProvedCall:
+class ProvedCall:
     """A call that is the application's, and where its answer goes."""
 
     peer: bytes
@@ -76,7 +76,7 @@ class KVServer:
         self._proofs = KVProofs(credentials)
         self._doorbell = doorbell
         self._lock = threading.Lock()
-        self._early: list[_ProvedCall] = []
+        self._early: list[ProvedCall] = []
         self._last_numbers: dict[int, int] = {}
         """By ticket that is held: the number of the last call for it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -181,7 +181,7 @@ class KVServer:
                 ticket = self._early.pop().call.ticket
                 log.error("kv call: wanted a ticket that was issued, found %d; dropped", ticket)
 
-    def _prove(self, parts: list[bytes]) -> _ProvedCall:
+    def _prove(self, parts: list[bytes]) -> ProvedCall:
         """Return the call that came.
 
         Raises:
@@ -196,7 +196,7 @@ class KVServer:
             raise FrameError("proof: wanted this application's, found another")
         if called != self._process:
             raise FrameError("process: wanted a call to this one, found one to another")
-        return _ProvedCall(peer, call_id, proof, decode(body, KVCall))
+        return ProvedCall(peer, call_id, proof, decode(body, KVCall))
 
     def _answer_early(self) -> None:
         """Answer the calls whose tickets are held, in their order, and keep the others.
@@ -214,7 +214,7 @@ class KVServer:
             else:
                 self._early.append(proved)
 
-    def _answer(self, proved: _ProvedCall) -> None:
+    def _answer(self, proved: ProvedCall) -> None:
         call = proved.call
         with self._lock:
             if not self._is_next(proved):
@@ -234,7 +234,7 @@ class KVServer:
         if isinstance(call, KVRelease):
             self._doorbell.ring()
 
-    def _is_next(self, proved: _ProvedCall) -> bool:
+    def _is_next(self, proved: ProvedCall) -> bool:
         """Return whether a call for a ticket is later than all before. Call it with the lock."""
         ticket, number = proved.call.ticket, number_of(proved.call_id)
         if not self._holder.is_alive(ticket):

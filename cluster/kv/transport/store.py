@@ -20,16 +20,12 @@ class SharedMemory:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+        self.pid = os.getpid()
         self.fd = os.memfd_create("lockstep-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, size_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         self._map = mmap.mmap(self.fd, size_bytes)
         self.view = memoryview(self._map)
-
-    @property
-    def pid(self) -> int:
-        return os.getpid()
 
 
 def open_shared(pid: int, fd: int) -> memoryview:
