@@ -31,7 +31,6 @@ class IngressBoard:
     """
 
     def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
-        """Find or make it."""
         self._app_name = app_name
         try:
             ray.get_actor(board_name(app_name), namespace=NAMESPACE)
@@ -69,7 +68,6 @@ class IngressBoard:
         return snapshot
 
     async def free_resources(self) -> dict[str, float]:
-        """Return the CPUs and GPUs of the cluster that are not reserved."""
         try:
             return await asyncio.to_thread(free_resources)
         except ray.exceptions.RayError as error:
@@ -131,7 +129,6 @@ class ReplicaBoard:
             self._board = None
 
     def remove(self, pool: str, replica_id: str) -> None:
-        """Take a replica off the board."""
         if self._board is not None:
             self._board.remove.remote(pool, replica_id)
 

@@ -56,7 +56,6 @@ class KeptTotals:
         self._key = f"totals:{app_name}"
 
     def load(self) -> Ledger:
-        """Return the ledger that was saved last, or a new one."""
         found = _get(self._key)
         return Ledger() if found is None else msgspec.msgpack.decode(found, type=Ledger)
 
@@ -84,7 +83,6 @@ class FailedStarts:
         self._prefix = f"failed:{config_hash}:"
 
     def note(self, pool: str, failed: FailedStart) -> None:
-        """Keep a pool's failure in place of the one before."""
         _put(self._prefix + pool, json.dumps([failed.reason, failed.is_final]).encode())
 
     def recover(self, pool: str) -> None:

@@ -139,12 +139,10 @@ class RankActor:
         return self._rank.heartbeat()
 
     def debug(self) -> dict[str, Any]:
-        """Return what `/debug/ranks` shows of this rank."""
         rank = {**asdict(self._context.place), "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
 
     def stop(self) -> None:
-        """End the step loop at its next border."""
         if self._rank is not None:
             self._rank.stop()
 

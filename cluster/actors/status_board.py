@@ -121,7 +121,6 @@ class StatusBoard:
             self._exported_at = time.monotonic()
 
     def remove(self, pool: str, replica_id: str) -> None:
-        """Forget a replica that ended on purpose."""
         self._reports.get(pool, {}).pop(replica_id, None)
         self._actors.get(pool, {}).pop(replica_id, None)
         self._places.get(pool, {}).pop(replica_id, None)
@@ -181,7 +180,6 @@ class StatusBoard:
         return places[replica_id]
 
     def actors(self) -> dict[str, dict[str, list[Any]]]:
-        """Return the rank actors by pool and replica."""
         return self._actors
 
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:

@@ -11,10 +11,9 @@ leader had this port before. The nonce tells them apart: a hello without it is l
 answer, and the end keeps waiting for the right one. With it, whatever else differs is an error that
 ends the group by name.
 
-The waiting side has a ROUTER and not a PAIR. A PAIR belongs to whatever connects first, even if it
-never sends anything; a ROUTER hears all of them, takes the one with the nonce for its peer and
-drops what others send. Nor would a PAIR tell that its peer is gone: it keeps frames for the next
-one.
+The waiting side has a ROUTER, which hears all of them, takes the one with the nonce for its peer
+and drops what others send. A PAIR would belong to whatever connects first, and keep frames for the
+next one when its peer is gone.
 """
 
 from __future__ import annotations

@@ -34,10 +34,6 @@ Tell = Callable[[KVOrder], None]
 """Puts an order on its way to every follower, in order with the steps."""
 
 
-def _tell_nobody(order: KVOrder) -> None:
-    """There are no followers."""
-
-
 class GroupHolder:
     """The tickets of a prefill group.
 
@@ -47,7 +43,7 @@ class GroupHolder:
     def __init__(self, local: TicketHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell or _tell_nobody
+        self._tell = tell or (lambda order: None)
         self._num_alive: dict[int, int] = {}
         """By ticket: the ranks on which it has not ended."""
         self._ended: list[int] = []
@@ -95,7 +91,7 @@ class GroupReader:
     def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell or _tell_nobody
+        self._tell = tell or (lambda order: None)
         self._num_reading: dict[str, int] = {}
         """By request: the ranks whose read has not ended."""
         self._errors: dict[str, str] = {}

@@ -37,7 +37,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
         self._times[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 

@@ -76,7 +76,6 @@ class CallIds:
         self._numbers = count(1)
 
     def next(self) -> bytes:
-        """Return an id that no call has had."""
         return self._name + next(self._numbers).to_bytes(NUMBER_BYTES, "big")
 
 
