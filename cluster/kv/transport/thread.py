@@ -45,9 +45,7 @@ class KVThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises:
-        KVThreadDied: it has ended with an error.
-        """
+        """Raise `KVThreadDied` if it has ended with an error."""
         if (error := self._failure) is not None:
             text = f"{self._name} thread ended: {type(error).__name__}: {error}"
             raise KVThreadDied(text) from error
