@@ -1,7 +1,7 @@
 """`serve run` ends with the reason why a pool cannot start, and with exit code 1.
 
 Ray's command prints a trace of its own and ends with code 0. So the process that started the
-application looks for what its pools have noted (`cluster/actors/failed_starts.py`): at its end,
+application looks for what its pools have noted (`cluster/actors/kept.py`): at its end,
 and each second while it lives, since an application that serves while it compiles may turn out
 later to be one that no start can compile. It is interrupted then, as by Ctrl-C.
 """
@@ -19,7 +19,7 @@ from contextlib import suppress
 
 import ray
 
-from cluster.actors.failed_starts import FailedStart, FailedStarts
+from cluster.actors.kept import FailedStart, FailedStarts
 
 LOOK_PERIOD_S = 1.0
 """How often pools' failures are looked for."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from cluster.actors.reports import OUTDATED
 from cluster.config import PLACEMENT_TIMEOUT_S, rank_bundles
 from cluster.observe.load_progress import LoadProgress
-from cluster.observe.reports import OUTDATED
 from serve.config import DeployConfig
 
 log = logging.getLogger("lockstep.ingress")

@@ -11,13 +11,12 @@ from typing import Any
 
 import ray
 
-from cluster.actors.kept_totals import KeptTotals
+from cluster.actors.kept import KeptTotals
 from cluster.actors.placement import free_resources
-from cluster.actors.ray_metrics import RayMetrics
-from cluster.actors.status_board import LOST_AFTER_S, NAMESPACE, StatusBoard, board_name
+from cluster.actors.reports import BoardSilent, IngressReport, ReplicaReport
+from cluster.actors.status_board import LOST_AFTER_S, NAMESPACE, RayMetrics, StatusBoard, board_name
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import Described, MetricsSnapshot
-from cluster.observe.reports import BoardSilent, IngressReport, ReplicaReport
 
 ANSWER_S = 3.0
 """How long the board may take to answer an ingress."""
@@ -32,10 +31,13 @@ class IngressBoard:
     """
 
     def __init__(self, app_name: str, pools: list[str], described: Described) -> None:
-        """Find or make it."""
-        self.is_first = not _exists(app_name)
-        """Whether there was no board, and so no other ingress."""
         self._app_name = app_name
+        try:
+            ray.get_actor(board_name(app_name), namespace=NAMESPACE)
+            self.is_first = False
+        except ValueError:
+            self.is_first = True
+            """There was no board, and so no other ingress."""
         self._arguments = pools, KeptTotals(app_name), RayMetrics(described)
         self._lost_at = -math.inf
         self._told: Counts = {}
@@ -66,7 +68,6 @@ class IngressBoard:
         return snapshot
 
     async def free_resources(self) -> dict[str, float]:
-        """Return the CPUs and GPUs of the cluster that are not reserved."""
         try:
             return await asyncio.to_thread(free_resources)
         except ray.exceptions.RayError as error:
@@ -128,17 +129,8 @@ class ReplicaBoard:
             self._board = None
 
     def remove(self, pool: str, replica_id: str) -> None:
-        """Take a replica off the board."""
         if self._board is not None:
             self._board.remove.remote(pool, replica_id)
-
-
-def _exists(app_name: str) -> bool:
-    try:
-        ray.get_actor(board_name(app_name), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 async def _debug_of(actors: list[Any]) -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ and ranks are placed together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
@@ -45,22 +43,17 @@ def free_resources() -> dict[str, float]:
     return {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
 
 
-def bundles_by_node(group: PlacementGroup, first: int, num: int) -> list[int]:
+def bundles_by_node(group: PlacementGroup, first: int, num: int) -> tuple[list[int], bool]:
     """Return the indices of `num` bundles from `first` on, those of one node in a row.
 
     Ray promises no order. Ranks take bundles as they come here, so that a tensor-parallel group
-    lies on as few nodes as the placement allows.
+    lies on as few nodes as the placement allows. Also returned is whether they are known to lie on
+    one.
     """
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     bundles = range(first, first + num)
     first_on: dict[str, int] = {}
     for bundle in bundles:
         first_on.setdefault(nodes.get(bundle, ""), bundle)
-    return sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
-
-
-def is_on_one_node(group: PlacementGroup, bundles: Sequence[int]) -> bool:
-    """Return whether all of these bundles are known to lie on one node."""
-    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    found = {nodes.get(bundle, "") for bundle in bundles}
-    return len(found) == 1 and "" not in found
+    in_rows = sorted(bundles, key=lambda bundle: (first_on[nodes.get(bundle, "")], bundle))
+    return in_rows, len(first_on) == 1 and "" not in first_on

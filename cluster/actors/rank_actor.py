@@ -1,6 +1,6 @@
 """`RankActor`: the Ray actor that owns one (data-parallel, tensor-parallel) rank.
 
-`run()` is the step loop and occupies a concurrency group of its own; its object reference is the
+`run()` is the step loop and occupies the concurrency group `step`; its object reference is the
 rank's sentinel, where death, exception and normal end all arrive. `meet` and `load` run in the same
 group before it. Every other method is control plane, in the `ctl` group. No Ray call happens inside
 a step.
@@ -139,12 +139,10 @@ class RankActor:
         return self._rank.heartbeat()
 
     def debug(self) -> dict[str, Any]:
-        """Return what `/debug/ranks` shows of this rank."""
         rank = {**asdict(self._context.place), "pid": os.getpid(), "state": self._state}
         return rank if self._rank is None else {**rank, **self._rank.runner.debug()}
 
     def stop(self) -> None:
-        """End the step loop at its next border."""
         if self._rank is not None:
             self._rank.stop()
 
@@ -152,4 +150,4 @@ class RankActor:
 RemoteRank = ray.remote(
     max_restarts=0, max_task_retries=0, concurrency_groups={"step": 1, "ctl": 2}
 )(RankActor)
-"""The actor class. Methods name their concurrency group where they are called."""
+"""Methods name their concurrency group where they are called."""

@@ -20,13 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from cluster.actors.reports import GroupReport
 from cluster.config import ParallelConfig
 from cluster.engine.compile_switch import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.group.context import RankPlace
 from cluster.group.rendezvous import Rendezvous, introduce
-from cluster.observe.reports import GroupReport
 
 STATS_TIMEOUT_S = 1.0
 """How long ranks may take to answer for a report of their figures."""
@@ -92,6 +92,10 @@ class RankHandle(Protocol):
     def kill(self) -> None: ...
 
 
+Calls = dict[RankPlace, asyncio.Future[CallEnd]]
+"""One call to each of some ranks."""
+
+
 class RankGroup:
     """The ranks of one group under one epoch.
 
@@ -128,24 +132,14 @@ class RankGroup:
             RankDied: a rank ended while loading, or fell silent; names it.
         """
         rendezvous = await self._meet()
-        loads = [
-            asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
+        loads: Calls = {
+            place: asyncio.ensure_future(handle.load(rendezvous[place.dp_rank]))
             for handle, place in zip(self.handles, self.places, strict=True)
-        ]
-        blamed = _first_to_blame(loads, is_end=lambda end: bool(end.cause))
-        first, silent = await _first_of(blamed, self.watch_loading())
-        if first is not None or silent is not None:
-            self.kill()
-        if silent is not None:
-            raise RankDied(f"{silent} while loading")
-        if first is not None:
-            name, end = self.places[first].name, loads[first].result()
-            raise RankDied(f"{name} ended while loading: {end.cause}", end.verdict) from end.error
-        self.inboxes = [
-            load.result().value
-            for load, place in zip(loads, self.places, strict=True)
-            if place.tp_rank == 0
-        ]
+        }
+        since = asyncio.get_running_loop().time() + FIRST_WORD_S
+        silent = self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
+        await self._succeed(loads, silent, "while loading")
+        self.inboxes = [load.result().value for place, load in loads.items() if place.tp_rank == 0]
         self.runs = [asyncio.ensure_future(handle.run()) for handle in self.handles]
 
     async def _meet(self) -> list[Rendezvous | None]:
@@ -153,55 +147,59 @@ class RankGroup:
         parallel = self._parallel
         if parallel.tensor_parallel_size * parallel.lockstep_size == 1:
             return [None] * len(self.places)
-        leaders = [place for place in self.places if place.tp_rank == 0]
-        meets = [
-            asyncio.ensure_future(handle.meet())
+        meets: Calls = {
+            place: asyncio.ensure_future(handle.meet())
             for handle, place in zip(self.handles, self.places, strict=True)
             if place.tp_rank == 0
-        ]
-        blamed = _first_to_blame(meets, is_end=lambda end: bool(end.cause))
-        bound_s = FIRST_WORD_S + self._loading_silent_s
-        try:
-            first = await asyncio.wait_for(blamed, bound_s)
-        except TimeoutError:
-            self.kill()
-            [late, *_] = [leaders[i].name for i, meet in enumerate(meets) if not meet.done()]
-            raise RankDied(f"{late}: no word of it for {bound_s:g} s before loading") from None
-        if first is not None:
-            self.kill()
-            end = meets[first].result()
-            name = leaders[first].name
-            raise RankDied(f"{name} ended before loading: {end.cause}") from end.error
-        offers = [meet.result().value for meet in meets]
+        }
+
+        async def late() -> str:
+            bound_s = FIRST_WORD_S + self._loading_silent_s
+            await asyncio.sleep(bound_s)
+            [first, *_] = [place.name for place, meet in meets.items() if not meet.done()]
+            return f"{first}: no word of it for {bound_s:g} s"
+
+        await self._succeed(meets, late(), "before loading")
+        offers = [meet.result().value for meet in meets.values()]
         # Without lockstep each data-parallel rank is a group of its own, with its own store.
         return [*introduce(offers)] if parallel.lockstep_size > 1 else offers
+
+    async def _succeed(self, calls: Calls, watch: Coroutine[Any, Any, str], when: str) -> None:
+        """Wait until all calls have ended well.
+
+        Raises:
+            RankDied: one did not, or `watch` names a rank; all are killed.
+        """
+        found = await _first_to_end(calls, watch, is_end=lambda end: bool(end.cause))
+        if found is None:
+            return
+        self.kill()
+        name, end = found
+        if end is None:
+            raise RankDied(f"{name} {when}")
+        raise RankDied(f"{name} ended {when}: {end.cause}", end.verdict) from end.error
 
     async def wait_for_end(self) -> str:
         """Wait until the first rank ends and return which it was and why.
 
         Unless the group was told to stop, all other ranks are killed: they are of no use any more.
         """
-        blamed = _first_to_blame(self.runs, is_end=lambda end: True)
-        first, named = await _first_of(blamed, self.watch())
+        runs = dict(zip(self.places, self.runs, strict=True))
+        found = await _first_to_end(runs, self.watch(), is_end=lambda end: True)
         if not self._is_stopping:
             self.kill()
-        if named is not None:
+        assert found is not None, "a run that has ended is an end"
+        name, end = found
+        if end is None:
             self.is_named_by_watchdog = True
-            return named
-        assert first is not None
-        end = self.runs[first].result()
+            return name
         self.verdict = end.verdict
-        return f"{self.places[first].name} ended: {end.cause or 'stopped'}"
+        return f"{name} ended: {end.cause or 'stopped'}"
 
     async def watch(self) -> str:
         """Return which rank keeps the group from stepping, and why."""
         now = asyncio.get_running_loop().time()
         return await self._listen(max(SILENT_AFTER_S, self._watchdog_s), since=now)
-
-    async def watch_loading(self) -> str:
-        """Return which rank fell silent while it loaded."""
-        since = asyncio.get_running_loop().time() + FIRST_WORD_S
-        return await self._listen(self._loading_silent_s, since=since, starting_s=FIRST_WORD_S)
 
     @property
     def _loading_silent_s(self) -> float:
@@ -298,46 +296,41 @@ def places_of(parallel: ParallelConfig, epoch: int) -> list[RankPlace]:
     ]
 
 
-async def _first_of(
-    blamed: Coroutine[Any, Any, int | None], watched: Coroutine[Any, Any, str]
-) -> tuple[int | None, str | None]:
-    """Wait for the first of them; return its result, and None for the other."""
-    first, second = asyncio.ensure_future(blamed), asyncio.ensure_future(watched)
-    try:
-        await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-        is_first = first.done()
-    finally:
-        first.cancel()
-        second.cancel()
-    return (first.result(), None) if is_first else (None, second.result())
-
-
-async def _first_to_blame(
-    calls: Sequence[asyncio.Future[CallEnd]], is_end: Callable[[CallEnd], bool]
-) -> int | None:
-    """Wait for the first call that `is_end`; return its index, or None if there is none.
+async def _first_to_end(
+    calls: Calls, watch: Coroutine[Any, Any, str], *, is_end: Callable[[CallEnd], bool]
+) -> tuple[str, CallEnd | None] | None:
+    """Wait for the first call that `is_end`, or for what `watch` names.
 
     After an error, a process that dies within `BLAME_S` is to blame instead. Leaders that diverge
     all raise; one is returned whose error accuses the rank that most of them accuse.
+
+    Returns:
+        A rank's name and its end; what `watch` says and None; None if no call is an end.
     """
-    pending, ended = set(calls), list[int]()
-    while pending and not ended:
-        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        ended = [i for i, call in enumerate(calls) if call.done() and is_end(call.result())]
-    if not ended:
-        return None
-    first = calls[ended[0]].result()
-    if pending and first.cause and not first.is_death:
-        await asyncio.wait(pending, timeout=BLAME_S)
-    ends = {i: call.result() for i, call in enumerate(calls) if call.done()}
-    for i, end in ends.items():
-        if end.is_death:
-            return i
-    accused = {i: name for i, end in ends.items() if (name := end.accused)}
-    if accused:
+    watched = asyncio.ensure_future(watch)
+    pending: set[asyncio.Future[Any]] = {*calls.values(), watched}
+    ended = list[RankPlace]()
+    try:
+        while not ended:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            ended = [at for at, call in calls.items() if call.done() and is_end(call.result())]
+            if not ended and watched.done():
+                return watched.result(), None
+            if not ended and pending == {watched}:
+                return None
+    finally:
+        watched.cancel()
+    named, first = ended[0], calls[ended[0]].result()
+    if (left := pending - {watched}) and first.cause and not first.is_death:
+        await asyncio.wait(left, timeout=BLAME_S)
+    ends = {at: call.result() for at, call in calls.items() if call.done()}
+    accused = {at: end.accused for at, end in ends.items() if end.accused}
+    if dead := [at for at, end in ends.items() if end.is_death]:
+        named = dead[0]
+    elif accused:
         num_accusers = Counter(accused.values())
-        return max(accused, key=lambda i: num_accusers[accused[i]])
-    return ended[0]
+        named = max(accused, key=lambda at: num_accusers[accused[at]])
+    return named.name, ends[named]
 
 
 def place_in_group(reason: str) -> str:

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.artifact_board import create_artifact_board
-from cluster.actors.placement import bundles_by_node, is_on_one_node
+from cluster.actors.placement import bundles_by_node
 from cluster.actors.rank_actor import RemoteRank
 from cluster.actors.rank_group import CallEnd, RankGroup, places_of
 from cluster.config import EngineConfig
@@ -20,7 +20,7 @@ from cluster.wire.credentials import Credentials
 
 
 class RayRank:
-    """The `RankHandle` of an actor. Loading and stepping occupy its group `step`."""
+    """The `RankHandle` of an actor."""
 
     def __init__(self, actor: Any, board: Any) -> None:
         self.actor = actor
@@ -28,22 +28,26 @@ class RayRank:
         """Kept: the group's artifact board ends with its last handle."""
 
     def meet(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.meet.options(concurrency_group="step").remote())
+        return self._call("step", "meet")
 
     def load(self, rendezvous: Rendezvous | None) -> Awaitable[CallEnd]:
-        return end_of(self.actor.load.options(concurrency_group="step").remote(rendezvous))
+        return self._call("step", "load", rendezvous)
 
     def run(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.run.options(concurrency_group="step").remote())
+        return self._call("step", "run")
 
     def heartbeat(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.heartbeat.options(concurrency_group="ctl").remote())
+        return self._call("ctl", "heartbeat")
 
     def stats(self) -> Awaitable[CallEnd]:
-        return end_of(self.actor.stats.options(concurrency_group="ctl").remote())
+        return self._call("ctl", "stats")
 
     def stop(self) -> None:
         self.actor.stop.options(concurrency_group="ctl").remote()
+
+    def _call(self, group: str, method: str, *args: Any) -> Awaitable[CallEnd]:
+        call = getattr(self.actor, method).options(concurrency_group=group)
+        return end_of(call.remote(*args))
 
     def kill(self) -> None:
         ray.kill(self.actor)
@@ -77,8 +81,7 @@ def create_group(
     """
     places = places_of(config.parallel, epoch)
     board = create_artifact_board() if len(places) > 1 else None
-    bundles = bundles_by_node(placement_group, first_bundle, len(places))
-    is_near = is_on_one_node(placement_group, bundles)
+    bundles, is_near = bundles_by_node(placement_group, first_bundle, len(places))
     actors = [
         RemoteRank.options(
             num_cpus=placement_group.bundle_specs[bundle].get("CPU", 0),

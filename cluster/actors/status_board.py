@@ -5,21 +5,29 @@ times a second from their first line on, so that loading shows progress before a
 asked. If its owner dies, the next ingress to ask makes another one.
 
 It also adds up what ranks and ingresses have counted (`cluster/observe/counts.py`), because it
-alone hears of all of them. Whatever it has told is kept before (`kept_totals.py`), so totals go on
-where they were if it is made anew.
+alone hears of all of them. Whatever it has told is kept before (`kept.py`), so totals go on where
+they were if it is made anew.
 """
 
 from __future__ import annotations
 
 import time
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.actors.ray_metrics import RayMetrics
-from cluster.observe.bodies import figures_body, ready_body
+from ray.util.metrics import Gauge
+
+from cluster.actors.kept import KeptTotals
+from cluster.actors.reports import IngressReport, ReplicaReport, figures_body, ready_body
 from cluster.observe.counts import Counts, Ledger
-from cluster.observe.metrics import INGRESS, MetricsSnapshot
-from cluster.observe.reports import IngressReport, ReplicaReport
+from cluster.observe.metrics import (
+    COMMON_LABELS,
+    HISTOGRAM,
+    INGRESS,
+    Described,
+    MetricsSnapshot,
+    samples,
+)
 
 NAMESPACE = "lockstep"
 EXPORT_PERIOD_S = 5.0
@@ -31,11 +39,38 @@ LOST_AFTER_S = 5.0
 once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
 
 
-class TotalsKeeper(Protocol):
-    """Where totals survive the board: the ledger that was saved last, or a new one."""
+class RayMetrics:
+    """One application's metrics once more, for those who scrape Ray's own endpoints.
 
-    def load(self) -> Ledger: ...
-    def save(self, ledger: Ledger) -> None: ...
+    Ray's names take no colon: `lockstep:steps_total` is `lockstep_steps_total` there, with whatever
+    Ray puts before it. All are set as gauges, because a Ray counter starts at zero with its process
+    and a total does not; `rate` and `histogram_quantile` take them like those of `/metrics`.
+    """
+
+    def __init__(self, described: Described) -> None:
+        self._described = described
+        self._gauges: dict[str, Gauge] = {}
+
+    def export(self, snapshot: MetricsSnapshot) -> None:
+        """Set all gauges; some milliseconds."""
+        for metric, found in samples(snapshot, self._described):
+            labels = (*COMMON_LABELS, *metric.labels)
+            for sample in found:
+                tags = dict(zip(labels, sample.labels, strict=True))
+                if metric.kind != HISTOGRAM:
+                    self._set(metric.name, metric.meaning, sample.value, tags)
+                    continue
+                self._set(f"{metric.name}_sum", metric.meaning, sample.value, tags)
+                self._set(f"{metric.name}_count", metric.meaning, sample.buckets[-1][1], tags)
+                for bound, times in sample.buckets:
+                    of_bucket = {**tags, "le": bound}
+                    self._set(f"{metric.name}_bucket", metric.meaning, times, of_bucket)
+
+    def _set(self, name: str, meaning: str, value: float, tags: dict[str, str]) -> None:
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            gauge = self._gauges[name] = Gauge(f"lockstep_{name}", meaning, tag_keys=tuple(tags))
+        gauge.set(value, tags=tags)
 
 
 class StatusBoard:
@@ -47,7 +82,7 @@ class StatusBoard:
     def __init__(
         self,
         pools: list[str],
-        kept: TotalsKeeper | None = None,
+        kept: KeptTotals | None = None,
         ray_metrics: RayMetrics | None = None,
     ) -> None:
         """Start without reports.
@@ -86,7 +121,6 @@ class StatusBoard:
             self._exported_at = time.monotonic()
 
     def remove(self, pool: str, replica_id: str) -> None:
-        """Forget a replica that ended on purpose."""
         self._reports.get(pool, {}).pop(replica_id, None)
         self._actors.get(pool, {}).pop(replica_id, None)
         self._places.get(pool, {}).pop(replica_id, None)
@@ -146,7 +180,6 @@ class StatusBoard:
         return places[replica_id]
 
     def actors(self) -> dict[str, dict[str, list[Any]]]:
-        """Return the rank actors by pool and replica."""
         return self._actors
 
     def snapshot(self, config_hash: str | None = None) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from cluster.engine.compile_switch import CompileSwitch
-from cluster.engine.scheduler import Scheduler, SchedulerStats
+from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_stats import StepStats
+from cluster.observe.metrics import SchedulerStats
 from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 
 

@@ -15,7 +15,8 @@ from collections.abc import Container, Iterator
 
 from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.sequence import Sequence, SequenceStatus
-from cluster.kv.handoff import HandoffMetadata, KVReader, KVReadResult, TicketHolder
+from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff
 
 
@@ -127,7 +128,7 @@ class KVHandover:
         source_indices = list(range(start, len(seq.block_table)))
         self._reader.start(seq.request_id, handoff, source_indices, seq.block_table[start:])
 
-    def take_finished(self) -> Iterator[tuple[Sequence, KVReadResult]]:
+    def take_finished(self) -> Iterator[tuple[Sequence, ReadEnded]]:
         """Yield the reads that have ended since the last call: their blocks change no more."""
         for result in self._reader.take_finished() if self._reader is not None else ():
             yield self._reading.pop(result.request_id), result

@@ -41,6 +41,7 @@ from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus
 from cluster.grammar.matcher import MaskedRow
+from cluster.observe.metrics import SchedulerStats
 from cluster.wire.messages import (
     EngineOutput,
     FinishReason,
@@ -67,26 +68,6 @@ memory that another sender could fill."""
 MAX_EARLY_ABORTS = 4096
 """Ids of requests that were aborted here before they came. Most never come, because they have just
 ended."""
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """Gauges and counters of one scheduler."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    """Waiting for a row or for KV."""
-    num_waiting_for_kv: int = 0
-    held_tickets: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    prompt_tokens_computed: int = 0
-    """Prompt positions computed here, again after a pre-emption included."""
-    num_preemptions: int = 0
-    prefix_queries: int = 0
-    """Tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
-    """Tokens found there."""
 
 
 class Scheduler:

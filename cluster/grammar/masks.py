@@ -121,7 +121,6 @@ class GrammarMasks:
         return self._filled.result()
 
     def close(self) -> None:
-        """End both threads, after what they are doing."""
         for executor in (self._compiler, self._filling):
             executor.shutdown(cancel_futures=True)
 

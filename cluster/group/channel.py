@@ -7,10 +7,8 @@ Nothing here is acknowledged. A step's collectives keep the ranks together, so a
 more than a step or two ahead of its followers. A connection that breaks ends the group, because
 what was lost with it is unknown.
 
-Sockets, and not a ring in shared memory: `examples/bench/step_channel.py` measures a round trip of
-five times a ring's with a doorbell, which is 6 us on an idle machine. So a ring would save a step
-some 12 us of a millisecond or more. That does not pay for a second path next to TCP, nor for
-getting its memory order right.
+Sockets, and not a ring in shared memory, which would save a step some 12 us of a millisecond or
+more (`examples/bench/step_channel.py`). That does not pay for a second path next to TCP.
 """
 
 from __future__ import annotations
@@ -145,7 +143,6 @@ class StepSender:
                 ) from error
 
     def close(self) -> None:
-        """Tell the followers that no step comes any more, and close."""
         for tp_rank, link in enumerate(self.links, start=1):
             try:
                 link.send(encode(EndOfSteps()))

@@ -36,10 +36,6 @@ class RankPlace:
         return f"rank dp={self.dp_rank} tp={self.tp_rank} epoch={self.epoch}"
 
 
-def _own_credentials() -> Credentials:
-    return Credentials("", secrets.token_bytes(SECRET_BYTES))
-
-
 @dataclass(frozen=True)
 class RankContext:
     """The facts that a rank starts from. Never sent: each process makes its own."""
@@ -48,7 +44,9 @@ class RankContext:
     place: RankPlace = RankPlace()
     host: str = LOOPBACK
     """This node's address."""
-    credentials: Credentials = field(default_factory=_own_credentials)
+    credentials: Credentials = field(
+        default_factory=lambda: Credentials("", secrets.token_bytes(SECRET_BYTES))
+    )
     """By default those of a rank that no other process may talk to."""
     engine_id: str = ""
     node: str = ""

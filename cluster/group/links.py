@@ -11,16 +11,16 @@ leader had this port before. The nonce tells them apart: a hello without it is l
 answer, and the end keeps waiting for the right one. With it, whatever else differs is an error that
 ends the group by name.
 
-The waiting side has a ROUTER and not a PAIR. A PAIR belongs to whatever connects first, even if it
-never sends anything; a ROUTER hears all of them, takes the one with the nonce for its peer and
-drops what others send. Nor would a PAIR tell that its peer is gone: it keeps frames for the next
-one.
+The waiting side has a ROUTER, which hears all of them, takes the one with the nonce for its peer
+and drops what others send. A PAIR would belong to whatever connects first, and keep frames for the
+next one when its peer is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from uuid import uuid4
@@ -50,6 +50,8 @@ MAX_FRAME_BYTES = 1 << 30
 """Members are trusted; this only keeps a mistake from filling the memory."""
 MAX_HELLO_BYTES = 1 << 16
 CLOSE_LINGER_MS = 1000
+MEMBERSHIP = ("protocol", "config_hash", "epoch")
+"""Fields that all members' hellos have alike."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +206,18 @@ class ConnectLink:
         self.socket.close(linger=CLOSE_LINGER_MS)
 
 
-def check_hello(found: Hello, ours: Hello) -> None:
-    """Compare a member's hello with our own.
+def check_hello(
+    found: Hello, wanted: Hello, fields: Sequence[str] = MEMBERSHIP, of: str = ""
+) -> None:
+    """Compare a member's hello with what it must say.
 
     Raises:
         FrameError: names the field that differs.
     """
-    for field in ("protocol", "config_hash", "epoch"):
-        wanted, theirs = getattr(ours, field), getattr(found, field)
-        if wanted != theirs:
-            raise FrameError(f"{field}: wanted {wanted}, found {theirs}")
+    for field in fields:
+        ours, theirs = getattr(wanted, field), getattr(found, field)
+        if ours != theirs:
+            raise FrameError(f"{of}{field}: wanted {ours}, found {theirs}")
 
 
 def _hello_in(parts: list[bytes], ours: Hello, kind: type[H], name: str) -> H | None:

@@ -8,14 +8,13 @@ collected them would make it two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
-from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink
+from cluster.group.links import ConnectLink, Context, LinkAddress, ListenLink, check_hello
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello
-from cluster.wire.messages import FrameError
 
 SILENCE_TIMEOUT_S = 60.0
 """The last resort against a peer that hangs: as long as a collective waits. No step is longer."""
@@ -75,7 +74,9 @@ class PeerSockets:
         for rank in sorted(self._links, reverse=True):
             waiting(_name(rank))
             link = self._links[rank]
-            _check_peer(rank, link.await_hello(hello, PeerHello), hello)
+            theirs = replace(hello, dp_rank=rank)
+            found = link.await_hello(hello, PeerHello)
+            check_hello(found, theirs, ("dp_rank", "dp_size", "graphs"), f"{_name(rank)}: ")
             link.socket.rcvtimeo = int(SILENCE_TIMEOUT_S * 1000)
 
     def send(self, body: bytes) -> None:
@@ -95,15 +96,6 @@ class PeerSockets:
         """Close all ends; what was sent still leaves."""
         for link in {**self._later, **self._links}.values():
             link.close()
-
-
-def _check_peer(dp_rank: int, found: PeerHello, ours: PeerHello) -> None:
-    wanted: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": ours.dp_size, "graphs": ours.graphs}
-    for field, value in wanted.items():
-        if getattr(found, field) != value:
-            raise FrameError(
-                f"{_name(dp_rank)}: {field}: wanted {value}, found {getattr(found, field)}"
-            )
 
 
 def _name(dp_rank: int) -> str:

@@ -106,13 +106,10 @@ class LeaderEndpoints:
                 credentials=context.credentials,
             )
         if tp_size * dp_size > 1:
-            self.rendezvous = self._open(outside or LOOPBACK, dp_rank == 0)
-
-    def _open(self, host: str, is_first: bool) -> Rendezvous:
-        port = 0
-        if is_first:
-            self.listener = socket.create_server((host, 0))
-            port = self.listener.getsockname()[1]
-        channels = self.channel.addresses if self.channel is not None else ()
-        later = self.peers.addresses if self.peers is not None else ()
-        return Rendezvous(host, port, secrets.token_hex(16), tuple(channels), later)
+            host, port = outside or LOOPBACK, 0
+            if dp_rank == 0:
+                self.listener = socket.create_server((host, 0))
+                port = self.listener.getsockname()[1]
+            channels = self.channel.addresses if self.channel is not None else ()
+            later = self.peers.addresses if self.peers is not None else ()
+            self.rendezvous = Rendezvous(host, port, secrets.token_hex(16), tuple(channels), later)

@@ -18,16 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.kv.handoff import KVReader, KVReadResult, TicketHolder
-from cluster.wire.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.kv.handoff import KVReader, TicketHolder
+from cluster.wire.group_messages import (
+    CancelRead,
+    DropKV,
+    ExpectKV,
+    HoldKV,
+    KVOrder,
+    ReadEnded,
+    StartRead,
+)
 from cluster.wire.messages import FrameError, KVHandoff
 
 Tell = Callable[[KVOrder], None]
 """Puts an order on its way to every follower, in order with the steps."""
-
-
-def _tell_nobody(order: KVOrder) -> None:
-    """There are no followers."""
 
 
 class GroupHolder:
@@ -39,7 +43,7 @@ class GroupHolder:
     def __init__(self, local: TicketHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell or _tell_nobody
+        self._tell = tell or (lambda order: None)
         self._num_alive: dict[int, int] = {}
         """By ticket: the ranks on which it has not ended."""
         self._ended: list[int] = []
@@ -87,22 +91,18 @@ class GroupReader:
     def __init__(self, local: KVReader, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
-        self._tell = tell or _tell_nobody
+        self._tell = tell or (lambda order: None)
         self._num_reading: dict[str, int] = {}
         """By request: the ranks whose read has not ended."""
         self._errors: dict[str, str] = {}
-        self._finished: list[KVReadResult] = []
+        self._finished: list[ReadEnded] = []
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         self._local.expect(request_id, handoff)
         self._tell(ExpectKV(request_id, handoff))
 
     def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
+        self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
         self._num_reading[request_id] = 1 + self._num_followers
         self._local.start(request_id, handoff, source_indices, dst_blocks)
@@ -126,9 +126,9 @@ class GroupReader:
         if not self._num_reading[request_id]:
             del self._num_reading[request_id]
             error = self._errors.pop(request_id, "")
-            self._finished.append(KVReadResult(request_id, error))
+            self._finished.append(ReadEnded(request_id, error))
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         for result in self._local.take_finished():
             self.on_read_ended(result.request_id, result.error)
         finished, self._finished = self._finished, []

@@ -26,7 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.wire.messages import KVHandoff, KVSource
+from cluster.wire.group_messages import ReadEnded
+from cluster.wire.messages import KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,6 @@ class HandoffMetadata:
         return ""
 
 
-@dataclass(frozen=True)
-class KVReadResult:
-    """A started read has ended and writes no more."""
-
-    request_id: str
-    error: str
-    """Empty if all blocks were copied and the lease was alive until the release."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether what was read may be believed."""
-        return not self.error
-
-
 class TicketHolder(Protocol):
     """What a prefill scheduler needs of the object that keeps its tickets."""
 
@@ -116,11 +103,7 @@ class KVReader(Protocol):
         """Renew the ticket's lease until the read is started or cancelled."""
 
     def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
+        self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
         """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, then release.
 
@@ -134,7 +117,7 @@ class KVReader(Protocol):
         ended meanwhile is left alone.
         """
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         """Return the started reads that ended since the last call."""
 
 
@@ -172,6 +155,21 @@ class KVHolder:
         held = dict(zip(block_ids, generations, strict=True))
         self._leases[self.last_ticket] = _Lease(request_id, held, self.clock() + self.lease_s)
         return self.last_ticket
+
+    def answer(self, call: KVCall, max_blocks: int) -> bool:
+        """Do what a reader asks; return whether its lease was alive.
+
+        Args:
+            max_blocks: to read in one call.
+        """
+        match call:
+            case KVRead():
+                is_short = len(call.block_ids) <= max_blocks
+                return is_short and self.covers(call.ticket, call.block_ids, call.generations)
+            case KVRenew():
+                return self.renew(call.ticket)
+            case KVRelease():
+                return self.release(call.ticket, call.num_blocks_read)
 
     def renew(self, ticket: int) -> bool:
         """Extend a lease; False if it has ended."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.kv.handoff import KVReadResult
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVAnswer, KVCall, KVHandoff, KVRead, KVRelease, KVRenew, KVSource
 
 CHUNK_BYTES = 8 << 20
@@ -107,7 +107,7 @@ class KVPulls:
         """When a holder last answered a read or a release."""
         self._answered: dict[KVSource, float] = {}
         """When the latest call that a holder has answered was sent."""
-        self._finished: list[KVReadResult] = []
+        self._finished: list[ReadEnded] = []
         self.bytes_received = 0
         """Bytes copied in reads under a valid lease."""
         self.num_reads = 0
@@ -202,7 +202,7 @@ class KVPulls:
         soonest = min(times, default=math.inf)
         return None if math.isinf(soonest) else soonest
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         finished, self._finished = self._finished, []
         return finished
 
@@ -291,4 +291,4 @@ class KVPulls:
 
     def _report(self, request_id: str, error: str) -> None:
         self.num_failed += error not in ("", ABORTED)
-        self._finished.append(KVReadResult(request_id, error))
+        self._finished.append(ReadEnded(request_id, error))

@@ -7,7 +7,6 @@ each time, so a total neither jumps back when a process ends, nor counts twice w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -38,7 +37,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
         self._times[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -58,16 +56,15 @@ def bound_text(bound: float) -> str:
     return INFINITE if bound == float("inf") else repr(float(bound))
 
 
-class Ledger:
+class Ledger(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Totals by owner, an engine or the ingresses, of processes that come and go.
 
     Invariant: no total ever falls.
     """
 
-    def __init__(self) -> None:
-        self.totals: dict[str, Counts] = {}
-        self._last: OrderedDict[str, Counts] = OrderedDict()
-        """By process what it said last."""
+    totals: dict[str, Counts] = {}
+    last: dict[str, Counts] = {}
+    """By process what it said last, in the order in which they spoke."""
 
     def add(self, source: str, owner: str, counts: Mapping[tuple[str, ...], float]) -> bool:
         """Add what a process has counted since it said so last; return whether that is anything.
@@ -78,11 +75,10 @@ class Ledger:
             source: identifies the process: no other one is ever called so.
             owner: whose totals grow.
         """
-        last = self._last.get(source, {})
-        self._last[source] = dict(counts)
-        self._last.move_to_end(source)
-        while len(self._last) > MAX_SOURCES:
-            self._last.popitem(last=False)
+        last = self.last.pop(source, {})
+        self.last[source] = dict(counts)
+        while len(self.last) > MAX_SOURCES:
+            del self.last[next(iter(self.last))]
         totals = self.totals.setdefault(owner, {})
         has_grown = False
         for key, value in counts.items():
@@ -91,20 +87,3 @@ class Ledger:
                 totals[key] += grown
                 has_grown = True
         return has_grown
-
-    def to_bytes(self) -> bytes:
-        """Return all of it, for `from_bytes`."""
-        return msgspec.msgpack.encode(_Saved(self.totals, self._last))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Ledger:
-        """Return a ledger that goes on where another one was."""
-        saved = msgspec.msgpack.decode(data, type=_Saved)
-        ledger = cls()
-        ledger.totals, ledger._last = saved.totals, OrderedDict(saved.last)
-        return ledger
-
-
-class _Saved(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    totals: dict[str, Counts]
-    last: dict[str, Counts]

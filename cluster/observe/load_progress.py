@@ -41,7 +41,6 @@ class LoadClock:
 
     @property
     def what(self) -> str:
-        """What is being done."""
         return self._now[0]
 
     def note(self, what: str, done: int, total: int) -> None:
@@ -57,7 +56,6 @@ class LoadClock:
             self._now = (what, done, total, began, first, at)
 
     def read(self, dp_rank: int | None = None, tp_rank: int | None = None) -> LoadProgress:
-        """Return how far it is now."""
         what, done, total, began, (first_done, first_at), at = self._now
         now = self._clock()
         remaining_s = None

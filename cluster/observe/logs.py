@@ -17,7 +17,6 @@ class JsonFormatter(logging.Formatter):
     """Writes a record as one line of JSON; its attribute `fields` adds more."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         fields: dict[str, Any] = getattr(record, "fields", {})
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),

@@ -9,9 +9,8 @@ values that clients choose.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cluster.engine.scheduler import SchedulerStats
 from cluster.observe.counts import BUCKET, SUM, Counts, bound_text
 
 PREFIX = "lockstep:"
@@ -20,18 +19,6 @@ INGRESS = "ingress"
 COMMON_LABELS = ("model_name", "engine")
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-
-
-def rounded_bounds(largest: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    bounds: list[float] = []
-    power = 1
-    while True:
-        for digit in (1, 2, 5):
-            if digit * power > largest:
-                return tuple(bounds) or (1.0,)
-            bounds.append(float(digit * power))
-        power *= 10
 
 
 _FIRST_TOKEN_S = (
@@ -65,7 +52,11 @@ class Metric:
 
     def bounds_for(self, max_model_len: int) -> tuple[float, ...]:
         """Return a histogram's upper bounds."""
-        return self.bounds or rounded_bounds(max_model_len)
+        if self.bounds:
+            return self.bounds
+        powers = (10**i for i in range(len(str(max_model_len))))
+        rounded = [digit * power for power in powers for digit in (1, 2, 5)]
+        return tuple(float(bound) for bound in rounded if bound <= max_model_len) or (1.0,)
 
 
 METRICS = (
@@ -237,6 +228,29 @@ METRICS = (
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
+IN_METRICS_ALONE = {"is_in_metrics_alone": True}
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Gauges and counters of one scheduler. `/ready` shows all but those `IN_METRICS_ALONE`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    """Waiting for a row or for KV."""
+    num_waiting_for_kv: int = 0
+    held_tickets: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    prompt_tokens_computed: int = 0
+    """Prompt positions computed here, again after a pre-emption included."""
+    num_preemptions: int = field(default=0, metadata=IN_METRICS_ALONE)
+    prefix_queries: int = field(default=0, metadata=IN_METRICS_ALONE)
+    """Tokens looked up in the prefix cache."""
+    prefix_hits: int = field(default=0, metadata=IN_METRICS_ALONE)
+    """Tokens found there."""
+
+
 @dataclass(frozen=True)
 class MetricsSnapshot:
     """All values at one moment, by engine. Invariant: no total is below what an earlier one had."""
@@ -274,31 +288,20 @@ def samples(
     """Yield every metric with its samples; one that nothing counted yet has none, or a zero."""
     by_name: dict[str, dict[str, dict[tuple[str, ...], float]]] = {}
     for engine, counts in snapshot.totals.items():
-        for (name, *values), value in counts.items():
-            by_name.setdefault(name, {}).setdefault(engine, {})[tuple(values)] = value
+        for (name, *own_labels), value in counts.items():
+            by_name.setdefault(name, {}).setdefault(engine, {})[tuple(own_labels)] = value
     for metric in METRICS:
-        found = by_name.get(metric.name, {})
+        found: list[Sample] = []
         if metric.kind == GAUGE:
-            yield metric, list(_gauges(metric, snapshot, described))
-        elif metric.kind == COUNTER:
-            common = [((described.model_name, engine), values) for engine, values in found.items()]
-            yield (
-                metric,
-                [
-                    Sample((*labels, *own), value)
-                    for labels, values in common
-                    for own, value in values.items()
-                ],
-            )
-        else:
-            bounds = metric.bounds_for(described.max_model_len)
-            yield (
-                metric,
-                [
-                    _histogram((described.model_name, engine), values, bounds)
-                    for engine, values in found.items()
-                ],
-            )
+            found += _gauges(metric, snapshot, described)
+        for engine, values in by_name.get(metric.name, {}).items():
+            labels = (described.model_name, engine)
+            if metric.kind == COUNTER:
+                found += [Sample((*labels, *own), value) for own, value in values.items()]
+            elif metric.kind == HISTOGRAM:
+                bounds = metric.bounds_for(described.max_model_len)
+                found.append(_histogram(labels, values, bounds))
+        yield metric, found
 
 
 def _gauges(metric: Metric, snapshot: MetricsSnapshot, described: Described) -> Iterator[Sample]:

@@ -15,10 +15,10 @@ import msgspec
 import zmq
 
 from cluster.engine.divergence import StepDigester
-from cluster.engine.scheduler import SchedulerStats
 from cluster.group.channel import StepReceiver
 from cluster.group.context import RankContext
 from cluster.group.rendezvous import Rendezvous
+from cluster.observe.metrics import SchedulerStats
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.rank import Rank
 from cluster.wire.group_messages import FollowerHello

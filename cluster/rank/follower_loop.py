@@ -27,7 +27,6 @@ from cluster.wire.group_messages import (
     HoldKV,
     KVOrder,
     PiecesLoaded,
-    ReadEnded,
     StartRead,
     StepFrame,
     TicketsEnded,
@@ -148,4 +147,4 @@ class FollowerLoop:
         if self._holder is not None and (tickets := self._holder.take_ended()):
             self.receiver.report(TicketsEnded(tickets))
         for result in self._reader.take_finished() if self._reader is not None else ():
-            self.receiver.report(ReadEnded(result.request_id, result.error))
+            self.receiver.report(result)

@@ -35,13 +35,14 @@ from cluster.engine.kv_handover import KVHandover
 from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.request_limits import RequestLimits
-from cluster.engine.scheduler import Scheduler, SchedulerStats
+from cluster.engine.scheduler import Scheduler
 from cluster.group.channel import StepSender
 from cluster.group.context import RankContext
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.observe.counts import Counts
+from cluster.observe.metrics import SchedulerStats
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner

@@ -16,16 +16,16 @@ import torch
 import zmq
 
 from cluster.config import Role
-from cluster.engine.scheduler import SchedulerStats
 from cluster.engine.watchdog import Heartbeat
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.group.rendezvous import Rendezvous
 from cluster.kv.handoff import KVHolder
-from cluster.kv.transport.memory import SharedMemory
 from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.server import KVServer
+from cluster.kv.transport.store import SharedMemory
 from cluster.observe.counts import Counts
+from cluster.observe.metrics import SchedulerStats
 from cluster.rank.runner import ModelRunner
 from cluster.rank.status import RankStats
 from cluster.wire.messages import KVSource, RankProcess
@@ -94,9 +94,27 @@ class KVConnector:
             process=self.server.process if self.server else RankProcess(-1, ""),
         )
 
+    @property
+    def bytes_sent(self) -> int:
+        return self.server.bytes_sent if self.server else 0
+
+    @property
+    def bytes_received(self) -> int:
+        return self.puller.reads.bytes_received if self.puller else 0
+
     def counts(self) -> Counts:
-        parts = (part for part in (self.server, self.puller) if part is not None)
-        return {key: value for part in parts for key, value in part.counts().items()}
+        """Return what was counted of the KV that was moved. Any thread may call it."""
+        counts: Counts = {}
+        if self.server is not None:
+            counts["kv_transfer_sent_bytes_total",] = self.server.bytes_sent
+            counts["kv_leases_expired_total",] = self.server.num_expired
+        if self.puller is not None:
+            reads = self.puller.reads
+            counts["kv_transfer_received_bytes_total",] = reads.bytes_received
+            counts["kv_transfers_total",] = reads.num_reads
+            counts["kv_transfer_failures_total",] = reads.num_failed
+            counts["kv_transfer_seconds_total",] = reads.read_s
+        return counts
 
     def close(self) -> None:
         for part in (self.server, self.puller):
@@ -153,8 +171,8 @@ class Rank(ABC):
             "ready",
             step=self.runner.step_stats.last_step,
             scheduler=self._scheduler_stats(),
-            kv_bytes_sent=transfer.server.bytes_sent if transfer.server else 0,
-            kv_bytes_received=transfer.puller.bytes_received if transfer.puller else 0,
+            kv_bytes_sent=transfer.bytes_sent,
+            kv_bytes_received=transfer.bytes_received,
             compiling=self.runner.compile_progress is not None,
             compile_error=self.runner.compile_error,
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from cluster.engine.scheduler import SchedulerStats
 from cluster.group.context import RankContext, RankPlace
-
-_IN_METRICS_ALONE = ("num_preemptions", "prefix_queries", "prefix_hits")
+from cluster.observe.metrics import IN_METRICS_ALONE, SchedulerStats
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,9 @@ class RankStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `/ready` shows of the rank, without nesting."""
-        figures = asdict(self)
-        nested = figures.pop("place") | figures.pop("scheduler")
-        return {name: n for name, n in nested.items() if name not in _IN_METRICS_ALONE} | figures
+        figures: dict[str, Any] = asdict(self)
+        nested: dict[str, Any] = figures.pop("place") | figures.pop("scheduler")
+        for each in fields(SchedulerStats):
+            if each.metadata == IN_METRICS_ALONE:
+                del nested[each.name]
+        return nested | figures

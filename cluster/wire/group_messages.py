@@ -133,10 +133,16 @@ class TicketsEnded(Wire, frozen=True, tag=True):
 
 
 class ReadEnded(Wire, frozen=True, tag=True):
-    """A started read has ended on the follower and writes no more; `error` is empty if it is ok."""
+    """A started read has ended on a rank, or on all of a group, and writes no more."""
 
     request_id: str
     error: str
+    """Empty if all blocks were copied and the lease was alive until the release."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether what was read may be believed."""
+        return not self.error
 
 
 class PiecesLoaded(Wire, frozen=True, tag=True):

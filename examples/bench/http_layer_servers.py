@@ -28,10 +28,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from cluster.engine.scheduler import SchedulerStats
 from cluster.observe.counts import Counts, Histogram, Ledger
 from cluster.observe.logs import configure_logs
-from cluster.observe.metrics import BY_NAME, COUNTER, INGRESS, METRICS, MetricsSnapshot
+from cluster.observe.metrics import (
+    BY_NAME,
+    COUNTER,
+    INGRESS,
+    METRICS,
+    MetricsSnapshot,
+    SchedulerStats,
+)
 from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.admission import Admission
 from serve.observe.request_log import RequestLog

@@ -16,12 +16,11 @@ import zmq.asyncio
 from ray import serve as ray_serve
 
 from cluster.actors.board_clients import ReplicaBoard
-from cluster.actors.failed_starts import FailedStart, FailedStarts
+from cluster.actors.kept import FailedStart, FailedStarts, application_secret
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import RayRank, create_group
-from cluster.actors.secret import application_secret
+from cluster.actors.reports import ReplicaReport
 from cluster.observe.logs import configure_logs
-from cluster.observe.reports import ReplicaReport
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import Abort, EndedFrame, FrameError, Watch, decode, encode
 from cluster.wire.sockets import CurveHandshake, connecting_socket, listening_socket, pack

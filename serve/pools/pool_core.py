@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from cluster.actors.rank_group import RankDied, RankGroup, place_in_group
+from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.observe.load_progress import LoadProgress
-from cluster.observe.reports import GroupReport, ReplicaReport
 from cluster.wire.messages import EngineOutput, Submit, decode
 from serve.pools.errors import PoolUnavailable
 from serve.pools.routing import LeaderRouter, Routing

@@ -27,3 +27,8 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def oracle(make_oracle: Callable[[str], Any]) -> Any:
+    return make_oracle("tied")

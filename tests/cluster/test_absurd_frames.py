@@ -25,7 +25,7 @@ from sim_check import check_scheduler
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
 from cluster.group.context import RankContext
 from cluster.kv import reads as kv_reads
-from cluster.kv.transport.memory import SharedMemory
+from cluster.kv.transport.store import SharedMemory
 from cluster.rank import leader as leader_module
 from cluster.rank.leader import MAX_INBOX_FRAMES, Leader
 from cluster.wire.credentials import Credentials

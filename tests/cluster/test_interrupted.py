@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -25,13 +24,7 @@ from cluster.group.context import RankContext
 from cluster.rank.leader import Leader, assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    EngineOutput,
-    GenerateRequest,
-    LogitRules,
-    Sampling,
-    Submit,
-)
+from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from serve.event_loop import StreamBatcher
 from serve.pools.router import Router
@@ -121,11 +114,6 @@ def prompts_for(seed: int) -> dict[str, list[int]]:
     rng = random.Random(seed)
     few = [rng.randrange(VOCAB) for _ in range(25)]
     return {name: [rng.choice(few) for _ in range(rng.randint(20, 90))] for name in CASES}
-
-
-@pytest.fixture(scope="module")
-def oracle(make_oracle: Callable[[str], Any]) -> Any:
-    return make_oracle("tied")
 
 
 @pytest.fixture(scope="module")

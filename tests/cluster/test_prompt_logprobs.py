@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,11 +82,6 @@ def only_first(outputs: list[EngineOutput]) -> list[TokenLogprobs]:
     """Return the log-probabilities, which come with the first token and never again."""
     assert not any(output.prompt_logprobs for output in outputs[1:])
     return outputs[0].prompt_logprobs
-
-
-@pytest.fixture(scope="module")
-def oracle(make_oracle: Callable[[str], Any]) -> Any:
-    return make_oracle("tied")
 
 
 @pytest.mark.parametrize("budget", [512, 16, 7, 2])

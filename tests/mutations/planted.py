@@ -9,9 +9,8 @@ from dataclasses import dataclass
 class Mutation:
     """One planted bug. Invariant: each text that it replaces stands in its file exactly once."""
 
-    name: str
     claim: str
-    """What is broken."""
+    """What is broken; no two say the same."""
     path: str
     """Of the file, from the repository's root."""
     edits: dict[str, str]
@@ -40,21 +39,18 @@ def replaced(argument: str) -> dict[str, str]:
 
 MUTATIONS = (
     Mutation(
-        "ahead_feeds_the_host_token",
         "A plan made ahead holds the last token known to the host, not the one drawn now (T04).",
         "cluster/engine/sequence.py",
         {"PENDING if seq.num_pending_tokens": "seq.token_ids[-1] if seq.num_pending_tokens"},
         (TRACES, AHEAD),
     ),
     Mutation(
-        "ahead_frees_in_flight",
         "A sequence that has ended gives up its blocks while a step in flight computes it (T04).",
         "cluster/engine/scheduler.py",
         {"return seq.last_step in self._in_flight": "return False"},
         (TRACES,),
     ),
     Mutation(
-        "ahead_commits_unconfirmed",
         "The prefix cache is offered blocks that a step in flight computes (T04).",
         "cluster/engine/blocks.py",
         {
@@ -65,7 +61,6 @@ MUTATIONS = (
         (TRACES,),
     ),
     Mutation(
-        "ahead_goes_past_the_limit",
         "A sequence is computed once more although its pending token is its last (T04).",
         "cluster/engine/scheduler.py",
         {
@@ -76,7 +71,6 @@ MUTATIONS = (
         (TRACES, AHEAD),
     ),
     Mutation(
-        "ahead_counts_before_the_gather",
         "Penalties count tokens before those that the host did not know are in place (T04).",
         "cluster/rank/inputs.py",
         {
@@ -92,7 +86,6 @@ MUTATIONS = (
         (AHEAD,),
     ),
     Mutation(
-        "capture_ascends",
         "Sizes are captured smallest first, so larger ones find no memory to use again.",
         "compile/graphs/capture.py",
         {
@@ -103,21 +96,18 @@ MUTATIONS = (
         ("tests/compile/graphs/test_capture.py",),
     ),
     Mutation(
-        "damaged_artifact_is_loaded",
         "An artifact is loaded without comparing its content with its name.",
         "compile/cache/artifacts.py",
         {"if (found := hashlib.sha256(data).hexdigest()) != name:": "if not (found := name):"},
         ("tests/compile/cache/test_artifacts.py", "tests/compile/cache/test_cache.py"),
     ),
     Mutation(
-        "exact_size_never_wins",
         "A piece that was compiled for exactly this number of tokens is not chosen.",
         "compile/pieces/piecewise.py",
         {"if count in self.runnables:\n            return": "if False:\n            return"},
         ("tests/compile/pieces/test_piecewise.py",),
     ),
     Mutation(
-        "host_values_are_followed",
         "A replay on a CPU sees host values of now, which a CUDA graph would not.",
         "compile/graphs/cpu/recorder.py",
         {'= self.freeze(value, "forward context")': "= value"},
@@ -128,14 +118,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "key_forgets_passes",
         "The key of the cache does not say which passes rewrote the code.",
         "compile/cache/key.py",
         {'    "passes",\n': "", 'factors["compilation.passes"] +=': "_ ="},
         ("tests/compile/cache/test_key.py",),
     ),
     Mutation(
-        "layers_never_equal",
         "Equal layers have different keys, so each one is compiled.",
         "compile/pieces/split.py",
         {
@@ -146,7 +134,6 @@ MUTATIONS = (
         ("tests/compile/pieces/test_split.py", "tests/compile/pieces/test_backend.py"),
     ),
     Mutation(
-        "memory_is_handed_out_twice",
         "A pool frees a block that is still held.",
         "compile/graphs/cpu/pool.py",
         {
@@ -157,51 +144,42 @@ MUTATIONS = (
         ("tests/compile/graphs/cpu/test_graphs.py", "tests/compile/graphs/cpu/test_arena.py"),
     ),
     Mutation(
-        "moved_input_is_replayed",
         "A graph is replayed although its input lies elsewhere.",
         "compile/graphs/wrapper.py",
         {"if addresses != entry.addresses:": "if len(addresses) != len(entry.addresses):"},
         ("tests/compile/graphs/test_wrapper.py",),
     ),
     Mutation(
-        "padding_keeps_old_rows",
         "Padding of a decode step keeps the lengths of an earlier step's sequences.",
         "cluster/rank/inputs.py",
         {"self._seq_lens.host[num_seqs:end_seqs] = 0": "pass"},
         ("tests/cluster/rank/test_inputs.py",),
     ),
     Mutation(
-        "padding_rounds_down",
         "A step replays the next smaller graph.",
         "compile/dispatch.py",
         {"at = bisect_left(sizes, wanted)": "at = max(0, bisect_left(sizes, wanted) - 1)"},
         ("tests/compile/test_dispatch.py",),
     ),
     Mutation(
-        "residual_is_not_summed",
         "The fused norm hands on its norm in place of the residual's sum.",
         "compile/passes/fuse_add_rms_norm.py",
         {"(fused, i)) for i in range(2)]": "(fused, 0)) for _ in range(2)]"},
         ("tests/compile/passes/test_fuse_add_rms_norm.py",),
     ),
     Mutation(
-        "split_every_op_apart",
         "Splitting ops that follow one another no longer share one eager piece.",
         "compile/pieces/split.py",
         {"if current not in eager:": "if True:"},
         ("tests/compile/pieces/test_split.py",),
     ),
     Mutation(
-        "steps_never_replay",
         "Steps run eagerly although their graphs were captured.",
         "cluster/rank/forward.py",
-        {
-            "cudagraph_runtime_mode=mode,": "cudagraph_runtime_mode=CUDAGraphMode.NONE,",
-        },
+        {"cudagraph_runtime_mode=mode,": "cudagraph_runtime_mode=CUDAGraphMode.NONE,"},
         (REPLAYED,),
     ),
     Mutation(
-        "pieces_never_replay",
         "Pieces are captured, and run eagerly in every step (B02, B05, B07, N02).",
         "compile/graphs/wrapper.py",
         {
@@ -214,14 +192,12 @@ MUTATIONS = (
         (REPLAYED_IN_PIECES,),
     ),
     Mutation(
-        "mixed_steps_never_replay",
         "Full graphs of mixed steps are captured and never replayed (B03, Q02).",
         "compile/dispatch.py",
         {"return _full_mixed(num_tokens, num_seqs, captured) or eager": "return eager"},
         (REPLAYED,),
     ),
     Mutation(
-        "mixed_steps_split_decodes_off",
         "A full graph of mixed steps is captured with decodes, whose number it freezes (B03).",
         "cluster/rank/inputs.py",
         {
@@ -232,44 +208,36 @@ MUTATIONS = (
         (REPLAYED,),
     ),
     Mutation(
-        "strict_seal_captures",
         "A strictly sealed process runs what it did not capture without a word.",
         "compile/graphs/capture.py",
-        {
-            'raise LateCapture("capture", "none after the process was sealed", what)': "return",
-        },
+        {'raise LateCapture("capture", "none after the process was sealed", what)': "return"},
         ("tests/compile/graphs/test_capture.py", "tests/compile/graphs/test_wrapper.py"),
     ),
     Mutation(
-        "ranks_are_never_sealed",
         "A rank that is ready still compiles and captures (X01).",
         "cluster/rank/forward.py",
         {"seal(self.config.sealed)": "pass"},
         (READY,),
     ),
     Mutation(
-        "captures_are_silent",
         "A rank that captures does not tell how far it is (C04).",
         "cluster/rank/forward.py",
         {'None if progress is None else partial(progress, "capturing graphs")': "None"},
         (READY,),
     ),
     Mutation(
-        "captures_take_what_is_not_there",
         "A rank captures without asking whether all ranks have the memory (P05).",
         "cluster/rank/forward.py",
         {"fits_on_all_ranks=self._fits_on_all_ranks,": ""},
         (READY,),
     ),
     Mutation(
-        "ranks_look_for_room_too_early",
         "A rank looks for room for graphs while others have yet to allocate their KV (P05).",
         "cluster/rank/forward.py",
         {'            self._group.barrier("allocated")\n': ""},
         ("tests/cluster/rank/test_free_memory.py",),
     ),
     Mutation(
-        "contexts_outlive_errors",
         "A forward that raises leaves its context behind (C12, L02).",
         "compile/context.py",
         {
@@ -282,7 +250,6 @@ MUTATIONS = (
         (FORWARD,),
     ),
     Mutation(
-        "captures_hold_one_sequence",
         "Every graph is captured on a batch of one padded sequence, whatever its key (C12).",
         "cluster/rank/forward.py",
         {
@@ -293,14 +260,12 @@ MUTATIONS = (
         (FORWARD,),
     ),
     Mutation(
-        "contexts_know_no_positions",
         "A forward's context does not say where its tokens stand (L01).",
         "cluster/rank/forward.py",
         {"                positions=batch.positions,\n": ""},
         (FORWARD,),
     ),
     Mutation(
-        "attention_has_a_pool_of_its_own",
         "Attention writes into a copy of the pool that is read when KV changes hands (L04).",
         "cluster/rank/runner.py",
         {
@@ -311,14 +276,12 @@ MUTATIONS = (
         (FORWARD,),
     ),
     Mutation(
-        "ranks_pad_to_what_they_run",
         "A rank pads to its own sequences in place of the graph that all agreed on (D05).",
         "cluster/rank/runner.py",
         {"agreed.batch.num_seqs or max(plan.num_seqs, 1)": "max(plan.num_seqs, 1)"},
         (FORWARD,),
     ),
     Mutation(
-        "keys_forget_the_query_length",
         "Graphs of equal tokens are one key, however many each sequence has (C07).",
         "compile/dispatch.py",
         {
@@ -329,28 +292,24 @@ MUTATIONS = (
         (f"{FORWARD}::test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone",),
     ),
     Mutation(
-        "powers_of_two_end_at_32_bits",
         "next_pow2 loses the last of its six steps (J05).",
         "compile/pieces/shapes.py",
         {"(1, 2, 4, 8, 16, 32)": "(1, 2, 4, 8, 16)"},
         ("tests/compile/pieces/test_shapes.py",),
     ),
     Mutation(
-        "what_is_traced_again_is_not_named",
         "A forward is traced without a word about what makes a graph for each size (J05).",
         "compile/pieces/decorator.py",
         {"for hazard in recompile_hazards(forward):": "for hazard in ():"},
         ("tests/compile/pieces/test_dynamic_shapes.py",),
     ),
     Mutation(
-        "ranks_without_tokens_skip_a_chunk",
         "A rank whose experts' tokens have all travelled counts none for the next chunk (P03).",
         "compile/context.py",
         {"max(1, min(max_chunk, n - before))": "max(0, min(max_chunk, n - before))"},
         ("tests/model/test_moe.py", "tests/cluster/rank/test_dp_metadata.py"),
     ),
     Mutation(
-        "experts_gather_everything_at_once",
         "Experts' tokens travel in one chunk, however many there are (P03).",
         "model/layers/moe.py",
         {
@@ -363,7 +322,6 @@ MUTATIONS = (
         ("tests/model/test_moe.py",),
     ),
     Mutation(
-        "nccl_waits_for_half_an_hour",
         "A collective on a GPU waits as long as torch's default.",
         "cluster/group/membership.py",
         {
@@ -374,14 +332,12 @@ MUTATIONS = (
         ("tests/cluster/group/test_membership.py",),
     ),
     Mutation(
-        "captures_forbid_other_threads",
         "While a graph is captured, an event that NCCL's watchdog polls is an error.",
         "compile/graphs/cuda.py",
         {', capture_error_mode="thread_local"': ""},
         ("tests/compile/graphs/test_cuda_graph.py",),
     ),
     Mutation(
-        "eager_pieces_see_no_pass",
         "Passes run in Inductor alone.",
         "compile/cache/manager.py",
         {"self.passes.apply(graph)": "pass"},
@@ -391,21 +347,18 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "breaks_leave_no_report",
         "A forward that is refused for its graph break leaves nothing to explain (Q04).",
         "compile/pieces/decorator.py",
         {"PiecewiseCompiler(self._scope, self.tag, files).report_break(error)\n": "pass\n"},
         ("tests/compile/test_explain.py",),
     ),
     Mutation(
-        "guards_are_told_as_dropped",
         "A report says of conditions that every call checks that none does (Q04, J01).",
         "compile/pieces/backend.py",
         {"keeps_guards = self._scope.config.evaluate_guards": "keeps_guards = False"},
         ("tests/compile/test_explain.py",),
     ),
     Mutation(
-        "pre_empted_goes_last",
         "A pre-empted sequence waits behind those that came after it (T03).",
         "cluster/engine/scheduler.py",
         {
@@ -416,14 +369,12 @@ MUTATIONS = (
         ("tests/cluster/engine/test_scheduler.py",),
     ),
     Mutation(
-        "reads_take_every_block",
         "A read of KV leaves no block for the running sequences to grow into (T03).",
         "cluster/engine/scheduler.py",
         {"return len(self.running) + len(self._ready) + self._handover.num_reading": "return 0"},
         ("tests/cluster/engine/test_handoff.py",),
     ),
     Mutation(
-        "the_silent_make_others_guilty",
         "While a rank is silent, one that waits for it is taken for stuck (P09).",
         "cluster/engine/watchdog.py",
         {
@@ -434,102 +385,88 @@ MUTATIONS = (
         ("tests/cluster/engine/test_watchdog.py",),
     ),
     Mutation(
-        "ranks_decode_at_their_own_size",
         "Ranks that decode together are not padded to one size (P03, P04).",
         "cluster/engine/lockstep.py",
         {"if kind is StepKind.DECODE or mode is not CUDAGraphMode.NONE:": "if False:"},
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(
-        "idle_ranks_run_nothing",
         "A rank without work takes part in no collective of a step (P03).",
         "cluster/engine/lockstep.py",
         {"max(num_tokens, int(has_work))": "num_tokens"},
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(
-        "graphs_hold_the_first_rank_alone",
         "The votes of all ranks but the first for their number of tokens are dropped (P04).",
         "cluster/engine/lockstep.py",
         {"num_tokens=max(scheduled),": "num_tokens=scheduled[0],"},
         ("tests/cluster/engine/test_lockstep.py",),
     ),
     Mutation(
-        "an_attempt_that_was_lost_ends_the_request",
         "An ended KV read is told to the client as the end of its answer.",
         "serve/pools/router.py",
         {"    FinishReason.KV_LOST,\n    FinishReason.REFUSED,": "    FinishReason.REFUSED,"},
         ("tests/serve/pools/test_router.py",),
     ),
     Mutation(
-        "keys_are_not_asked_for",
         "The application is built without its keys (R18).",
         "serve/ingress.py",
         {"    self._config.access,\n            is_peer": "    None,\n            is_peer"},
         (WIRED,),
     ),
     Mutation(
-        "queues_have_no_end",
         "An ingress lets as many sequences wait as come (R13).",
         "serve/ingress_core.py",
         {"max_queued=max_queued,": "max_queued=1 << 30,"},
         (WIRED,),
     ),
     Mutation(
-        "one_engine_gets_all_prompts",
         "A group's first engine is chosen for every request (P08).",
         "serve/pools/pool_core.py",
         {"router.take(num_tokens)": "router.take(num_tokens) * 0"},
         (WIRED,),
     ),
     Mutation(
-        "pools_have_one_replica",
         "A pool has one replica, however many it is configured with (R01, R21).",
         "serve/app.py",
         {"num_replicas=pool.replicas": "num_replicas=1"},
         (REPLICAS, WIRED),
     ),
     Mutation(
-        "bodies_have_the_default_size",
         "The largest body is that of the default (R12, R22).",
         "serve/ingress_core.py",
         replaced("max_body_bytes=8 << 20"),
         (WIRED,),
     ),
     Mutation(
-        "haproxy_is_taken_for_the_client",
         "All who come through HAProxy are one client.",
         "serve/ingress.py",
         {"is_peer_known=not self._is_behind_haproxy": "is_peer_known=True"},
         ("tests/serve/openai/test_access.py",),
     ),
     Mutation(
-        "admission_knows_no_body_size",
         "Bytes are held up to a multiple of the default's largest body (R12, R22).",
         "serve/ingress_core.py",
         {
             "max_body_bytes=args.max_body_bytes,\n            retry_after_s": (
                 "max_body_bytes=8 << 20,\n            retry_after_s"
-            ),
+            )
         },
         (WIRED,),
     ),
     Mutation(
-        "requests_have_the_default_time",
         "A request may take as long as by default (R12, R22).",
         "serve/ingress_core.py",
         replaced("request_timeout_s=600.0"),
         (WIRED,),
     ),
     Mutation(
-        "answers_have_the_default_size",
         "The largest answer is that of the default (R12, R22).",
         "serve/ingress_core.py",
         replaced("max_answer_bytes=64 << 20"),
         (WIRED,),
     ),
     Mutation(
-        "a_handle_parses_completions_as_chats",
         "What a handle asks to complete is read as a conversation (R03).",
         "serve/ingress.py",
         {
@@ -540,35 +477,30 @@ MUTATIONS = (
         (WIRED,),
     ),
     Mutation(
-        "nobody_lives",
         "The status page counts no sequence (R19).",
         "serve/ingress_core.py",
         {'"num_live": self._admission.num_live + self': '"num_live": 0 * self'},
         (WIRED,),
     ),
     Mutation(
-        "health_never_fails",
         "A pool whose ranks hang is well (R06).",
         "serve/readiness.py",
         {'return next(found, "")': 'return ""'},
         (WIRED,),
     ),
     Mutation(
-        "runners_forget_the_other_ranks",
         "A forward takes its own number of tokens for that of all ranks (P03).",
         "cluster/rank/forward.py",
         {"num_tokens_across_dp=agreed.num_tokens_across_dp,": ""},
         ("tests/cluster/rank/test_free_memory.py",),
     ),
     Mutation(
-        "late_compilations_are_not_noted",
         "A piece is compiled after the seal without a word (X01, J04).",
         "compile/cache/manager.py",
         {"        note_late_compile(str(piece))\n": ""},
         ("tests/compile/cache/test_manager.py",),
     ),
     Mutation(
-        "inductor_gets_no_options",
         "Inductor compiles under its defaults (F06, F07, F09).",
         "compile/cache/inductor.py",
         {
@@ -579,7 +511,6 @@ MUTATIONS = (
         ("tests/compile/cache/test_manager.py",),
     ),
     Mutation(
-        "unsaved_inductor_gets_no_options",
         "What is not saved is compiled under Inductor's defaults (F06, F07, F09).",
         "compile/cache/inductor.py",
         {
@@ -590,14 +521,12 @@ MUTATIONS = (
         ("tests/compile/cache/test_manager.py",),
     ),
     Mutation(
-        "standalone_inductor_gets_no_options",
         "The standalone compiler compiles under Inductor's defaults (F06, F07, F09).",
         "compile/cache/inductor.py",
         {"dict(source.options)},": "{}},"},
         ("tests/compile/cache/test_manager.py",),
     ),
     Mutation(
-        "decodes_run_as_mixed_steps_do",
         "A decode step replays what mixed steps do (N02).",
         "compile/dispatch.py",
         {
@@ -608,28 +537,24 @@ MUTATIONS = (
         (FORWARD,),
     ),
     Mutation(
-        "every_rank_tells_of_captures",
         "Each rank tells how far its captures are (C04).",
         "compile/graphs/capture.py",
         {"if progress is not None and rank == 0:": "if progress is not None:"},
         ("tests/cluster/rank/test_free_memory.py",),
     ),
     Mutation(
-        "branches_on_values_have_no_name",
         "A forward that decides on data is refused without its remedy (J07).",
         "compile/pieces/diagnose.py",
         {'        r"[Dd]ata-dependent branching",\n': '        r"(?!)",\n'},
         ("tests/compile/pieces/test_decorator.py",),
     ),
     Mutation(
-        "ranks_end_no_leases",
         "A prefill rank does not look for leases that have ended (P18).",
         "cluster/kv/transport/server.py",
         {"expired = self._holder.tick()": "expired: list[int] = []"},
         (WIRED,),
     ),
     Mutation(
-        "leases_never_end",
         "KV that nobody fetches is held as long as its rank lives (P18).",
         "cluster/kv/handoff.py",
         {"            if lease.deadline > now:\n": "            if True:\n"},

@@ -1,8 +1,9 @@
 """Break the code on purpose, one planted bug at a time, and print which test noticed.
 
-    python tests/mutations/run.py [NAME ...]
+    python tests/mutations/run.py [TEXT ...]
 
-A bug of `planted.py` is planted in a copy of the tracked files, so the checkout is never touched.
+The bugs are those of `planted.py` whose claim has one of the texts, or all. Each is planted in a
+copy of the tracked files, so the checkout is never touched.
 The exit code is the number of bugs that no test noticed.
 """
 
@@ -65,16 +66,15 @@ def failing_tests(mutation: Mutation) -> list[str]:
     return [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
-def main(names: list[str]) -> int:
-    """Plant the named bugs, or all; return how many went unnoticed."""
+def main(texts: list[str]) -> int:
+    """Plant the bugs that are asked for; return how many went unnoticed."""
     unnoticed = 0
     for mutation in MUTATIONS:
-        if names and mutation.name not in names:
+        if texts and not any(text in mutation.claim for text in texts):
             continue
         found = failing_tests(mutation)
         unnoticed += not found
-        print(f"{mutation.name}: {found[0] if found else 'NOT NOTICED'}", flush=True)
-        print(f"    {mutation.claim}", flush=True)
+        print(f"{mutation.claim} {found[0] if found else 'NOT NOTICED'}", flush=True)
     return unnoticed
 
 

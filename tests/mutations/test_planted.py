@@ -26,7 +26,7 @@ def run() -> Any:
 
 
 def test_each_bug_can_be_planted_and_names_tests_that_exist(run: Any) -> None:
-    assert len({mutation.name for mutation in run.MUTATIONS}) == len(run.MUTATIONS) > 20
+    assert len({mutation.claim for mutation in run.MUTATIONS}) == len(run.MUTATIONS) > 20
     for mutation in run.MUTATIONS:
         source = (run.ROOT / mutation.path).read_text()
         broken = run.mutated(mutation, source)

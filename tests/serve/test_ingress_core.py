@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cluster.actors.reports import BoardSilent, IngressReport
 from cluster.observe.metrics import MetricsSnapshot
-from cluster.observe.reports import BoardSilent, IngressReport
 from serve.config import deploy_config
 from serve.event_loop import StreamBatcher
 from serve.ingress_core import IngressCore

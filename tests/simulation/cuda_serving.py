@@ -20,20 +20,19 @@ import torch
 from cluster.config import EngineConfig, Role
 from cluster.engine.engine import Engine
 from cluster.group.context import RankContext
-from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
-from cluster.kv.reads import KVPulls
+from cluster.kv.handoff import HandoffMetadata, KVHolder
+from cluster.kv.reads import KVPulls, max_chunk_blocks
+from cluster.kv.transport.puller import KVPuller
 from cluster.kv.transport.store import BlockStore
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
     EngineOutput,
     GenerateRequest,
     KVAnswer,
     KVCall,
-    KVHandoff,
     KVRead,
-    KVRelease,
-    KVRenew,
     KVSource,
     RankProcess,
     RowAdmission,
@@ -126,7 +125,6 @@ class Watched:
 
 
 def _num_rule_copies(admission: RowAdmission) -> int:
-    """Return what a row's own rules copy once: bias as ids and values, and tokens to count."""
     if admission.rules is None:
         return 0
     return 2 * bool(admission.rules.rules.biases) + bool(admission.rules.computed_token_ids)
@@ -140,17 +138,14 @@ class Single:
         self._watched = Watched(self._llm.runner)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return each request's tokens."""
         prompts = [request.prompt for request in requests]
         outputs = self._llm.generate(prompts, [request.params for request in requests])
         return [output.outputs[0].token_ids for output in outputs]
 
     def called(self) -> Called:
-        """Return what was called for since the start."""
         return self._watched.called
 
     def close(self) -> None:
-        """Let go of graphs."""
         self._llm.runner.close()
 
 
@@ -159,15 +154,15 @@ class Single:
 _SOURCE = KVSource(0, "boot", 1, -1, "tcp://prefill", RankProcess(0, "prefill"))
 
 
-class Handover:
-    """A decode engine's `KVReader`, what its reads need of the world, and the holder's answers."""
+class Handover(KVPuller):
+    """The real reader, but for its thread, what its reads need of the world, and the holder."""
 
     def __init__(self, source: BlockStore, target: BlockStore) -> None:
         self.called = Called()
         self.holder = KVHolder(LEASE_S, _no_time)
         self._source, self._target = source, target
         block_bytes = self._target.block_bytes
-        self._pulls = KVPulls(self, tp_rank=0, block_bytes=block_bytes, clock=_no_time)
+        self.reads = KVPulls(self, tp_rank=0, block_bytes=block_bytes, clock=_no_time)
         self._todo: deque[Callable[[], None]] = deque()
 
     def run_one(self) -> None:
@@ -175,63 +170,36 @@ class Handover:
         if self._todo:
             self._todo.popleft()()
 
-    # --- the scheduler's side ---
+    def take_finished(self) -> list[ReadEnded]:
+        return self.reads.take_finished()
 
-    def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
-        self._todo.append(lambda: self._pulls.expect(request_id, handoff))
-
-    def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
-    ) -> None:
-        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
-        self._todo.append(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
-
-    def cancel(self, request_id: str) -> None:
-        """Stop and release; a read that was started still reports."""
-        self._todo.append(lambda: self._pulls.cancel(request_id))
-
-    def take_finished(self) -> list[KVReadResult]:
-        """Return the reads that ended since the last call."""
-        return self._pulls.take_finished()
+    def _post(self, command: Callable[[], None]) -> None:
+        self._todo.append(command)
 
     # --- what the reads need of the world ---
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        """Send a call."""
         self._todo.append(lambda: self._answer(call))
 
     def _answer(self, call: KVCall) -> None:
+        alive = self.holder.answer(call, max_chunk_blocks(self._target.block_bytes))
         blocks: list[memoryview] = []
-        match call:
-            case KVRead():
-                alive = self.holder.covers(call.ticket, call.block_ids, call.generations)
-                assert alive, f"ticket {call.ticket}: wanted it alive"
-                blocks = self._source.gather(call.block_ids)
-                self.called += Called(num_transfers=1)
-            case KVRenew():
-                alive = self.holder.renew(call.ticket)
-            case KVRelease():
-                alive = self.holder.release(call.ticket, call.num_blocks_read)
+        if isinstance(call, KVRead):
+            assert alive, f"ticket {call.ticket}: wanted it alive"
+            blocks = self._source.gather(call.block_ids)
+            self.called += Called(num_transfers=1)
         # As it leaves the sender: what is written into its memory later does not show.
         sent = [memoryview(bytes(block)) for block in blocks]
         answer = KVAnswer(call.ticket, type(call).__name__, alive)
-        self._todo.append(lambda: self._pulls.on_answer(_SOURCE, answer, sent))
+        self._todo.append(lambda: self.reads.on_answer(_SOURCE, answer, sent))
 
     def is_mapped(self, source: KVSource) -> bool:
-        """A GPU's KV is no host memory."""
         return False
 
     def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
-        """Refuse: nothing is mapped."""
         raise OSError("wanted a mapped source")
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write the bytes of an answer into blocks of the decode engine."""
         self._target.scatter(ids, blocks)
         self.called += Called(num_copies=len(ids), num_transfers=1)
 
@@ -257,7 +225,6 @@ class _Side:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute on the engine's stream."""
         if self._stream is None:
             yield
             return
@@ -265,7 +232,6 @@ class _Side:
             yield
 
     def assemble(self, handover: Handover) -> None:
-        """Make the engine."""
         spec = self.runner.kv_spec
         metadata = HandoffMetadata([_SOURCE], spec.block_bytes, spec.layout, LEASE_S)
         is_prefill = self.config.role is Role.PREFILL
@@ -278,7 +244,6 @@ class _Side:
         )
 
     def step(self) -> list[EngineOutput]:
-        """Run a step."""
         with self.computing():
             return self.engine.step()
 
@@ -298,7 +263,6 @@ class Pair:
         self._num_requests = 0
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return each request's tokens."""
         asked = [self._message(request) for request in requests]
         tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
         self._random.seed(str(requests))
@@ -342,10 +306,8 @@ class Pair:
         return GenerateRequest(name, request.prompt, [], sampling, "", b"")
 
     def called(self) -> Called:
-        """Return what was called for since the start."""
         return sum((side.watched.called for side in self._sides), self._handover.called)
 
     def close(self) -> None:
-        """Let go of graphs."""
         for side in self._sides:
             side.runner.close()

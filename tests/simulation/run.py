@@ -37,7 +37,6 @@ CHUNK = 50
 
 
 def sizes_of(shapes: list[Shape]) -> str:
-    """Return the sizes of groups as reports tell them."""
     return " and ".join(f"{shape.dp_size}x{shape.tp_size}" for shape in shapes)
 
 
@@ -56,7 +55,6 @@ class Tally:
 
     @classmethod
     def read(cls, path: Path) -> Tally:
-        """Return what `write` wrote, or an empty tally where there is no such file."""
         if not path.exists():
             return cls()
         fields = json.loads(path.read_text())
@@ -65,11 +63,9 @@ class Tally:
         return cls(**{**fields, "steps": steps, "counts": counts, "totals": totals})
 
     def write(self, path: Path) -> None:
-        """Keep the account for a run that goes on."""
         path.write_text(json.dumps(vars(self), indent=1, sort_keys=True) + "\n")
 
     def add(self, outcome: Outcome) -> None:
-        """Count a schedule."""
         schedule, finding = outcome.schedule, outcome.finding
         self.num_schedules += 1
         self.steps[outcome.num_steps] += 1
@@ -100,7 +96,6 @@ class Tally:
             self.findings.append(f"{finding}; again: {again}")
 
     def lines(self) -> Iterator[str]:
-        """Yield the distribution, a line each."""
         yield f"{self.num_schedules} schedules, {len(self.findings)} findings"
         yield (
             f"agreed steps with work: least {min(self.steps)}, p50 {self._steps_at(0.5)}, "
@@ -113,7 +108,6 @@ class Tally:
         yield from self.findings[:MAX_TOLD]
 
     def _steps_at(self, share: float) -> int:
-        """Return the number of steps that this share of the schedules does not exceed."""
         left = share * self.num_schedules
         for num_steps in sorted(self.steps):
             left -= self.steps[num_steps]
@@ -123,7 +117,6 @@ class Tally:
 
 
 def schedules_until_found(plants: Plants, seed: int = 0, most: int = MAX_UNTIL_FOUND) -> str:
-    """Return how many schedules a planted bug survives, and as what it is found."""
     for i in range(most):
         finding = run_schedule(draw_schedule(seed + i), plants).finding
         if finding is not None:
@@ -139,7 +132,6 @@ def bug_lines(seed: int = 0) -> Iterator[str]:
 
 
 def run_seed(seed: int) -> Outcome:
-    """Run the schedule of a seed."""
     return run_schedule(draw_schedule(seed))
 
 
@@ -154,7 +146,6 @@ def run_all(seeds: Iterable[int], num_processes: int) -> Iterator[Outcome]:
 
 
 def main() -> int:
-    """Run what the command line says; return 1 if anything was found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

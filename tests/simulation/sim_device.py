@@ -34,11 +34,9 @@ class HostDevice:
         """Where collectives block."""
 
     def launch(self, job: Job) -> None:
-        """Run it."""
         job.drawn = job.run()
 
     def wait(self, job: Job) -> list[int]:
-        """Return what it drew."""
         assert job.drawn is not None
         return job.drawn
 
@@ -60,7 +58,6 @@ class AsyncDevice:
         self._loop.after(0.0, self.process.wake, 0)
 
     def launch(self, job: Job) -> None:
-        """Put it behind the others."""
         self._jobs.append(job)
         if self._is_idle:
             self._is_idle = False
@@ -78,7 +75,6 @@ class AsyncDevice:
         return job.drawn
 
     def kill(self) -> None:
-        """End with the rank's process."""
         self.process.kill()
 
     def _main(self) -> None:

@@ -23,7 +23,8 @@ from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.kv.handoff import HandoffMetadata, KVHolder, KVReadResult
+from cluster.kv.handoff import HandoffMetadata, KVHolder
+from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import (
     PENDING,
     EngineOutput,
@@ -43,7 +44,6 @@ MAX_MODEL_LEN = 40
 
 
 def continuation(request: GenerateRequest) -> list[int]:
-    """Return all output tokens of a request: the oracle."""
     return sim_model.continuation(request, VOCAB, MAX_MODEL_LEN)
 
 
@@ -58,7 +58,6 @@ def make_request(
     reply_to: str = "",
     cache_salt: bytes = b"",
 ) -> GenerateRequest:
-    """Return a request whose unimportant fields are filled in."""
     sampling = Sampling(0.0, 0, 1.0, 0.0, seed, max_tokens, stop, -1, -1, None, None)
     return GenerateRequest(
         request_id, list(prompt), list(output or []), sampling, reply_to, cache_salt
@@ -120,7 +119,6 @@ class FakeEngine:
         self.plans: list[StepPlan] = []
 
     def submit(self, request: GenerateRequest, handoff: KVHandoff | None = None) -> None:
-        """Add a request."""
         self.submitted[request.request_id] += 1
         self.scheduler.add(Submit(request, handoff))
 
@@ -254,11 +252,10 @@ class FakeReader:
         self.holder = holder
         self.weather = weather
         self.reads: dict[str, _Read] = {}
-        self.results: list[KVReadResult] = []
+        self.results: list[ReadEnded] = []
         self.num_cancelled = 0
 
     def connect(self, source: FakeEngine, target: FakeEngine) -> None:
-        """Say between whose caches to copy."""
         self.source, self.target = source, target
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
@@ -286,12 +283,11 @@ class FakeReader:
             self.holder.release(read.handoff.ticket, 0)
             del self.reads[request_id]
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         results, self.results = self.results, []
         return results
 
     def tick(self, now: float) -> None:
-        """Let a tick's worth of renewals, copies and releases happen."""
         for request_id, read in list(self.reads.items()):
             if not self.weather.happens(self.weather.p_no_renew, now):
                 self.holder.renew(read.handoff.ticket)
@@ -325,7 +321,7 @@ class FakeReader:
         alive = self.holder.release(read.handoff.ticket, 0 if failed else read.num_read)
         del self.reads[request_id]
         ok = alive and not failed
-        self.results.append(KVReadResult(request_id, "" if ok else "ticket: lost"))
+        self.results.append(ReadEnded(request_id, "" if ok else "ticket: lost"))
 
 
 @dataclass
@@ -377,7 +373,6 @@ class Pair:
         raise AssertionError(f"unfinished after {max_ticks} ticks")
 
     def tick(self) -> list[EngineOutput]:
-        """Let a second pass everywhere; return what the engines said."""
         outputs = self.prefill.step() + self.decode.step()
         self.reader.tick(self.now)
         self.now += 1
@@ -456,7 +451,6 @@ STREAMS = [[hash((family, i)) % VOCAB for i in range(MAX_MODEL_LEN)] for family 
 
 @st.composite
 def arrivals(draw_: st.DrawFn, aborts: bool = True) -> list[Arrival]:
-    """Draw up to eight requests with their times."""
     trace = []
     for i in range(draw_(st.integers(1, 8))):
         stream = STREAMS[draw_(st.integers(0, 2))]
@@ -480,7 +474,6 @@ def arrivals(draw_: st.DrawFn, aborts: bool = True) -> list[Arrival]:
 
 @st.composite
 def shapes(draw_: st.DrawFn, trace: list[Arrival], window: int | None = None) -> Shape:
-    """Draw an engine that is just, or easily, large enough for each request of the trace."""
     block_size = draw_(st.integers(1, 4))
     longest = max(longest_len(arrival.request) for arrival in trace)
     max_num_seqs = draw_(st.integers(1, 4))
@@ -502,5 +495,4 @@ WINDOWS = [None, None, 2, 3, 4, 5, 8, 13, 39]
 
 
 def longest_len(request: GenerateRequest) -> int:
-    """Return a bound on the tokens of a request."""
     return min(MAX_MODEL_LEN, len(request.prompt_token_ids) + request.sampling.max_tokens)

@@ -70,7 +70,6 @@ class SimGroup(RankGroup):
                 leader.sender.connect([rank for rank in mine if isinstance(rank, SimFollower)])
 
     def metadata(self, dp_rank: int) -> HandoffMetadata | None:
-        """Return what the ranks under a leader write into tickets, and want to find there."""
         if self.role is Role.MIXED:
             return None
         return handoff_terms(self.pool, self.epoch, dp_rank, self.tp_size, self.schedule.lease_s)
@@ -128,7 +127,6 @@ class SimGroup(RankGroup):
         self._in_collective = []
 
     def on_agreement(self, dp_rank: int, agreed: StepAgreement) -> None:
-        """A leader goes by this agreement."""
         step = self._num_agreed[dp_rank] = self._num_agreed[dp_rank] + 1
         first = self._agreed.setdefault(step, agreed)
         if first is agreed:
@@ -149,7 +147,6 @@ class SimGroup(RankGroup):
             raise Violation("samples differ", text)
 
     def on_outputs(self, leader: SimLeader, outputs: list[EngineOutput]) -> None:
-        """What a step produced goes to ingress and pool."""
         if self.diverged_at:
             self._check_divergence(leader, outputs)
         self.world.send_outputs(self.pool, leader.dp_rank, self.epoch, outputs)
@@ -198,7 +195,6 @@ class SimGroup(RankGroup):
     # --- faults -----------------------------------------------------------------------------------
 
     def strike(self, fault: Fault) -> None:
-        """Note that a fault struck; the next one is armed."""
         self.struck.append(fault)
         self.world.on_strike(fault)
 
@@ -231,7 +227,6 @@ class SimGroup(RankGroup):
             self._signal(rank, fault)
 
     def _signal(self, rank: SimRank, fault: Fault) -> None:
-        """Do to a rank's process what comes from outside."""
         process = rank.process
         match fault.kind:
             case "kill":

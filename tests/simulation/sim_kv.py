@@ -1,7 +1,8 @@
 """KV between the simulated ranks of a prefill and a decode pool.
 
-Real are the tickets and leases (`KVHolder`), the reads (`KVPulls`) and what makes one of all ranks'
-slices (`GroupHolder`, `GroupReader`). Simulated are the two threads, their sockets and the memory.
+Real are the tickets and leases (`KVHolder`), the reads (`KVPulls`), the turns of their threads
+(`KVServer`, `KVPuller`) and what makes one of all ranks' slices (`GroupHolder`, `GroupReader`).
+Simulated are the threads themselves, their sockets and the memory.
 
 Both threads run on while the rank steps. What they call runs in the loop, or later if the process
 is stopped, and never once it is dead. The blocks of an answer are looked at when the reader writes
@@ -10,26 +11,20 @@ them: a ticket that ended meanwhile must not be believed.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sim_model import Cell
 
-from cluster.kv.handoff import HandoffMetadata, KVReadResult
-from cluster.kv.reads import CHUNK_BYTES
-from cluster.wire.messages import (
-    KVAnswer,
-    KVCall,
-    KVHandoff,
-    KVRead,
-    KVRelease,
-    KVRenew,
-    KVSource,
-    RankProcess,
-    decode,
-    encode,
-)
+from cluster.kv.handoff import HandoffMetadata
+from cluster.kv.reads import CHUNK_BYTES, max_chunk_blocks
+from cluster.kv.transport.proofs import CallIds
+from cluster.kv.transport.puller import KVPuller
+from cluster.kv.transport.server import KVServer, ProvedCall
+from cluster.wire.messages import KVAnswer, KVCall, KVSource, RankProcess, decode, encode
 
 if TYPE_CHECKING:
     from sim_rank import SimRank
@@ -47,18 +42,15 @@ POOLS = ("mixed", "prefill", "decode")
 
 
 def kv_address(pool: str, epoch: int, index: int) -> str:
-    """Return where a rank's slice is read."""
     return f"tcp://10.{POOLS.index(pool)}.{epoch}.{index}:1"
 
 
 def place_of(address: str) -> tuple[str, int, int]:
-    """Return pool, epoch and index of the rank whose slice is read there."""
     _, pool, epoch, index = address.removeprefix("tcp://").removesuffix(":1").split(".")
     return POOLS[int(pool)], int(epoch), int(index)
 
 
 def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
-    """Return what tickets tell of a rank's slice."""
     address = kv_address(pool, epoch, index)
     return KVSource(tp_rank, "node", index, 0, address, RankProcess(epoch, address))
 
@@ -66,153 +58,100 @@ def kv_source(pool: str, epoch: int, tp_rank: int, index: int) -> KVSource:
 def handoff_terms(
     pool: str, epoch: int, dp_rank: int, tp_size: int, lease_s: float
 ) -> HandoffMetadata:
-    """Return what the ranks under one leader write into their tickets, and want to find there."""
     sources = []
     for tp_rank in range(tp_size):
         sources.append(kv_source(pool, epoch, tp_rank, dp_rank * tp_size + tp_rank))
     return HandoffMetadata(sources, BLOCK_BYTES, LAYOUT, lease_s)
 
 
-class SimServer:
-    """The holder's thread, as `KVServer`."""
+class SimThread:
+    """Stands for a `KVThread`: its turns run in the loop, after a ring and at deadlines."""
+
+    def __init__(
+        self, rank: SimRank, turn: Callable[[], None], next_deadline: Callable[[], float | None]
+    ) -> None:
+        self.wake = self
+        self._loop, self._call = rank.group.loop, rank.process.call
+        self._turn, self._next_deadline = turn, next_deadline
+        self._is_timed = False
+
+    def ring(self) -> None:
+        self._loop.after(WAKE_S, self._call, self.run)
+
+    def run(self) -> None:
+        self._turn()
+        deadline = self._next_deadline()
+        if deadline is not None and not self._is_timed:
+            self._is_timed = True
+            at = max(deadline, self._loop.now + WAKE_S)
+            self._loop.at(at, self._call, self._on_deadline)
+
+    def check(self) -> None:
+        """It never dies by itself."""
+
+    def _on_deadline(self) -> None:
+        self._is_timed = False
+        self.run()
+
+
+class SimServer(KVServer):
+    """The real server; it is its own socket, memory and proofs."""
 
     def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
         self._rank = rank
-        self._loop = rank.group.loop
-        self._ring = ring
+        schedule, plants = rank.group.schedule, rank.group.plants
         self._source = kv_source(rank.group.pool, rank.epoch, rank.tp_rank, rank.index)
-        self._holder = rank.group.plants.kv_holder(rank.group.schedule.lease_s, self._loop.time)
-        self._early: list[tuple[SimPuller, KVCall]] = []
-        self._is_timed = False
+        self._holder = plants.kv_holder(schedule.lease_s, rank.group.loop.time)
+        self._max_blocks = max_chunk_blocks(BLOCK_BYTES)
+        self._lock = threading.Lock()
+        self._early: list[Any] = []
+        self._last_numbers: dict[int, int] = {}
+        self.num_expired = 0
+        self._socket: Any = self
+        self._store: Any = self
+        self._proofs: Any = self
+        self._doorbell: Any = SimpleNamespace(ring=ring)
+        self._thread: Any = SimThread(rank, self._turn, self._next_deadline)
 
-    # --- the step thread's side -----------------------------------------------------------------
-
-    def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease and return its ticket."""
-        ticket: int = self._holder.hold(request_id, block_ids, generations)
-        self._loop.after(WAKE_S, self._rank.process.call, self._wake)
-        return ticket
-
-    def drop(self, ticket: int) -> None:
-        """End a ticket: its request was aborted."""
-        self._holder.drop(ticket)
-
-    def take_ended(self) -> list[int]:
-        """Return the tickets whose blocks may be freed."""
-        ended: list[int] = self._holder.take_ended()
-        return ended
-
-    @property
-    def num_held(self) -> int:
-        """Tickets that are alive."""
-        num_held: int = self._holder.num_held
-        return num_held
-
-    # --- the thread -----------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        early, self._early = self._early, []
-        for puller, call in early:
-            self._take(puller, call)
-        if self._holder.tick():
-            self._ring()
-        deadline = self._holder.next_deadline()
-        if deadline is not None and not self._is_timed:
-            self._is_timed = True
-            at = max(deadline, self._loop.now + WAKE_S)
-            self._loop.at(at, self._rank.process.call, self._on_deadline)
-
-    def _on_deadline(self) -> None:
-        self._is_timed = False
-        self._wake()
-
-    def on_call(self, puller: SimPuller, body: bytes) -> None:
-        """A reader's call is there."""
+    def on_call(self, puller: SimPuller, call_id: bytes, body: bytes) -> None:
         self._rank.group.on_transfer(self._rank)
-        self._rank.process.call(self._take, puller, decode(body, KVCall))
+        self._rank.process.call(self._take, puller, call_id, body)
 
-    def _take(self, puller: SimPuller, call: KVCall) -> None:
-        """Answer a call, or keep it until its ticket is held."""
-        if call.ticket > self._holder.last_ticket:
-            self._early.append((puller, call))
-            return
-        blocks: list[Block] = []
-        match call:
-            case KVRead():
-                alive = self._holder.covers(call.ticket, call.block_ids, call.generations)
-                cells = self._rank.model.blocks
-                blocks = [cells[block] for block in call.block_ids] if alive else []
-            case KVRenew():
-                alive = self._holder.renew(call.ticket)
-            case KVRelease():
-                alive = self._holder.release(call.ticket, call.num_blocks_read)
-                self._ring()
-        answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
+    def _take(self, puller: Any, call_id: bytes, body: bytes) -> None:
+        self._early.append(ProvedCall(puller, call_id, b"", decode(body, KVCall)))
+        self._answer_early()
+
+    def _turn(self) -> None:
+        self._answer_early()
+        self._expire()
+
+    def gather(self, ids: list[int]) -> list[Block]:
+        return [self._rank.model.blocks[i] for i in ids]
+
+    def of_answer(self, call_proof: bytes, answer: bytes) -> bytes:
+        return b""
+
+    def send_multipart(self, parts: list[Any], *, copy: bool) -> None:
+        puller, _, answer, _, *blocks = parts
         puller.answer_from(self._source, answer, blocks)
 
 
-class SimPuller:
-    """The reader's thread, as `KVPuller`, and its `ReadTransport`."""
+class SimPuller(KVPuller):
+    """The real reader; it is the `ReadTransport` of its reads."""
 
     def __init__(self, rank: SimRank, ring: Callable[[], None]) -> None:
         group = rank.group
-        self._rank, self._loop, self._world = rank, group.loop, group.world
-        self._ring = ring
+        self._rank, self._world = rank, group.world
         self.address = kv_address(group.pool, rank.epoch, rank.index)
-        self._commands: deque[Callable[[], None]] = deque()
-        self._finished: list[KVReadResult] = []
-        self._is_timed = False
-        self._pulls = group.plants.kv_pulls(
+        self._ids = CallIds()
+        self._answers: list[tuple[KVSource, KVAnswer, list[Any]]] = []
+        self._transport: Any = self
+        self._commands, self._finished = SimpleQueue(), SimpleQueue()
+        self._doorbell: Any = SimpleNamespace(ring=ring)
+        self.reads = group.plants.kv_pulls(
             self, tp_rank=rank.tp_rank, block_bytes=BLOCK_BYTES, clock=group.loop.time
         )
-
-    # --- the step thread's side -----------------------------------------------------------------
-
-    def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
-        self._post(lambda: self._pulls.expect(request_id, handoff))
-
-    def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
-    ) -> None:
-        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
-        self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
-
-    def cancel(self, request_id: str) -> None:
-        """Stop and release; a read that was started still reports when it no longer writes."""
-        self._post(lambda: self._pulls.cancel(request_id))
-
-    def take_finished(self) -> list[KVReadResult]:
-        """Return the reads that ended since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._loop.after(WAKE_S, self._rank.process.call, self._wake)
-
-    # --- the thread -----------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
-        self._pulls.on_tick()
-        if finished := self._pulls.take_finished():
-            self._finished += finished
-            self._ring()
-        deadline = self._pulls.next_deadline()
-        if deadline is not None and not self._is_timed:
-            self._is_timed = True
-            at = max(deadline, self._loop.now + WAKE_S)
-            self._loop.at(at, self._rank.process.call, self._on_deadline)
-
-    def _on_deadline(self) -> None:
-        self._is_timed = False
-        self._wake()
+        self._thread: Any = SimThread(rank, self._turn, self.reads.next_deadline)
 
     def answer_from(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
         """Put a holder's answer on its way. Called on the holder's thread."""
@@ -221,22 +160,24 @@ class SimPuller:
         self._world.send_kv(sender, self.address, call, self._take, source, answer, blocks)
 
     def _take(self, source: KVSource, answer: bytes, blocks: list[Block]) -> None:
-        self._pulls.on_answer(source, decode(answer, KVAnswer), blocks)
-        self._wake()
+        self._answers.append((source, decode(answer, KVAnswer), blocks))
+        self._thread.run()
 
     # --- what the reads need of the world ---------------------------------------------------------
 
+    def receive(self) -> list[tuple[KVSource, KVAnswer, list[Any]]]:
+        answers, self._answers = self._answers, []
+        return answers
+
     def send(self, source: KVSource, call: KVCall) -> None:
-        """Send a call."""
         self._rank.group.on_transfer(self._rank)
         server = self._world.rank_at(source.address).server
         assert server is not None, f"{source.address}: wanted a holder"
-        self._world.send_kv(self.address, source.address, server.on_call, self, encode(call))
+        args = self, self._ids.next(), encode(call)
+        self._world.send_kv(self.address, source.address, server.on_call, *args)
 
     def is_mapped(self, source: KVSource) -> bool:
-        """Whether `copy` can reach the source's blocks."""
-        is_mapped: bool = self._world.schedule.is_mapped
-        return is_mapped
+        return self._world.schedule.is_mapped
 
     def copy(self, source: KVSource, source_ids: list[int], ids: list[int]) -> None:
         """Copy blocks of the source into blocks of ours; raises OSError where it is gone."""
@@ -246,7 +187,6 @@ class SimPuller:
         self.write(ids, [rank.model.blocks[block] for block in source_ids])
 
     def write(self, ids: list[int], blocks: list[Any]) -> None:
-        """Write the cells of an answer into blocks of ours."""
         for block, cells in zip(ids, blocks, strict=True):
             self._rank.model.blocks[block][:] = cells
 

@@ -9,40 +9,56 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from math import log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from sim_schedule import LINK, Fault
 
 from cluster.engine.divergence import StepDigester
-from cluster.wire.group_messages import (
-    EndOfSteps,
-    FollowerReport,
-    KVOrder,
-    StepFrame,
-    ToFollower,
-)
-from cluster.wire.messages import StepAgreement, StepPlan, Vote, decode, encode
+from cluster.group.channel import StepReceiver, StepSender
+from cluster.group.peers import PeerSockets
+from cluster.wire.group_messages import EndOfSteps, FollowerReport, KVOrder, StepFrame, ToFollower
+from cluster.wire.messages import Vote, decode, encode
 
 if TYPE_CHECKING:
     from sim_group import SimGroup
     from sim_rank import SimFollower, SimLeader
 
 
-class Link:
-    """One direction of a connection."""
+ORDERS = {kind.__name__ for kind in (*get_args(KVOrder), EndOfSteps)}
+"""What no link fault strikes."""
 
-    def __init__(self, group: SimGroup, deliver: Callable[[bytes], None]) -> None:
-        self._loop = group.loop
+
+class Link:
+    """One direction of a connection, which a link fault may strike if it has a `sender`."""
+
+    def __init__(
+        self,
+        group: SimGroup,
+        deliver: Callable[[bytes], None],
+        sender: SimLeader | None = None,
+        peer: int = -1,
+    ) -> None:
+        self._group, self._loop = group, group.loop
         self._random = group.rng.random
         self._mean_s = group.schedule.delay_s
         self._deliver = deliver
+        self._sender, self._peer = sender, peer
         self._arrives_at = 0.0
-        self.is_lost = False
+        self._is_lost = False
 
-    def send(self, body: bytes, late_s: float = 0.0) -> None:
-        """Put a frame on its way."""
-        if self.is_lost:
+    def send(self, body: bytes) -> None:
+        fault = self._sender.due(LINK) if self._sender is not None else None
+        if fault is None or fault.peer != self._peer or decode(body, Any)[0] in ORDERS:
+            self._put(body)
+        else:
+            self._strike(fault, body)
+
+    def close(self) -> None:
+        """What was sent still arrives."""
+
+    def _put(self, body: bytes, late_s: float = 0.0) -> None:
+        if self._is_lost:
             return
         at = self._loop.now - self._mean_s * log(1.0 - self._random()) + late_s
         if at < self._arrives_at:
@@ -50,37 +66,37 @@ class Link:
         self._arrives_at = at
         self._loop.at(at, self._deliver, body)
 
-    def strike(self, group: SimGroup, fault: Fault, body: bytes) -> None:
-        """Send a frame that a link fault may strike."""
+    def _strike(self, fault: Fault, body: bytes) -> None:
+        group = self._group
         match fault.kind:
             case "diverge":
-                self.send(_alter_vote(group, fault, body))
+                self._put(_alter_vote(group, fault, body))
                 return
             case "altered plan":
-                self.send(_alter_plan(group, fault, body))
+                self._put(_alter_plan(group, fault, body))
                 return
             case "held link":
-                self.send(body, fault.duration_s)
+                self._put(body, fault.duration_s)
             case "lost link":
-                self.is_lost = True
+                self._is_lost = True
         group.strike(fault)
 
 
-class SimPeers:
-    """A leader's connections to the other leaders."""
+class SimPeers(PeerSockets):
+    """A leader's connections to the other leaders: the real ones but for what waits."""
 
     def __init__(self, leader: SimLeader) -> None:
         self._leader = leader
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, Any] = {}
         self._frames: list[deque[bytes]] = [deque() for _ in range(leader.group.dp_size)]
         self._awaited = -1
 
     def connect(self) -> None:
-        """Open a link to every other leader."""
         me = self._leader
         for peer in me.group.leaders:
             if peer is not me:
-                self._links[peer.index] = Link(me.group, peer.peers.receiver(me.dp_rank))
+                receive = peer.peers.receiver(me.dp_rank)
+                self._links[peer.index] = Link(me.group, receive, me, peer.index)
 
     def receiver(self, sender: int) -> Callable[[bytes], None]:
         """Return what takes the frames of a peer. Called from the loop."""
@@ -94,17 +110,7 @@ class SimPeers:
 
         return deliver
 
-    def send(self, body: bytes) -> None:
-        """Send a frame to every peer."""
-        fault = self._leader.due(LINK)
-        for index, link in self._links.items():
-            if fault is not None and fault.peer == index:
-                link.strike(self._leader.group, fault, body)
-            else:
-                link.send(body)
-
     def receive(self, dp_rank: int) -> bytes | None:
-        """Wait for the next frame of a peer."""
         frames = self._frames[dp_rank]
         if not frames:
             self._awaited = dp_rank
@@ -115,46 +121,26 @@ class SimPeers:
 
     @property
     def has_frames(self) -> bool:
-        """Whether a peer has sent what was not received."""
         return any(self._frames)
 
 
-class SimSender:
-    """A leader's side of the step channel, as `StepSender`."""
+class SimSender(StepSender):
+    """A leader's side of the step channel: the real one but for its ends."""
 
     def __init__(self, leader: SimLeader) -> None:
         self._leader = leader
         self._digester = StepDigester(is_overlapped=leader.group.schedule.is_overlapped)
-        self._links: dict[int, Link] = {}
         self.reports: deque[tuple[int, bytes]] = deque()
 
     def connect(self, followers: list[SimFollower]) -> None:
         """Open links to and from the followers."""
+        me, links = self._leader, list[Any]()
         for follower in followers:
-            self._links[follower.index] = Link(follower.group, follower.receiver.deliver)
+            links.append(Link(me.group, follower.receiver.deliver, me, follower.index))
             follower.receiver.connect(self)
-
-    def send(self, plan: StepPlan, agreed: StepAgreement) -> None:
-        """Hand one step to every follower."""
-        body = encode(StepFrame(plan, agreed, self._digester.digest(plan, agreed)))
-        fault = self._leader.due(LINK)
-        for index, link in self._links.items():
-            if fault is not None and fault.peer == index:
-                link.strike(self._leader.group, fault, body)
-            else:
-                link.send(body)
-
-    def note_drawn(self, token_ids: list[int]) -> None:
-        """Check followers two steps later for having drawn the same."""
-        self._digester.note_drawn(token_ids)
-
-    def tell(self, order: KVOrder) -> None:
-        """Hand an order to every follower, behind the steps that were sent before."""
-        for link in self._links.values():
-            link.send(encode(order))
+        self.links = tuple(links)
 
     def take_reports(self) -> list[tuple[int, FollowerReport]]:
-        """Return what followers have reported since the last call, with their ranks."""
         reports = [(tp_rank, decode(body, FollowerReport)) for tp_rank, body in self.reports]
         self.reports.clear()
         return reports
@@ -164,14 +150,9 @@ class SimSender:
         self.reports.append((tp_rank, body))
         self._leader.wake()
 
-    def close(self) -> None:
-        """Tell the followers that no step comes any more."""
-        for link in self._links.values():
-            link.send(encode(EndOfSteps()))
 
-
-class SimReceiver:
-    """A follower's side of the step channel, as `StepReceiver`."""
+class SimReceiver(StepReceiver):
+    """A follower's side of the step channel: the real one but for what waits."""
 
     def __init__(self, follower: SimFollower) -> None:
         self._follower = follower
@@ -180,9 +161,9 @@ class SimReceiver:
         self._is_waiting = False
 
     def connect(self, sender: SimSender) -> None:
-        """Open the link to the leader."""
         tp_rank = self._follower.tp_rank
-        self._link = Link(self._follower.group, lambda body: sender.on_report(tp_rank, body))
+        link: Any = Link(self._follower.group, lambda body: sender.on_report(tp_rank, body))
+        self._link = link
 
     def deliver(self, body: bytes) -> None:
         """A frame is there. Called from the loop."""
@@ -211,10 +192,6 @@ class SimReceiver:
         if isinstance(frame, StepFrame):
             self._follower.on_plan(frame)
         return frame
-
-    def report(self, report: FollowerReport) -> None:
-        """Tell the leader what has ended here."""
-        self._link.send(encode(report))
 
 
 def _alter_vote(group: SimGroup, fault: Fault, body: bytes) -> bytes:

@@ -177,7 +177,6 @@ class Process:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody stopped it."""
         return self._num_stops > 0
 
     def wake(self, ticket: int) -> None:
@@ -191,7 +190,6 @@ class Process:
         self._greenlet.switch()
 
     def interrupt(self, error: Exception) -> None:
-        """Let the wait under way raise."""
         self._error = error
         self.wake(self.ticket)
 

@@ -17,9 +17,9 @@ from sim_rank import SimLeader, SimRank
 from sim_schedule import Shape
 
 from cluster.actors.rank_group import CallEnd, RankGroup
+from cluster.actors.reports import ReplicaReport
 from cluster.group.rendezvous import Rendezvous
 from cluster.observe.logs import last_line
-from cluster.observe.reports import ReplicaReport
 from cluster.wire.messages import Abort, encode
 from serve.pools.pool_core import PoolCore, hold_s
 from serve.pools.routing import Routing
@@ -51,19 +51,16 @@ class SimHandle:
         _end(self._end, CallEnd(None, last_line(error), error) if error else CallEnd())
 
     async def meet(self) -> CallEnd:
-        """Open nothing: simulated ranks find each other in their group."""
         nobody = ("",) * self._group.dp_size
         return CallEnd(Rendezvous("10.0.0.1", 0, "", nobody, nobody))  # type: ignore[arg-type]
 
     async def load(self, rendezvous: Rendezvous | None) -> CallEnd:
-        """Load for a while, unless it is time for a start that fails."""
         await asyncio.sleep(0.2 + 0.4 * self._rng.random())
         if self._rank.process.is_dead or self._group.fails_to_start(self._rank):
             return CallEnd(cause="its process died", is_death=True)
         return CallEnd(f"{self._group.pool}/{self._rank.epoch}/{self._rank.dp_rank}")
 
     def run(self) -> Awaitable[CallEnd]:
-        """Start the rank."""
         self._loop.after(self._rng.random() * 0.01, self._rank.start)
         return self._end
 
@@ -80,7 +77,6 @@ class SimHandle:
         _end(answer, CallEnd(self._rank.step_stats.heartbeat()))
 
     def stats(self) -> Awaitable[CallEnd]:
-        """Nobody asks: pools are not reported here."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -89,7 +85,6 @@ class SimHandle:
         self._loop.after(0.05 * self._rng.random(), self._rank.tell_to_stop)
 
     def kill(self) -> None:
-        """Do what `ray.kill` does."""
         self._rank.kill()
         self.on_death()
 
@@ -106,7 +101,6 @@ class SimEngineLinks:
         self._world = world
 
     def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
-        """Put them on their way."""
         self._world.send_to_leader("ingress", inbox, encode(Abort(request_ids)))
 
     def forget(self, inbox: str) -> None:
@@ -125,11 +119,9 @@ class SimLeaderLink:
         self._inbox = inbox
 
     async def submit(self, frame: bytes) -> None:
-        """Put it on its way."""
         self._world.send_to_leader(f"{self._inbox} pool", self._inbox, frame)
 
     def abort(self, request_id: str) -> None:
-        """Put it on its way."""
         if not self.is_closed:
             frame = encode(Abort([request_id]))
             self._world.send_to_leader(f"{self._inbox} pool", self._inbox, frame)
@@ -152,18 +144,15 @@ class SimPool:
         )
 
     def generate(self, request_id: str, frame: bytes) -> asyncio.Task[str]:
-        """Start a call, as a deployment's handle does."""
         if self._shape.pool != "decode":
             self._world.on_attempt(request_id)
         return self._world.loop.create_task(self.core.generate(request_id, frame, CONFIG_HASH))
 
     def new_group(self, epoch: int) -> RankGroup:
-        """Make the simulated ranks of an epoch."""
         group: RankGroup = self._world.plants.group(self._world, self._shape, epoch)
         return group
 
     async def connect(self, inboxes: Sequence[str]) -> list[SimLeaderLink]:
-        """Open new ways to leaders."""
         for link in self._links:
             link.is_closed = True
         self._links = [SimLeaderLink(self._world, inbox) for inbox in inboxes]
@@ -173,7 +162,6 @@ class SimPool:
         """Nobody looks."""
 
     async def final_failure(self) -> str:
-        """Any start may succeed."""
         return ""
 
     async def note_failure(self, reason: str, is_final: bool) -> None:

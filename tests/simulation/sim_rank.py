@@ -1,7 +1,8 @@
 """Simulated ranks: the real engine, lockstep and follower's loop over the simulated model.
 
-Real are `Engine.step`, plain or overlapped, with scheduler and blocks, `JoinedLockstep` with its
-machine and dispatch, `FollowerLoop` with its digests, `StepStats`, and every frame on its way.
+Real are the leader's loop, `Engine.step`, plain or overlapped, with scheduler and blocks,
+`JoinedLockstep` with its machine and dispatch, `FollowerLoop` with its digests, `StepStats`, the
+step channel, and every frame on its way.
 Simulated are the model, the time that it takes, and what carries frames.
 
 Code of a rank runs in its `Process` and blocks there; what is said to be called from the loop must
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from sim_device import AsyncDevice, HostDevice, Job
@@ -34,7 +36,8 @@ from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.rank.follower_loop import FollowerLoop
-from cluster.wire.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
+from cluster.rank.leader import Leader
+from cluster.wire.group_messages import StepFrame
 from cluster.wire.messages import (
     Abort,
     EngineOutput,
@@ -112,11 +115,9 @@ class SimRank:
 
     @property
     def last_step(self) -> int:
-        """The last step that the rank went by."""
         raise NotImplementedError
 
     def due(self, kinds: tuple[str, ...]) -> Fault | None:
-        """Return the next fault if it is this rank's, of such a kind, and its step has come."""
         fault = self.group.world.fault
         if fault is None or fault.rank != self.index or fault.kind not in kinds:
             return None
@@ -157,7 +158,6 @@ class SimRunner:
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> SampledTokens:
-        """Launch a step, and wait for it."""
         return self.wait(self.launch(plan, agreed, confirm))
 
     def launch(
@@ -182,7 +182,6 @@ class SimRunner:
         return agreed.step, job
 
     def _compute(self, plan: StepPlan, agreed: StepAgreement) -> list[int]:
-        """Do what the device does in a step."""
         rank = self._rank
         # KV is written before the last collective: whoever knows a token may read all ranks' KV.
         sampled = rank.model.run(plan)
@@ -209,7 +208,6 @@ class SimRunner:
         """What was compiled is loaded at once; see `SimRank.on_compiled`."""
 
     def enter(self, agreed: StepAgreement, num_tokens: int) -> None:
-        """Go over to compiled pieces, or capture a graph, which runs its collectives."""
         stage, device = agreed.stage, self._rank.device
         if stage > 1:
             capture = Job(lambda: self._capture(agreed.step, f"graph {stage - 1}", num_tokens))
@@ -226,34 +224,32 @@ class SimRunner:
         confirm()
 
     def num_tokens(self, plan: StepPlan, across: tuple[int, ...]) -> int:
-        """Return how many tokens this rank runs, padding included."""
         return across[self._rank.dp_rank]
 
     def forward(self, plan: StepPlan, agreed: StepAgreement, num_tokens: int) -> None:
-        """Run the collectives of a step."""
         for layer in range(COLLECTIVES):
             self.collective(agreed.step, f"layer {layer}", num_tokens)
 
     def collective(self, step: int, name: str, num_tokens: int) -> None:
-        """Wait for all ranks."""
         self._rank.group.collective(self._rank, step, name, num_tokens)
 
 
 class SimLeader(SimRank):
-    """The loop around the step, as in `cluster/rank/leader.py`."""
+    """A leader with the real loop (`cluster/rank/leader.py`); it is its own output sender."""
 
     def __init__(self, group: SimGroup, index: int) -> None:
         super().__init__(group, index)
         self.peers = SimPeers(self)
-        self.sender = SimSender(self) if group.tp_size > 1 else None
+        self.sender = self._channel = SimSender(self) if group.tp_size > 1 else None
+        self._output_sender, self._look_at = self, inf
         self.inbox: deque[bytes] = deque()
         self.is_asleep = False
-        self.is_told_to_stop = False
+        self.is_told_to_stop = self._is_stopping = False
         self.has_rung = False
         self.aborted: dict[str, int] = {}
         """Requests whose abort was in the inbox before this step."""
-        self.holder: GroupHolder | None = None
-        self.reader: GroupReader | None = None
+        self._holder: GroupHolder | None = None
+        self._reader: GroupReader | None = None
         self.machine: LockstepMachine | None = None
         self.scheduler = self._scheduler()
 
@@ -262,16 +258,16 @@ class SimLeader(SimRank):
         num_followers = self.group.tp_size - 1
         tell = self.sender.tell if self.sender is not None else None
         if self.server is not None:
-            self.holder = plants.group_holder(self.server, num_followers, tell)
+            self._holder = plants.group_holder(self.server, num_followers, tell)
         if self.puller is not None:
-            self.reader = plants.group_reader(self.puller, num_followers, tell)
+            self._reader = plants.group_reader(self.puller, num_followers, tell)
         blocks = BlockManager(schedule.num_blocks, schedule.block_size, schedule.is_caching)
         metadata = self.group.metadata(self.dp_rank)
         scheduler: Scheduler = plants.scheduler(
             SchedulerConfig(schedule.max_num_seqs, schedule.budget),
             RequestLimits(blocks, MAX_MODEL_LEN, self.group.role, VOCAB),
             epoch=self.epoch,
-            handover=KVHandover(blocks, metadata, holder=self.holder, reader=self.reader)
+            handover=KVHandover(blocks, metadata, holder=self._holder, reader=self._reader)
             if metadata is not None
             else None,
         )
@@ -291,10 +287,7 @@ class SimLeader(SimRank):
         self.runner: SimRunner = plants.runner(self)
         loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
         self.engine = loop(
-            self.scheduler,
-            lockstep or AloneLockstep(self.switch),
-            self.sender,
-            self.runner,
+            self.scheduler, lockstep or AloneLockstep(self.switch), self.sender, self.runner
         )
         super().start()
 
@@ -305,7 +298,7 @@ class SimLeader(SimRank):
 
     def tell_to_stop(self) -> None:
         """Do what `Leader.stop` does. Called from the loop."""
-        self.is_told_to_stop = True
+        self.is_told_to_stop = self._is_stopping = True
         self.ring()
 
     def ring(self) -> None:
@@ -318,16 +311,16 @@ class SimLeader(SimRank):
         if self.is_asleep:
             self.process.wake(self.process.ticket)
 
-    def run(self) -> None:
-        """Step until all leaders are stopped."""
-        while not self.engine.has_ended:
-            self.step()
-            if self.engine.is_idle and not self.engine.has_ended:
-                self.sleep()
-        if self.sender is not None:
-            self.sender.close()
+    run, _take_reports, _book = Leader.run, Leader._take_reports, Leader._book
+    last_step = _last_step = Leader._last_step
 
-    def sleep(self) -> None:
+    def step(self) -> None:
+        Leader.step(self)  # type: ignore[arg-type]
+        agreed = self.engine.agreed
+        if agreed is not None and not agreed.has_work:
+            self.group.on_agreement(self.dp_rank, agreed)
+
+    def _sleep(self) -> None:
         """Wait until something is to be done, here or on a peer."""
         self.step_stats.wait(self.last_step, is_asleep=True)
         has_report = self.sender is not None and self.sender.reports
@@ -337,33 +330,12 @@ class SimLeader(SimRank):
             self.is_asleep = False
         self.has_rung = False
 
-    @property
-    def last_step(self) -> int:
-        """The last step that all agreed on."""
-        agreed = self.engine.agreed
-        return agreed.step if agreed else 0
-
-    def step(self) -> None:
-        """Take what waits in the inbox, run one step and send its outputs."""
-        engine = self.engine
-        self.step_stats.plan(self.last_step + 1)
-        self.pass_time(Phase.PLANNING, 0.0002)
-        if self.inbox:
-            self.take_inbox()
+    def _close(self) -> None:
         if self.sender is not None:
-            self._take_reports(self.sender)
-        engine.is_draining = self.is_told_to_stop
-        outputs = engine.step()
-        agreed = engine.agreed
-        if agreed is not None and not agreed.has_work:
-            self.group.on_agreement(self.dp_rank, agreed)
-        if outputs:
-            if self.aborted:
-                self._check_aborts(outputs)
-            self.group.on_outputs(self, outputs)
+            self.sender.close()
 
-    def take_inbox(self) -> None:
-        """Give the engine what waits."""
+    def _take_inbox(self) -> None:
+        self.pass_time(Phase.PLANNING, 0.0002)
         while self.inbox:
             message = decode(self.inbox.popleft(), Inbound)
             match message:
@@ -374,22 +346,14 @@ class SimLeader(SimRank):
                     self.abort(message.request_ids)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Give the engine an abort."""
         self.engine.abort(request_ids)
 
-    def _take_reports(self, sender: SimSender) -> None:
-        """Book what has ended on the followers."""
-        for tp_rank, report in sender.take_reports():
-            match report:
-                case PiecesLoaded():
-                    assert self.switch.on_follower_loaded()
-                case TicketsEnded():
-                    assert self.holder is not None
-                    self.holder.on_tickets_ended(report.tickets)
-                case ReadEnded():
-                    assert self.reader is not None
-                    error = f"tp={tp_rank}: {report.error}" if report.error else ""
-                    self.reader.on_read_ended(report.request_id, error)
+    def send(self, outputs: list[EngineOutput]) -> list[str]:
+        """Do what `OutputSender.send` does; nothing is lost."""
+        if self.aborted:
+            self._check_aborts(outputs)
+        self.group.on_outputs(self, outputs)
+        return []
 
     def _check_aborts(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -424,10 +388,8 @@ class SimFollower(SimRank):
         self.loop.run()
 
     def on_plan(self, frame: StepFrame) -> None:
-        """A plan was received, and is not executed yet."""
         self.pass_time(Phase.PLANNING, 0.0)
 
     @property
     def last_step(self) -> int:
-        """The last step that was executed."""
         return self.loop.step

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import log
@@ -25,7 +25,6 @@ from typing import Any
 
 from sim_check import check_scheduler
 from sim_group import SimGroup
-from sim_judge import is_named
 from sim_kv import place_of
 from sim_loop import SimLoop, Violation
 from sim_model import GRAPHS, continuation
@@ -33,6 +32,7 @@ from sim_owner import SimEngineLinks, SimHandle, SimPool
 from sim_rank import SimFollower, SimLeader, SimRank, SimRunner
 from sim_schedule import (
     FATAL,
+    LOST,
     MAX_MODEL_LEN,
     MIN_STEPS,
     VOCAB,
@@ -45,6 +45,8 @@ from sim_schedule import (
 from cluster.engine.lockstep import LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.watchdog import Phase
+from cluster.group.context import RankPlace
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import KVPulls
@@ -75,6 +77,19 @@ REST_S = 12.0
 LONGEST_DELAY = 4.0
 """Of the mean. A frame that is later is held up by a fault: else the shortest lease may end by bad
 luck alone, and a request be lost once more than its schedule's faults account for."""
+
+
+NAMED = {
+    "kill": (" ended: ",),
+    "stop": (": no heartbeat for ", ": does not advance in step "),
+    "stall": (": does not advance in step ",),
+    "drain": (" ended: stopped",),
+    "diverge": (": wanted ",),
+    "altered plan": (": wanted ",),
+    "lost link": (": does not advance in step ", ": wanted "),
+    "lost frame": (": does not advance in step ", ": wanted "),
+}
+"""What a group's end says of a fault."""
 
 
 class Plants:
@@ -122,7 +137,6 @@ class Outcome:
 
 
 def run_schedule(schedule: Schedule, plants: Plants | None = None) -> Outcome:
-    """Run one simulation to its end, or to the first violation."""
     with _quiet():
         return World(schedule, plants or Plants()).run()
 
@@ -146,7 +160,6 @@ class World:
         self._is_done = False
 
     def run(self) -> Outcome:
-        """Run to the end."""
         outcome = self.outcome
         try:
             self.loop.after(0.0, self._begin)
@@ -219,7 +232,6 @@ class World:
         return Arrival(f"x{i}", 0.0, arrival.prompt, arrival.max_tokens, arrival.stop, None)
 
     async def _client(self, arrival: Arrival) -> None:
-        """Be one client: take the stream, compare it with the oracle, or leave."""
         await asyncio.sleep(arrival.at)
         self.outcome.num_requests += 1
         if arrival.abort_after_s is None:
@@ -253,7 +265,6 @@ class World:
         )
 
     def _check_rest(self, group: SimGroup) -> None:
-        """Check that nothing is left of any request."""
         for leader in group.leaders:
             scheduler = leader.scheduler
             check_scheduler(scheduler)
@@ -269,12 +280,10 @@ class World:
     # --- ways between processes -------------------------------------------------------------------
 
     def on_attempt(self, request_id: str) -> None:
-        """The router asks a pool."""
         if not request_id.endswith(".0"):
             self.outcome.num_resubmitted += 1
 
     def send_to_leader(self, sender: str, inbox: str, body: bytes) -> None:
-        """Put a frame on its way to a leader's inbox."""
         if self.schedule.loses_aborts and self._is_lost_abort(body):
             return
         pool, epoch, dp_rank = inbox.split("/")
@@ -287,7 +296,6 @@ class World:
     def send_outputs(
         self, pool: str, dp_rank: int, epoch: int, outputs: list[EngineOutput]
     ) -> None:
-        """Put a step's outputs on their way to the ingress, and the last ones to the pool."""
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self._note(self.loop.now, epoch, num_tokens)
         inbox = f"{pool}/{epoch}/{dp_rank}"
@@ -297,7 +305,6 @@ class World:
             self.loop.at(self._arrival(inbox, "pool"), self.pools[pool].core.on_ended, ended)
 
     def _receive(self, inbox: str, outputs: list[EngineOutput]) -> None:
-        """Do what the token socket does with a frame."""
         pool, epoch, dp_rank = inbox.split("/")
         with suppress(FrameError):
             self.tokens.begin_frame(f"{pool}/{dp_rank}", int(epoch), inbox)
@@ -310,13 +317,11 @@ class World:
         return self._groups[pool, epoch].ranks[index]
 
     def send_kv(self, sender: str, receiver: str, call: Callable[..., Any], *args: Any) -> None:
-        """Put a call or an answer between ranks of two pools on its way."""
         at = self._arrival(sender, receiver, self.schedule.kv_delay_s)
         if self.loop.now >= self._calls_lost_until:
             self.loop.at(at, call, *args)
 
     def lose_calls(self, duration_s: float) -> None:
-        """Let nothing through between ranks of two pools for a while."""
         self._calls_lost_until = self.loop.now + duration_s
 
     def _arrival(self, sender: str, receiver: str, mean_s: float = 0.001) -> float:
@@ -330,22 +335,18 @@ class World:
     # --- what groups tell -------------------------------------------------------------------------
 
     def on_group(self, group: SimGroup) -> None:
-        """A group was made."""
         self._groups[group.pool, group.epoch] = group
 
     def on_step(self, agreed: StepAgreement) -> None:
-        """A group goes by a new agreement."""
         self.outcome.num_steps += agreed.has_work
         self._note(self.loop.now, agreed.step, max(agreed.num_scheduled_tokens), agreed.epoch)
 
     def on_strike(self, fault: Fault) -> None:
-        """The next fault struck."""
         self._faults.remove(fault)
         self.fault = self._faults[0] if self._faults else None
         self.outcome.struck.append(fault.name)
 
     def on_group_end(self, group: SimGroup, reason: str) -> None:
-        """A group ended: by a fault, and with the right name, or by order."""
         self.outcome.ends.append(reason)
         for leader in group.leaders:
             self.outcome.num_preemptions += leader.scheduler.stats().num_preemptions
@@ -354,7 +355,7 @@ class World:
         fatal = self._fatal(group)
         if not fatal:
             self.loop.fail(Violation("named without a fault", reason))
-        elif not any(is_named(fault, group.places, reason) for fault in fatal):
+        elif not any(_is_named(fault, group.places, reason) for fault in fatal):
             where = [f"{fault.kind} of rank {fault.rank} {fault.phase.name}" for fault in fatal]
             self.loop.fail(Violation("wrong rank named", f"{reason}; struck {where}"))
 
@@ -365,6 +366,30 @@ class World:
         self.outcome.trace = hash((self.outcome.trace, *values))
 
 
+def _is_named(fault: Fault, places: Sequence[RankPlace], reason: str) -> bool:
+    """Tell whether a group's end is what a fault must look like.
+
+    Where nobody can tell which of several ranks is at fault, any of them will do, and no other.
+    """
+    names = [f"rank dp={at.dp_rank} tp={at.tp_rank} epoch={at.epoch}" for at in places]
+    is_rank_right = any(reason.startswith(names[i]) for i in _suspects(fault, len(places)))
+    return is_rank_right and any(text in reason for text in NAMED[fault.kind])
+
+
+def _suspects(fault: Fault, num_ranks: int) -> Iterable[int]:
+    if fault.kind in LOST:
+        return fault.rank, fault.peer
+    if fault.kind == "altered plan":
+        return (fault.peer,)
+    # Nobody can tell who of a collective has not entered it, and of two votes which one is wrong.
+    is_in_collective = fault.kind == "stall" and fault.phase is Phase.RUNNING
+    return (
+        range(num_ranks)
+        if is_in_collective or fault.kind in ("drain", "diverge")
+        else (fault.rank,)
+    )
+
+
 def _request(arrival: Arrival) -> GenerateRequest:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, arrival.max_tokens, arrival.stop, -1, -1, None, None)
     return GenerateRequest(arrival.request_id, arrival.prompt, [], sampling, "", b"")
@@ -372,7 +397,6 @@ def _request(arrival: Arrival) -> GenerateRequest:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep restarts out of the log: they are what simulations are about."""
     logger = logging.getLogger("lockstep")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_bugs import BUGS
-from cuda_device import (
-    RUBBISH,
-    STREAM_WAITS,
-    CudaDevice,
-    NotSimulated,
-    Order,
-    Stream,
-)
+from cuda_device import RUBBISH, STREAM_WAITS, CudaDevice, NotSimulated, Order, Stream
 from cuda_torch import simulated
 from cuda_work import Case, Oracle, checkpoint, drawn_cases, found_by, serve, start, trace
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,22 +15,13 @@ from typing import TypeVar
 import torch
 import zmq
 
-from cluster.kv.handoff import KVReadResult
 from cluster.kv.reads import KVPulls
-from cluster.kv.transport.memory import open_shared
-from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake, is_equal
-from cluster.kv.transport.store import BlockStore, KVThreadDied
-from cluster.observe.counts import Counts
+from cluster.kv.transport.proofs import CallIds, KVProofs, PlainHandshake
+from cluster.kv.transport.store import BlockStore, open_shared
+from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import (
-    FrameError,
-    KVAnswer,
-    KVCall,
-    KVHandoff,
-    KVSource,
-    decode,
-    encode,
-)
+from cluster.wire.group_messages import ReadEnded
+from cluster.wire.messages import FrameError, KVAnswer, KVCall, KVHandoff, KVSource, decode, encode
 from cluster.wire.node import node_id
 from cluster.wire.polling import Doorbell
 from cluster.wire.sockets import MAX_PART_BYTES, connecting_socket
@@ -41,9 +32,9 @@ T = TypeVar("T")
 
 IDLE_S = 600.0
 """After this long without a read nothing is kept open; longer than any read takes."""
-MAX_CONNECTIONS = 128
-"""Holders to be connected to, and as many whose memory is mapped: one for each prefill rank that
-this one reads from. Beyond that the one that was called least recently gives way."""
+MAX_HOLDERS = 128
+"""Each has a socket, and a descriptor if its memory is mapped: one for each prefill rank that this
+one reads from. Beyond that the one that was used least recently gives way."""
 MAX_OPEN_CALLS = 4096
 """To one holder: a renewal that is never answered is forgotten at some point."""
 MAX_ANSWERS = 64
@@ -70,104 +61,74 @@ class KVPuller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = _Transport(pool, transport, context, credentials)
-        self._pulls = KVPulls(
+        self.reads = KVPulls(
             self._transport,
             tp_rank=tp_rank,
             block_bytes=self._transport.store.block_bytes,
             clock=clock,
         )
+        """Whose sums any thread may read."""
         self._doorbell = doorbell
-        self._clock = clock
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._finished: SimpleQueue[KVReadResult] = SimpleQueue()
-        self._wake = Doorbell()
-        self._is_closed = False
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
+        self._finished: SimpleQueue[ReadEnded] = SimpleQueue()
+        self._thread = KVThread(
+            "kv puller",
+            turn=self._turn,
+            next_deadline=self.reads.next_deadline,
+            clock=clock,
+            doorbell=doorbell,
+            at_end=self._transport.close,
+        )
+        self._transport.poller = self._thread.poller
         self._thread.start()
 
     # The scheduler's side, on the step thread.
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        self._post(lambda: self._pulls.expect(request_id, handoff))
+        self._post(lambda: self.reads.expect(request_id, handoff))
 
     def start(
-        self,
-        request_id: str,
-        handoff: KVHandoff,
-        source_indices: list[int],
-        dst_blocks: list[int],
+        self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
-        self._post(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
+        self._post(lambda: self.reads.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        self._post(lambda: self._pulls.cancel(request_id))
+        self._post(lambda: self.reads.cancel(request_id))
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         """Return the reads that ended since the last call.
 
         Raises:
             KVThreadDied: the thread is gone; without it every request would wait for ever.
         """
-        if self._failure is not None:
-            raise KVThreadDied("kv puller", self._failure) from self._failure
+        self._thread.check()
         return _drain(self._finished)
 
-    @property
-    def bytes_received(self) -> int:
-        return self._pulls.bytes_received
-
-    def counts(self) -> Counts:
-        """Return what was counted of all reads. Any thread may call it."""
-        pulls = self._pulls
-        return {
-            ("kv_transfer_received_bytes_total",): pulls.bytes_received,
-            ("kv_transfers_total",): pulls.num_reads,
-            ("kv_transfer_failures_total",): pulls.num_failed,
-            ("kv_transfer_seconds_total",): pulls.read_s,
-        }
-
     def close(self) -> None:
-        self._is_closed = True
-        self._wake.ring()
-        self._thread.join(timeout=2)
+        self._thread.close()
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        self._wake.ring()
+        self._thread.wake.ring()
 
     # The thread.
 
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except Exception as error:
-            self._failure = error
+    def _turn(self) -> None:
+        for command in _drain(self._commands):
+            command()
+        for source, answer, blocks in self._transport.receive():
+            self.reads.on_answer(source, answer, blocks)
+        self.reads.on_tick()
+        for result in self.reads.take_finished():
+            self._finished.put(result)
             self._doorbell.ring()
-        self._transport.close()
-
-    def _loop(self) -> None:
-        poller, pulls = self._transport.poller, self._pulls
-        poller.register(self._wake.fileno(), zmq.POLLIN)
-        while not self._is_closed:
-            poller.poll(self._timeout_ms())
-            self._wake.clear()
-            for command in _drain(self._commands):
-                command()
-            for source, answer, blocks in self._transport.receive():
-                pulls.on_answer(source, answer, blocks)
-            pulls.on_tick()
-            for result in pulls.take_finished():
-                self._finished.put(result)
-                self._doorbell.ring()
-
-    def _timeout_ms(self) -> int:
-        deadline = self._pulls.next_deadline()
-        return -1 if deadline is None else max(0, int((deadline - self._clock()) * 1000) + 1)
 
 
 class _Transport:
     """The `ReadTransport` of sockets and shared memory. Used by the puller's thread alone."""
+
+    poller: zmq.Poller
+    """The thread's, set before it starts."""
 
     def __init__(
         self,
@@ -177,35 +138,17 @@ class _Transport:
         credentials: Credentials,
     ) -> None:
         self.store = BlockStore(pool)
-        self.poller = zmq.Poller()
         self._transport = transport
         self._context = context
         self._credentials = credentials
         self._node = node_id()
         self._ids = CallIds()
-        # By source: address, pid and descriptor come again, its process does not.
-        self._connections: dict[KVSource, _Connection] = {}
-        self._mapped: dict[KVSource, BlockStore] = {}
-        self._used_at: dict[KVSource, float] = {}
-        self._closed: set[KVSource] = set()
-        """On this node, but their memory may not be looked into."""
+        self._holders: OrderedDict[KVSource, _Holder] = OrderedDict()
+        """By source, the last used at the end. Address, pid and descriptor come again, its process
+        does not."""
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        connection = self._connections.get(source)
-        if connection is None:
-            self._forget_the_gone()
-            if len(self._connections) >= MAX_CONNECTIONS:
-                self.forget(min(self._connections, key=lambda known: self._used_at.get(known, 0.0)))
-            connection = self._connections[source] = _Connection(
-                self._context,
-                source,
-                credentials=self._credentials,
-                ids=self._ids,
-                block_bytes=self.store.block_bytes,
-            )
-            self.poller.register(connection.socket, zmq.POLLIN)
-        self._used_at[source] = time.monotonic()
-        connection.send(call)
+        self._holder(source).send(call)
 
     def receive(self) -> list[tuple[KVSource, KVAnswer, list[memoryview]]]:
         """Return the answers that have come, with the blocks they carry.
@@ -214,9 +157,9 @@ class _Transport:
         written, so a source whose answers have come never seems silent, however long that takes.
         """
         answers: list[tuple[KVSource, KVAnswer, list[memoryview]]] = []
-        for source, connection in list(self._connections.items()):
+        for source, holder in list(self._holders.items()):
             try:
-                answers += [(source, *answered) for answered in connection.receive()]
+                answers += [(source, *answered) for answered in holder.receive()]
             except FrameError as error:
                 # That process is not the one that issued the ticket; its reads end by time-out.
                 log.error("kv answer from %s: %s; it is heard no more", source.address, error)
@@ -239,32 +182,61 @@ class _Transport:
         if ids:
             self.store.copy_from(mapped, source_ids, ids)
 
+    def write(self, ids: list[int], blocks: list[memoryview]) -> None:
+        self.store.scatter(ids, blocks)
+
+    def forget(self, source: KVSource) -> None:
+        if (holder := self._holders.pop(source, None)) is not None:
+            self.poller.unregister(holder.socket)
+            holder.socket.close(linger=0)
+
+    def close(self) -> None:
+        for holder in self._holders.values():
+            holder.socket.close()
+
     def _may_map(self, source: KVSource) -> bool:
         """Return whether a source's memory is not closed to us, as that of another user is."""
-        if source in self._closed:
-            return False
         try:
+            if self._holder(source).is_private:
+                return False
             self._map(source)
         except PermissionError as error:
             log.warning("kv.transport: tcp to %s, not shm: %s", source.address, error)
-            if len(self._closed) >= MAX_CONNECTIONS:
-                self._closed.clear()
-            self._closed.add(source)
+            self._holder(source).is_private = True
             return False
         except (OSError, ValueError):  # gone: `copy` says so
             pass
         return True
 
     def _map(self, source: KVSource) -> BlockStore:
-        mapped = self._mapped.get(source)
-        if mapped is None:
-            self._forget_the_gone()
-            if len(self._mapped) >= MAX_CONNECTIONS:  # each has a descriptor
-                del self._mapped[next(iter(self._mapped))]
+        holder = self._holder(source)
+        if holder.memory is None:
             memory = open_shared(source.pid, source.shm_fd)
-            mapped = BlockStore.of_memory(memory, self.store.block_bytes)
-            self._mapped[source] = mapped
-        return mapped
+            holder.memory = BlockStore.of_memory(memory, self.store.block_bytes)
+        return holder.memory
+
+    def _holder(self, source: KVSource) -> _Holder:
+        """Return the connection to a holder, a new one if there is none.
+
+        Raises:
+            OSError: there is no such address.
+        """
+        holder = self._holders.get(source)
+        if holder is None:
+            self._forget_the_gone()
+            if len(self._holders) >= MAX_HOLDERS:
+                self.forget(next(iter(self._holders)))
+            holder = self._holders[source] = _Holder(
+                self._context,
+                source,
+                credentials=self._credentials,
+                ids=self._ids,
+                block_bytes=self.store.block_bytes,
+            )
+            self.poller.register(holder.socket, zmq.POLLIN)
+        self._holders.move_to_end(source)
+        holder.used_at = time.monotonic()
+        return holder
 
     def _forget_the_gone(self) -> None:
         """Let go of processes that ended: a mapping keeps all of a dead one's KV in memory.
@@ -272,32 +244,16 @@ class _Transport:
         Nothing is known of those on other nodes, so they go when nothing was read for long.
         """
         idle_since = time.monotonic() - IDLE_S
-        for source in list(self._mapped):
-            if not os.path.exists(f"/proc/{source.pid}/fd/{source.shm_fd}"):
+        for source, holder in list(self._holders.items()):
+            is_mapped = holder.memory is not None
+            is_gone = is_mapped and not os.path.exists(f"/proc/{source.pid}/fd/{source.shm_fd}")
+            if is_gone or holder.used_at < idle_since:
                 self.forget(source)
-        for source, used_at in list(self._used_at.items()):
-            if used_at < idle_since:
-                self.forget(source)
-
-    def forget(self, source: KVSource) -> None:
-        self._mapped.pop(source, None)
-        self._used_at.pop(source, None)
-        self._closed.discard(source)
-        connection = self._connections.pop(source, None)
-        if connection is not None:
-            self.poller.unregister(connection.socket)
-            connection.socket.close(linger=0)
-
-    def write(self, ids: list[int], blocks: list[memoryview]) -> None:
-        self.store.scatter(ids, blocks)
-
-    def close(self) -> None:
-        for connection in self._connections.values():
-            connection.socket.close()
 
 
-class _Connection:
-    """The connection to one holder, with the calls that it has not answered."""
+class _Holder:
+    """What is open towards one holder: a connection, with the calls that it has not answered, and
+    its memory if it is mapped."""
 
     def __init__(
         self,
@@ -316,6 +272,10 @@ class _Connection:
         Raises:
             OSError: there is no such address.
         """
+        self.memory: BlockStore | None = None
+        self.is_private = False
+        """It is on this node, but its memory may not be looked into."""
+        self.used_at = 0.0
         self._header = credentials.header
         self._process = encode(source.process)
         self._proofs = KVProofs(credentials)
@@ -366,7 +326,7 @@ class _Connection:
         call, call_proof = self._open.pop(call_id, (None, b""))
         if call is None:
             raise FrameError("call: wanted one that is not answered, found another")
-        if not is_equal(proof, self._proofs.of_answer(call_proof, body)):
+        if not hmac.compare_digest(proof, self._proofs.of_answer(call_proof, body)):
             raise FrameError("proof: wanted this application's, found another")
         answer: KVAnswer = decode(body, KVAnswer)
         wanted, found = (call.ticket, type(call).__name__), (answer.ticket, answer.call)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +13,9 @@ import zmq
 
 from cluster.kv.handoff import KVHolder
 from cluster.kv.reads import max_chunk_blocks
-from cluster.kv.transport.proofs import (
-    KVProofs,
-    PlainHandshake,
-    ZapAuthenticator,
-    is_equal,
-    number_of,
-)
-from cluster.kv.transport.store import BlockStore, KVThreadDied
-from cluster.observe.counts import Counts
+from cluster.kv.transport.proofs import KVProofs, PlainHandshake, ZapAuthenticator, number_of
+from cluster.kv.transport.store import BlockStore
+from cluster.kv.transport.thread import KVThread
 from cluster.wire.credentials import Credentials
 from cluster.wire.messages import (
     FrameError,
@@ -29,7 +23,6 @@ from cluster.wire.messages import (
     KVCall,
     KVRead,
     KVRelease,
-    KVRenew,
     RankProcess,
     decode,
     encode,
@@ -38,7 +31,6 @@ from cluster.wire.polling import Budget, Doorbell
 from cluster.wire.sockets import end_context, listening_socket
 
 log = logging.getLogger("lockstep.kv")
-
 
 MAX_EARLY_CALLS = 1024
 """Kept calls for tickets that are not held here yet. Their readers give up after seconds."""
@@ -49,7 +41,7 @@ MAX_WAITING = 1024
 
 
 @dataclass(frozen=True)
-class _ProvedCall:
+class ProvedCall:
     """A call that is the application's, and where its answer goes."""
 
     peer: bytes
@@ -84,7 +76,7 @@ class KVServer:
         self._proofs = KVProofs(credentials)
         self._doorbell = doorbell
         self._lock = threading.Lock()
-        self._early: list[_ProvedCall] = []
+        self._early: list[ProvedCall] = []
         self._last_numbers: dict[int, int] = {}
         """By ticket that is held: the number of the last call for it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -99,10 +91,16 @@ class KVServer:
         self.address = f"tcp://{host}:{port}"
         self.num_expired = 0
         """Tickets whose lease ran out."""
-        self._wake = Doorbell()
-        self._is_closed = False
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
+        self._thread = KVThread(
+            "kv server",
+            turn=self._turn,
+            next_deadline=self._next_deadline,
+            clock=holder.clock,
+            doorbell=doorbell,
+            at_end=self._close_sockets,
+        )
+        for socket in (self._socket, self._door.socket):
+            self._thread.poller.register(socket, zmq.POLLIN)
         self._thread.start()
 
     # The scheduler's side, on the step thread.
@@ -110,7 +108,7 @@ class KVServer:
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
         with self._lock:
             ticket = self._holder.hold(request_id, block_ids, generations)
-        self._wake.ring()  # the thread may be waiting for a later deadline
+        self._thread.wake.ring()  # it may be waiting for a later deadline
         return ticket
 
     def drop(self, ticket: int) -> None:
@@ -123,8 +121,7 @@ class KVServer:
         Raises:
             KVThreadDied: the thread is gone; without it no ticket would ever end.
         """
-        if self._failure is not None:
-            raise KVThreadDied("kv server", self._failure) from self._failure
+        self._thread.check()
         with self._lock:
             ended = self._holder.take_ended()
             for ticket in ended:
@@ -139,49 +136,26 @@ class KVServer:
     def bytes_sent(self) -> int:
         return self._holder.num_blocks_sent * self._store.block_bytes
 
-    def counts(self) -> Counts:
-        """Return what was counted of all tickets. Any thread may call it."""
-        return {
-            ("kv_transfer_sent_bytes_total",): self.bytes_sent,
-            ("kv_leases_expired_total",): self.num_expired,
-        }
-
     def close(self) -> None:
-        self._is_closed = True
-        self._wake.ring()
-        self._thread.join(timeout=2)
+        self._thread.close()
         end_context(self._context, "kv server", linger=0)
 
     # The readers' side, on the thread.
 
-    def _serve(self) -> None:
-        try:
-            self._loop()
-        except Exception as error:
-            self._failure = error
-            self._doorbell.ring()
+    def _close_sockets(self) -> None:
         self._door.close()
         self._socket.close()
 
-    def _loop(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._door.socket, zmq.POLLIN)
-        poller.register(self._wake.fileno(), zmq.POLLIN)
-        while not self._is_closed:
-            poller.poll(self._timeout_ms())
-            self._wake.clear()
-            budget = Budget(MAX_CALLS, MAX_CALLS_S)
-            self._door.answer(budget)
-            self._answer_early()
-            self._answer_all(budget)
-            self._expire()
+    def _turn(self) -> None:
+        budget = Budget(MAX_CALLS, MAX_CALLS_S)
+        self._door.answer(budget)
+        self._answer_early()
+        self._answer_all(budget)
+        self._expire()
 
-    def _timeout_ms(self) -> int:
+    def _next_deadline(self) -> float | None:
         with self._lock:
-            deadline = self._holder.next_deadline()
-            now = self._holder.clock()
-        return -1 if deadline is None else max(0, int((deadline - now) * 1000) + 1)
+            return self._holder.next_deadline()
 
     def _expire(self) -> None:
         with self._lock:
@@ -198,13 +172,16 @@ class KVServer:
             except zmq.Again:
                 return
             try:
-                proved = self._prove(parts)
+                self._early.append(self._prove(parts))
             except FrameError as error:
                 log.error("kv call: dropped: %s", error)
-            else:
-                self._take(proved)
+                continue
+            self._answer_early()
+            if len(self._early) > MAX_EARLY_CALLS:
+                ticket = self._early.pop().call.ticket
+                log.error("kv call: wanted a ticket that was issued, found %d; dropped", ticket)
 
-    def _prove(self, parts: list[bytes]) -> _ProvedCall:
+    def _prove(self, parts: list[bytes]) -> ProvedCall:
         """Return the call that came.
 
         Raises:
@@ -215,30 +192,17 @@ class KVServer:
             raise FrameError(f"message: wanted 6 parts, found {len(parts)}")
         peer, header, call_id, called, body, proof = parts
         self._credentials.check(header)
-        if not is_equal(proof, self._proofs.of_call(call_id, called, body)):
+        if not hmac.compare_digest(proof, self._proofs.of_call(call_id, called, body)):
             raise FrameError("proof: wanted this application's, found another")
         if called != self._process:
             raise FrameError("process: wanted a call to this one, found one to another")
-        return _ProvedCall(peer, call_id, proof, decode(body, KVCall))
+        return ProvedCall(peer, call_id, proof, decode(body, KVCall))
 
-    def _take(self, proved: _ProvedCall) -> None:
-        """Answer a call, or keep it until its ticket is held.
+    def _answer_early(self) -> None:
+        """Answer the calls whose tickets are held, in their order, and keep the others.
 
         A ticket may reach its reader before the leader's order to hold it reaches a follower.
         """
-        ticket = proved.call.ticket
-        with self._lock:
-            is_early = ticket > self._holder.last_ticket
-        if not is_early:
-            self._answer_early()  # among them may be an earlier call for the same ticket
-            self._answer(proved)
-        elif len(self._early) < MAX_EARLY_CALLS:
-            self._early.append(proved)
-        else:
-            log.error("kv call: wanted a ticket that was issued, found %d; dropped", ticket)
-
-    def _answer_early(self) -> None:
-        """Answer the kept calls whose tickets have since been held."""
         if not self._early:
             return
         with self._lock:
@@ -250,30 +214,27 @@ class KVServer:
             else:
                 self._early.append(proved)
 
-    def _answer(self, proved: _ProvedCall) -> None:
+    def _answer(self, proved: ProvedCall) -> None:
         call = proved.call
-        blocks: list[memoryview] = []
         with self._lock:
             if not self._is_next(proved):
                 log.error("kv call: wanted a later one for ticket %d, found a replay", call.ticket)
                 return
-            match call:
-                case KVRead():
-                    alive = len(call.block_ids) <= self._max_blocks and self._holder.covers(
-                        call.ticket, call.block_ids, call.generations
-                    )
-                case KVRenew():
-                    alive = self._holder.renew(call.ticket)
-                case KVRelease():
-                    alive = self._holder.release(call.ticket, call.num_blocks_read)
+            alive = self._holder.answer(call, self._max_blocks)
+        blocks: list[memoryview] = []
         if isinstance(call, KVRead) and alive:
             # Without the lock, which the step thread takes, because copying from a GPU takes long.
             blocks = self._store.gather(call.block_ids)
-        self._send(proved, alive=alive, blocks=blocks)
+        answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
+        proof = self._proofs.of_answer(proved.proof, answer)
+        # The bytes go out without a copy: they are not overwritten before the ticket ends, and
+        # the reader learns at its release if that came too early.
+        parts: list[bytes | memoryview] = [proved.peer, proved.call_id, answer, proof, *blocks]
+        self._socket.send_multipart(parts, copy=False)
         if isinstance(call, KVRelease):
             self._doorbell.ring()
 
-    def _is_next(self, proved: _ProvedCall) -> bool:
+    def _is_next(self, proved: ProvedCall) -> bool:
         """Return whether a call for a ticket is later than all before. Call it with the lock."""
         ticket, number = proved.call.ticket, number_of(proved.call_id)
         if not self._holder.is_alive(ticket):
@@ -282,11 +243,3 @@ class KVServer:
         if is_next:
             self._last_numbers[ticket] = number
         return is_next
-
-    def _send(self, proved: _ProvedCall, *, alive: bool, blocks: Sequence[memoryview] = ()) -> None:
-        answer = encode(KVAnswer(proved.call.ticket, type(proved.call).__name__, alive))
-        proof = self._proofs.of_answer(proved.proof, answer)
-        # The bytes go out without a copy: they are not overwritten before the ticket ends, and
-        # the reader learns at its release if that came too early.
-        parts: list[bytes | memoryview] = [proved.peer, proved.call_id, answer, proof, *blocks]
-        self._socket.send_multipart(parts, copy=False)

@@ -1,16 +1,49 @@
-"""A KV pool seen as blocks of bytes."""
+"""The memory of a KV pool that other processes of the node can map, and its blocks as bytes."""
 
 from __future__ import annotations
+
+import fcntl
+import mmap
+import os
 
 import numpy as np
 import torch
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-class KVThreadDied(RuntimeError):
-    """A KV thread of this rank ended with an error; the rank must end too."""
 
-    def __init__(self, name: str, cause: BaseException) -> None:
-        super().__init__(f"{name} thread ended: {type(cause).__name__}: {cause}")
+class SharedMemory:
+    """Writable memory of this process that peers on the node can open by (pid, fd).
+
+    An anonymous memory file backs it: it has no name, so a killed process leaves nothing behind. It
+    is sealed, because a file that shrinks would end the process of any peer that has mapped it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.pid = os.getpid()
+        self.fd = os.memfd_create("lockstep-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        self._map = mmap.mmap(self.fd, size_bytes)
+        self.view = memoryview(self._map)
+
+
+def open_shared(pid: int, fd: int) -> memoryview:
+    """Map a peer's memory.
+
+    Writable, because torch refuses read-only buffers; readers must not write.
+
+    Raises:
+        OSError: the peer is gone or may not be looked into, or what it has there is no such memory.
+    """
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Only memory files have seals: the answer for any other file is an OSError.
+        if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(f"/proc/{pid}/fd/{fd}: wanted sealed memory, found another file")
+        return memoryview(mmap.mmap(opened, os.fstat(opened).st_size))
+    finally:
+        os.close(opened)
 
 
 class BlockStore:

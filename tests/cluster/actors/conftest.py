@@ -34,7 +34,7 @@ from cluster.wire.sockets import (
 CREDENTIALS = Credentials("test", b"s" * 32)
 
 RunningGroup = Callable[..., AbstractAsyncContextManager[Any]]
-"""(config, epoch=0): a group that has started; its ranks are killed at the end."""
+"""(config, epoch=0, credentials=CREDENTIALS, is_started=True): a group, killed at the end."""
 Generate = Callable[..., Any]
 """(inboxes, prompts, num_tokens, pause_s=0): see `_generate`."""
 Reported = Callable[..., Any]
@@ -65,7 +65,12 @@ async def _reported(group: Any) -> Any:
 
 
 @asynccontextmanager
-async def _running_group(engine: EngineConfig, epoch: int = 0) -> AsyncIterator[Any]:
+async def _running_group(
+    engine: EngineConfig,
+    epoch: int = 0,
+    credentials: Credentials = CREDENTIALS,
+    is_started: bool = True,
+) -> AsyncIterator[Any]:
     import ray
 
     from cluster.actors.placement import create_placement_group
@@ -73,15 +78,11 @@ async def _running_group(engine: EngineConfig, epoch: int = 0) -> AsyncIterator[
 
     placement = create_placement_group(engine)
     group = create_group(
-        engine,
-        placement,
-        first_bundle=0,
-        engine_id="test",
-        credentials=CREDENTIALS,
-        epoch=epoch,
+        engine, placement, first_bundle=0, engine_id="test", credentials=credentials, epoch=epoch
     )
     try:
-        await group.start()
+        if is_started:
+            await group.start()
         yield group
     finally:
         group.kill()

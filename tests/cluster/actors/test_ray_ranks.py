@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, Role, SchedulerConfig
-from cluster.wire.credentials import Credentials
 
 pytestmark = pytest.mark.ray
-
-CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def config(oracle: Any) -> EngineConfig:
@@ -31,66 +28,35 @@ def config(oracle: Any) -> EngineConfig:
 
 @pytest.mark.feature("P19")
 def test_one_actor_is_one_rank_in_a_bundle_of_its_own(
-    ray_cluster: Any, reported: Any, make_oracle: Callable[[str], Any]
+    running_group: Any, reported: Any, make_oracle: Callable[[str], Any]
 ) -> None:
     import ray
 
-    from cluster.actors.placement import create_placement_group
-    from cluster.actors.ray_ranks import create_group
-
     engine = config(make_oracle("tied"))
-    placement = create_placement_group(engine)
-    group = create_group(
-        engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS, epoch=3
-    )
 
     async def scenario() -> None:
-        await group.start()
-        report = await reported(group)
-        # Census: as many actors as places, each with a process, a place and a bundle of its own.
-        places = [(r.place.dp_rank, r.place.tp_rank, r.place.epoch) for r in report.ranks]
-        assert places == [(0, 0, 3)]
-        assert len({r.pid for r in report.ranks}) == len(places) == placement.bundle_count
-        assert os.getpid() not in {r.pid for r in report.ranks}
-        assert [r.state for r in report.ranks] == ["ready"]
-        scheduler = report.ranks[0].scheduler
-        assert scheduler.num_blocks == scheduler.num_free_blocks == 100
-        assert len(group.inboxes) == engine.parallel.data_parallel_size
+        async with running_group(engine, epoch=3) as group:
+            report = await reported(group)
+            # Census: as many actors as places, each with a process, a place and a bundle.
+            places = [(r.place.dp_rank, r.place.tp_rank, r.place.epoch) for r in report.ranks]
+            assert places == [(0, 0, 3)]
+            placed = ray.util.placement_group_table().values()
+            [bundles] = [each["bundles"] for each in placed if each["state"] == "CREATED"]
+            assert len({r.pid for r in report.ranks}) == len(places) == len(bundles)
+            assert os.getpid() not in {r.pid for r in report.ranks}
+            assert [r.state for r in report.ranks] == ["ready"]
+            scheduler = report.ranks[0].scheduler
+            assert scheduler.num_blocks == scheduler.num_free_blocks == 100
+            assert len(group.inboxes) == engine.parallel.data_parallel_size
 
-        # The sentinel tells who died, at once.
-        pid = report.ranks[0].pid
-        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-        async with asyncio.timeout(5):
-            ended = await group.wait_for_end()
-        assert ended.startswith("rank dp=0 tp=0 epoch=3 ended:")
-        group.kill()
-
-    asyncio.run(scenario())
-    ray.util.remove_placement_group(placement)
-
-
-def test_a_group_that_is_stopped_ends_its_ranks(
-    ray_cluster: Any, make_oracle: Callable[[str], Any]
-) -> None:
-    import ray
-
-    from cluster.actors.placement import create_placement_group
-    from cluster.actors.ray_ranks import create_group
-
-    engine = config(make_oracle("tied"))
-    placement = create_placement_group(engine)
-    group = create_group(
-        engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS
-    )
-
-    async def scenario() -> None:
-        await group.start()
-        ended = asyncio.create_task(group.wait_for_end())
-        await group.stop()
-        assert await ended == "rank dp=0 tp=0 epoch=0 ended: stopped"
+            # The sentinel tells who died, at once.
+            pid = report.ranks[0].pid
+            threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+            async with asyncio.timeout(5):
+                ended = await group.wait_for_end()
+            assert ended.startswith("rank dp=0 tp=0 epoch=3 ended:")
 
     asyncio.run(scenario())
-    ray.util.remove_placement_group(placement)
 
 
 def test_a_placement_that_cannot_be_had_tells_what_is_free(
@@ -121,7 +87,6 @@ def test_ranks_of_one_node_stand_in_a_row(
 
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
     monkeypatch.setattr(placement.ray.util, "placement_group_table", lambda group: table)
-    found = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
+    found, is_near = placement.bundles_by_node(None, 1, 4)  # type: ignore[arg-type]
     assert found == wanted
-    is_near = placement.is_on_one_node(None, found)  # type: ignore[arg-type]
     assert is_near == (nodes[1:] == "aaaa")  # the owner's may be another

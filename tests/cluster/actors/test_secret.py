@@ -20,7 +20,7 @@ def test_all_processes_of_an_application_are_told_one_secret(ray_cluster: Any) -
     """However many ask at once, and again after a redeploy: nothing of a deployment is in it."""
     import ray
 
-    from cluster.actors.secret import application_secret
+    from cluster.actors.kept import application_secret
 
     ask = ray.remote(num_cpus=0)(application_secret)
     told = ray.get([ask.remote(name) for name in ("one", "two") for _ in range(4)])
@@ -31,20 +31,18 @@ def test_all_processes_of_an_application_are_told_one_secret(ray_cluster: Any) -
 
 
 def test_no_secret_is_made_up_outside_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cluster.actors import secret
+    from cluster.actors import kept
 
-    monkeypatch.setattr(secret.internal_kv, "_internal_kv_initialized", lambda: False)
+    monkeypatch.setattr(kept.internal_kv, "_internal_kv_initialized", lambda: False)
     with pytest.raises(RuntimeError, match=r"^secret: wanted a process that is connected to Ray"):
-        secret.application_secret("one")
+        kept.application_secret("one")
 
 
-def test_the_secret_stands_in_no_log(ray_cluster: Any, make_oracle: Callable[[str], Any]) -> None:
+def test_the_secret_stands_in_no_log(running_group: Any, make_oracle: Callable[[str], Any]) -> None:
     """Nor does its key: of a group that loads, serves nothing and is told of by an error."""
     import ray
 
-    from cluster.actors.placement import create_placement_group
     from cluster.actors.rank_group import RankDied
-    from cluster.actors.ray_ranks import create_group
 
     secret = b"Neither seen nor logged by a one"
     engine = EngineConfig(
@@ -53,17 +51,13 @@ def test_the_secret_stands_in_no_log(ray_cluster: Any, make_oracle: Callable[[st
         cache=CacheConfig(block_size=4, num_kv_blocks=3),  # too few: loading fails
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
-    placement = create_placement_group(engine)
-    group = create_group(
-        engine,
-        placement,
-        first_bundle=0,
-        engine_id="test",
-        credentials=Credentials("test", secret),
-    )
+
+    async def scenario() -> None:
+        async with running_group(engine, credentials=Credentials("test", secret)):
+            raise AssertionError("it has loaded")
+
     with pytest.raises(RankDied, match="num_kv_blocks") as raised:
-        asyncio.run(group.start())
-    ray.util.remove_placement_group(placement)
+        asyncio.run(scenario())
     shown = [repr(raised.value), repr(raised.value.__cause__)]
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     shown += [path.read_text(errors="replace") for path in logs.rglob("*") if path.is_file()]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cluster.actors import status_board as board_module
+from cluster.actors.reports import GroupReport, IngressReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
 from cluster.observe.counts import Counts
 from cluster.observe.load_progress import LoadProgress
-from cluster.observe.reports import GroupReport, IngressReport, ReplicaReport
 
 TOKENS = ("generation_tokens_total",)
 

@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.wire.credentials import Credentials
 from compile.config import CompilationConfig
 
 pytestmark = pytest.mark.ray
 
 NUM_TOKENS = 32
-
-CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def config(oracle: Any, tensor_parallel_size: int) -> EngineConfig:
@@ -149,28 +146,20 @@ def test_a_follower_that_cannot_load_is_named_with_the_reason(
 @pytest.mark.slow
 @pytest.mark.feature("P09")
 def test_a_follower_that_stops_while_it_loads_is_named(
-    ray_cluster: Any,
+    running_group: Any,
     make_oracle: Callable[[str], Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its leader would wait for it for half an hour."""
     from cluster.actors import rank_group
-    from cluster.actors.placement import create_placement_group
-    from cluster.actors.ray_ranks import create_group
 
     monkeypatch.setattr(rank_group, "FIRST_WORD_S", 20.0)
     level_3 = CompilationConfig(level=3, compiler="eager", cache_dir=str(tmp_path))
     engine = replace(config(make_oracle("tied"), 2), watchdog_s=1.0, compilation=level_3)
 
     async def scenario() -> tuple[str, float]:
-        import ray
-
-        placement = create_placement_group(engine)
-        group = create_group(
-            engine, placement, first_bundle=0, engine_id="test", credentials=CREDENTIALS
-        )
-        try:
+        async with running_group(engine, is_started=False) as group:
             start = asyncio.create_task(group.start())
             # The leader compiles, and the follower waits for what it compiles.
             while not start.done():
@@ -184,9 +173,6 @@ def test_a_follower_that_stops_while_it_loads_is_named(
             with pytest.raises(rank_group.RankDied) as raised:
                 await start
             return str(raised.value), time.monotonic() - stopped_at
-        finally:
-            group.kill()
-            ray.util.remove_placement_group(placement)
 
     named, took = asyncio.run(scenario())
     print(f"{named!r} after {took:.1f} s")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import zmq
 
 from cluster.engine.lockstep import AloneLockstep
 from cluster.group import channel
@@ -36,18 +33,10 @@ from cluster.wire.messages import (
     encode,
 )
 from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import end_context
 
 CREDENTIALS = Credentials("abc", b"s" * 32)
 OURS = LeaderHello(PROTOCOL_VERSION, "abc", 1, "n")
 PLAN = StepPlan(1, 1, 1, 1, [], [], [0], [0], [1], [0], [5], 1, [])
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    end_context(made, "test", linger=0)
 
 
 @pytest.fixture
@@ -93,6 +82,12 @@ class End:
 
 
 Connect = Callable[[LinkAddress, FollowerHello], End]
+
+
+def connect_all(connect: Connect, sender: StepSender) -> list[End]:
+    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
+    accept(sender)
+    return ends
 
 
 @pytest.fixture
@@ -142,8 +137,7 @@ def test_every_follower_gets_everything_in_order(
 
 
 def test_a_ring_ends_a_wait_for_a_frame(connect: Connect, sender: StepSender) -> None:
-    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    accept(sender)
+    ends = connect_all(connect, sender)
     receiver = ends[0].wait_until_open()
     threading.Timer(0.05, ends[0].doorbell.ring).start()
     began = time.monotonic()
@@ -181,8 +175,7 @@ def test_a_rank_at_the_wrong_place_is_refused(connect: Connect, sender: StepSend
 def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
     connect: Connect, sender: StepSender
 ) -> None:
-    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    accept(sender)
+    ends = connect_all(connect, sender)
     ends[1].wait_until_open().close()
     deadline = time.monotonic() + 5
     with pytest.raises(ConnectionError, match="follower tp=2: wanted an open channel"):
@@ -191,76 +184,33 @@ def test_a_follower_that_is_gone_is_an_error_and_not_a_wait(
             time.sleep(0.01)
 
 
-class Cable:
-    """A TCP connection that can be cut: the two ends of it notice, nothing else does."""
-
-    def __init__(self, address: LinkAddress) -> None:
-        self._to = ("127.0.0.1", int(address.tcp.rpartition(":")[2]))
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._ends: list[socket.socket] = []
-        port = self._server.getsockname()[1]
-        self.address = LinkAddress("another", "", f"tcp://127.0.0.1:{port}")
-        self._pumps: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept)
-        self._accepting.start()
-
-    def cut(self) -> None:
-        """Break what is connected; a new connection may be made."""
-        ends, self._ends = self._ends, []
-        for end in ends:
-            with contextlib.suppress(OSError):  # the other side was faster
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
-        self._accepting.join(timeout=5)
-        self.cut()
-        for pump in self._pumps:
-            pump.join(timeout=5)
-
-    def _accept(self) -> None:
-        with self._server, contextlib.suppress(OSError):  # shut down
-            while True:
-                pair = self._server.accept()[0], socket.create_connection(self._to)
-                self._ends += pair
-                for source, sink in (pair, pair[::-1]):
-                    self._pumps.append(threading.Thread(target=self._pump, args=(source, sink)))
-                    self._pumps[-1].start()
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
-        with source, contextlib.suppress(OSError):  # cut
-            while data := source.recv(65536):
-                sink.sendall(data)
-
-
 @pytest.mark.feature("P14")
 def test_a_connection_that_broke_is_named_though_there_is_a_new_one(
-    connect: Connect, sender: StepSender
+    connect: Connect, sender: StepSender, relay_to: Callable[[int], Any]
 ) -> None:
-    with contextlib.closing(Cable(sender.addresses[1])) as cable:
-        ends = [connect(sender.addresses[0], hello(1)), connect(cable.address, hello(2))]
-        accept(sender)
-        follower = ends[1].wait_until_open()
-        follower.report(TicketsEnded([1]))
-        deadline = time.monotonic() + 5
-        while not sender.take_reports() and time.monotonic() < deadline:
+    relay = relay_to(int(sender.addresses[1].tcp.rpartition(":")[2]))
+    through = LinkAddress("another", "", f"tcp://127.0.0.1:{relay.port}")
+    ends = [connect(sender.addresses[0], hello(1)), connect(through, hello(2))]
+    accept(sender)
+    follower = ends[1].wait_until_open()
+    follower.report(TicketsEnded([1]))
+    deadline = time.monotonic() + 5
+    while not sender.take_reports() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sender.check()
+    relay.cut()
+    follower.report(TicketsEnded([2]))  # lost, or not: nobody can tell
+    with pytest.raises(ConnectionError, match="follower tp=2: wanted its connection unbroken"):
+        while time.monotonic() < deadline:
+            sender.check()
             time.sleep(0.01)
-        sender.check()
-        cable.cut()
-        follower.report(TicketsEnded([2]))  # lost, or not: nobody can tell
-        with pytest.raises(ConnectionError, match="follower tp=2: wanted its connection unbroken"):
-            while time.monotonic() < deadline:
-                sender.check()
-                time.sleep(0.01)
 
 
 @pytest.mark.parametrize("body", [b"xy", b"", encode(DropKV(1)), encode(TicketsEnded([-1]))[:-1]])
 def test_a_follower_that_reports_nonsense_is_named(
     connect: Connect, sender: StepSender, body: bytes
 ) -> None:
-    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    accept(sender)
+    ends = connect_all(connect, sender)
     ends[1].wait_until_open()._link.send(body)
     deadline = time.monotonic() + 5
     with pytest.raises(FrameError, match=r"^follower tp=2: frame: wanted "):
@@ -270,8 +220,7 @@ def test_a_follower_that_reports_nonsense_is_named(
 
 
 def test_a_leader_that_sends_nonsense_is_named(connect: Connect, sender: StepSender) -> None:
-    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    accept(sender)
+    ends = connect_all(connect, sender)
     for link, body in zip(sender.links, (b"xy", encode(TicketsEnded([1]))), strict=True):
         link.send(body)
     for end in ends:
@@ -284,8 +233,7 @@ def test_reports_beyond_a_borders_share_are_taken_at_the_next(
 ) -> None:
     """And those of one follower do not keep another's waiting."""
     monkeypatch.setattr(channel, "MAX_REPORTS_S", 1000.0)
-    ends = [connect(address, hello(i + 1)) for i, address in enumerate(sender.addresses)]
-    accept(sender)
+    ends = connect_all(connect, sender)
     for i in range(3 * channel.MAX_REPORTS):
         ends[0].wait_until_open().report(TicketsEnded([i]))
     ends[1].wait_until_open().report(ReadEnded("r", ""))

@@ -143,10 +143,6 @@ def test_a_rank_that_never_comes_to_an_agreement_is_named(monkeypatch: pytest.Mo
         run_ranks(2, work)
 
 
-def test_one_rank_is_a_group_that_waits_for_nobody() -> None:
-    assert run_ranks(1, lambda group: (group.shard.size, group.all_reduce_min("n", 7))) == [(1, 7)]
-
-
 def test_a_collective_without_a_peer_ends_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "COLLECTIVE_TIMEOUT_S", 2.0)
     has_ended = threading.Event()

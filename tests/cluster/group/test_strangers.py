@@ -28,23 +28,9 @@ from cluster.kv.transport.server import KVServer
 from cluster.rank.leader import Inbox
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
-from cluster.wire.messages import (
-    PROTOCOL_VERSION,
-    KVRenew,
-    KVSource,
-    RankProcess,
-    Watch,
-    encode,
-)
+from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, KVSource, RankProcess, Watch, encode
 from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import (
-    MAX_PART_BYTES,
-    CurveHandshake,
-    connecting_socket,
-    end_context,
-    listening_socket,
-    pack,
-)
+from cluster.wire.sockets import MAX_PART_BYTES, CurveHandshake, connecting_socket, pack
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = "127.0.0.1"
@@ -52,7 +38,6 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 OURS, OTHERS = CurveHandshake(CREDENTIALS.secret), CurveHandshake(b"t" * 32)
 
 Context = zmq.Context[zmq.Socket[bytes]]
-Connect = Callable[[int], Any]
 
 
 def greeting(mechanism: bytes) -> bytes:
@@ -165,13 +150,6 @@ LISTENERS = {"inbox": inbox, "kv server": kv_server, "channel": channel, "peers"
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    end_context(made, "test", linger=0)
-
-
-@pytest.fixture
 def sender(context: Context) -> Iterator[StepSender]:
     made = StepSender(context, 1, host=HOST, credentials=CREDENTIALS)
     yield made
@@ -236,20 +214,20 @@ def test_a_zeromq_socket_without_the_secret_is_not_let_in(
     stranger.close()
 
 
-def test_the_key_never_travels(context: Context) -> None:
+def test_the_key_never_travels(context: Context, relay_to: Callable[[int], Any]) -> None:
     """Whoever listened to a whole connection has seen no key that opens another one."""
     secret_key = z85.encode(CREDENTIALS.secret)
     public_key = zmq.curve_public(secret_key)
     keys = [secret_key, public_key, CREDENTIALS.secret, z85.decode(public_key)]
     made = Inbox(context, HOST, CREDENTIALS, max_model_len=64, vocab_size=256)
     watch = Watch("tcp://10.0.0.2:9")
-    with contextlib.closing(Tap(port_of(made.address))) as tap:
-        with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
-            sender.connect(f"tcp://{HOST}:{tap.port}")
-            sender.send_multipart(pack(encode(watch), CREDENTIALS))
-            assert made.socket.poll(3000)
-            assert list(made.take()) == [watch]
-        heard = bytes(tap.heard)
+    relay = relay_to(port_of(made.address))
+    with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
+        sender.connect(f"tcp://{HOST}:{relay.port}")
+        sender.send_multipart(pack(encode(watch), CREDENTIALS))
+        assert made.socket.poll(3000)
+        assert list(made.take()) == [watch]
+    heard = bytes(relay.heard)
     assert b"\x08INITIATE" in heard, "the whole handshake"
     assert not any(key in heard for key in keys)
     assert b"10.0.0.2" not in heard, "nor does what is said"
@@ -257,43 +235,6 @@ def test_the_key_never_travels(context: Context) -> None:
     with dial(port_of(made.address), heard):
         assert not made.socket.poll(300)
     made.close()
-
-
-class Tap:
-    """A TCP relay that hears what a client says."""
-
-    def __init__(self, port: int) -> None:
-        self.heard = bytearray()
-        self._to = port
-        self._server = socket.create_server((HOST, 0))
-        self.port = self._server.getsockname()[1]
-        self._ends: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._relay)
-        self._thread.start()
-
-    def close(self) -> None:
-        for end in (self._server, *self._ends):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        self._thread.join(timeout=5)
-
-    def _relay(self) -> None:
-        with contextlib.suppress(OSError):
-            client = self._server.accept()[0]
-            there = socket.create_connection((HOST, self._to))
-            self._ends = [client, there]
-            back = threading.Thread(target=self._pump, args=(there, client, bytearray()))
-            back.start()
-            self._pump(client, there, self.heard)
-            back.join(timeout=5)
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, heard: bytearray) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                heard += data
-                sink.sendall(data)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -397,25 +338,6 @@ def test_a_process_of_an_older_group_does_not_stand_in_a_followers_way(
     old.close()
 
 
-def test_a_member_of_another_deployment_is_named_though_strangers_came_first(
-    context: Context, sender: StepSender
-) -> None:
-    old, member = (connecting_socket(context, zmq.DEALER, OURS, max_waiting=9) for _ in range(2))
-    for end, hello in (
-        (old, follower_hello("m", config_hash="older")),
-        (member, follower_hello(config_hash="other")),
-    ):
-        end.connect(sender.addresses[0].tcp)
-        end.send(encode(hello))
-    ours = LeaderHello(PROTOCOL_VERSION, "test", 1, "n")
-    with pytest.raises(links.FrameError, match=r"^config_hash: wanted test, found other$"):
-        sender.accept(ours, lambda name: None)
-    assert member.poll(3000), "the other side is told as well"
-    assert not old.poll(100)
-    old.close(linger=0)
-    member.close(linger=0)
-
-
 def test_a_port_scan_ends_no_group(context: Context, sender: StepSender) -> None:
     receiver = meet(context, sender)
     port = port_of(sender.addresses[0].tcp)
@@ -442,15 +364,6 @@ def test_a_leader_that_waits_for_nobody_says_for_whom(
     assert told == ["follower tp=1"]
 
 
-def test_a_group_on_one_node_opens_nothing_outside(context: Context) -> None:
-    sender = StepSender(context, 1, host=None, credentials=CREDENTIALS)
-    assert sender.addresses[0].tcp == ""
-    elsewhere = links.LinkAddress("another", sender.addresses[0].ipc, "")
-    with pytest.raises(ConnectionError, match=r"^leader: wanted it on this node, found it on"):
-        StepReceiver(context, elsewhere, Doorbell(), credentials=CREDENTIALS)
-    sender.links[0].close()
-
-
 # --- all sockets ----------------------------------------------------------------------------------
 
 
@@ -465,12 +378,3 @@ def test_every_socket_is_made_in_one_place() -> None:
         if made.search(line) and "zmq.Context" not in line
     }
     assert found == {"cluster/wire/sockets.py"}
-
-
-def test_a_socket_has_all_its_bounds(context: Context) -> None:
-    for make in (listening_socket, connecting_socket):
-        with make(context, zmq.DEALER, OURS, max_waiting=7) as made:
-            assert made.sndhwm == made.rcvhwm == 7
-            assert MAX_PART_BYTES < made.maxmsgsize < 2 * MAX_PART_BYTES
-            assert made.handshake_ivl == 5000 and made.tcp_keepalive == 1
-            assert made.mechanism == zmq.CURVE

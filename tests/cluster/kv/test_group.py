@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import KVHolder, KVReadResult
-from cluster.wire.group_messages import CancelRead, DropKV, ExpectKV, HoldKV, KVOrder, StartRead
+from cluster.kv.handoff import KVHolder
+from cluster.wire.group_messages import (
+    CancelRead,
+    DropKV,
+    ExpectKV,
+    HoldKV,
+    KVOrder,
+    ReadEnded,
+    StartRead,
+)
 from cluster.wire.messages import FrameError, KVHandoff
 
 HANDOFF = KVHandoff(1, "r", [], [5], [1], 4, 64, "kv", 10.0)
@@ -17,7 +25,7 @@ class FakeReader:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.finished: list[KVReadResult] = []
+        self.finished: list[ReadEnded] = []
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
         self.calls.append("expect")
@@ -28,7 +36,7 @@ class FakeReader:
     def cancel(self, request_id: str) -> None:
         self.calls.append("cancel")
 
-    def take_finished(self) -> list[KVReadResult]:
+    def take_finished(self) -> list[ReadEnded]:
         finished, self.finished = self.finished, []
         return finished
 
@@ -87,7 +95,7 @@ def test_a_read_ends_with_its_last_rank_and_is_as_good_as_its_worst(
     def finish(rank: str) -> None:
         error = errors.get(rank, "")
         if rank == "leader":
-            local.finished.append(KVReadResult("r", error))
+            local.finished.append(ReadEnded("r", error))
         else:
             reader.on_read_ended("r", error)
 
@@ -95,7 +103,7 @@ def test_a_read_ends_with_its_last_rank_and_is_as_good_as_its_worst(
     assert reader.take_finished() == []
     finish(last)
     error = next(iter(errors.values()), "")
-    assert reader.take_finished() == [KVReadResult("r", error)]
+    assert reader.take_finished() == [ReadEnded("r", error)]
     assert reader.take_finished() == []
 
 
@@ -104,12 +112,12 @@ def test_a_cancelled_read_still_waits_for_every_rank(orders: list[KVOrder]) -> N
     reader = GroupReader(local, 1, orders.append)
     reader.expect("r", HANDOFF)
     reader.start("r", HANDOFF, [0], [7])
-    local.finished.append(KVReadResult("r", ""))
+    local.finished.append(ReadEnded("r", ""))
     assert reader.take_finished() == []
     reader.cancel("r")
     assert orders[-1] == CancelRead("r")
     reader.on_read_ended("r", "aborted")
-    assert reader.take_finished() == [KVReadResult("r", "aborted")]
+    assert reader.take_finished() == [ReadEnded("r", "aborted")]
 
 
 def test_reports_of_what_nobody_asked_for_are_refused_by_name(orders: list[KVOrder]) -> None:

@@ -134,14 +134,18 @@ def test_the_longest_call_fits_into_one_part_of_a_message() -> None:
     assert most == 4096 and len(call) <= MAX_PART_BYTES
 
 
-def test_a_read_whose_ticket_is_anothers_has_no_deadline_by_itself() -> None:
-    """A waiting thread would have to make an integer of it."""
+def test_of_two_requests_with_one_ticket_the_second_ends_and_waits_for_nothing() -> None:
+    """A waiting thread would have to make an integer of its deadline."""
     holder = SlowHolder()
     for name in ("first", "second"):
         handoff = KVHandoff(1, name, [SOURCE], [0], [0], 1, 1 << 20, "kv", 30.0)
         holder.reads.expect(name, handoff)
     assert holder.reads.next_deadline() == 10.0
-    holder.reads.cancel("first")
+    holder.reads.start("first", [0], [3])
     while holder.calls:
         holder.answer()
     assert holder.reads.next_deadline() is None
+    holder.reads.start("second", [0], [3])
+    first, second = holder.reads.take_finished()
+    assert first.ok
+    assert second.error == "kv ticket: wanted one for one request, found 1 for two"

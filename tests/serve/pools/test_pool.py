@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.actors.rank_group import RankDied
+from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.group.context import RankPlace
-from cluster.observe.reports import GroupReport, ReplicaReport
 from cluster.rank.status import RankStats
 from cluster.wire.messages import EngineOutput, FinishReason
 from serve.pools import pool_core
