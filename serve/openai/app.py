@@ -19,9 +19,17 @@ from serve.keys import ApiKeys
 from serve.observe import page
 from serve.openai import openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList
+from serve.openai.backend import Serving
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
-from serve.openai.endpoint import Handler, Serving, guarded, json_response, respond
+from serve.openai.endpoint import (
+    Handler,
+    discard,
+    guarded,
+    json_response,
+    require_model,
+    respond,
+)
 from serve.openai.errors import ApiError, answer_http_exception, retry_after
 from serve.openai.middleware import RequestMiddleware
 from serve.openai.responses import parse_responses
@@ -119,7 +127,7 @@ class Handlers:
         return Response(self._openapi, media_type="application/json")
 
     async def no_text(self, request: Request) -> Response:
-        await self._serving.bodies.discard(request)
+        await discard(self._serving, request)
         wanted = f"wanted one that generates text, found {request.url.path}"
         raise ApiError(501, f"path: {wanted}; this server generates text only")
 
@@ -128,7 +136,7 @@ class Handlers:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._serving.require_model(name)
+        require_model(self._serving, name)
         return json_response(self._cards[name])
 
     async def health(self, request: Request) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -33,13 +35,11 @@ from serve.openai.answers import (
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.backend import ApiSettings
-from serve.openai.body import check_limits, check_num_chars
-from serve.openai.endpoint import ResponseMeta, Serving
+from serve.openai.backend import ApiSettings, Serving
+from serve.openai.body import parse
 from serve.openai.errors import ApiError
-from serve.openai.fields import parse
 from serve.openai.generation import Generation
-from serve.openai.schema import ChatRequest, NamedToolChoice
+from serve.openai.schema import ChatRequest, NamedToolChoice, check_num_chars
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import (
     check_tools,
@@ -49,7 +49,6 @@ from serve.openai.tools import (
     with_forced_calls,
 )
 from serve.requests.choice import Choice, OutputDelta
-from serve.requests.sampling import SamplingParams
 from serve.requests.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
@@ -67,19 +66,16 @@ class ConversationAdapter:
     num_prompt_copies = 1
 
     def __init__(
-        self,
-        request: ChatRequest,
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        answers: AnswerFormat,
-        size: int,
-        meta: ResponseMeta,
+        self, id_prefix: str, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
     ) -> None:
-        """Read a request; `answers` and `size` are what `check_chat` returned for it."""
+        """Read a request; raises ApiError and FieldError where it is beyond the limits."""
+        params = request.sampling_params()
+        answers, self.size = check_chat(request, settings, tokenizer)
+        self.id = f"{id_prefix}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model = settings.served_model_name
         self.request = request
         self.params = with_forced_calls(request, params) if answers.is_forced else params
-        self.meta = meta
-        self.size = size
         self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
         self._tokenizer = tokenizer
         self._answers = answers
@@ -109,25 +105,17 @@ class ChatAdapter(ConversationAdapter):
 
     has_typed_events = False
 
-    def __init__(
-        self,
-        request: ChatRequest,
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        answers: AnswerFormat,
-        size: int,
-        meta: ResponseMeta,
-    ) -> None:
-        super().__init__(request, params, tokenizer, answers, size, meta)
+    def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:
+        super().__init__("chatcmpl", request, settings, tokenizer)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
         return ChatCompletion(
-            id=self.meta.id,
-            created=self.meta.created,
-            model=self.meta.model,
+            id=self.id,
+            created=self.created,
+            model=self.model,
             choices=[self._whole(choice) for choice in generation.choices],
             usage=generation.usage(),
             prompt_logprobs=prompt_logprobs(self._tokenizer, first, self.request.prompt_logprobs),
@@ -180,9 +168,9 @@ class ChatAdapter(ConversationAdapter):
         prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
-            id=self.meta.id,
-            created=self.meta.created,
-            model=self.meta.model,
+            id=self.id,
+            created=self.created,
+            model=self.model,
             choices=choices,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
@@ -240,12 +228,9 @@ class ChatAdapter(ConversationAdapter):
 
 def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapter:
     """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, ChatRequest)
+    request = parse(body, ChatRequest, serving.settings.max_model_len)
     request.check_turns()
-    params = request.sampling_params()
-    answers, size = check_chat(request, serving.settings, tokenizer)
-    meta = ResponseMeta.new("chatcmpl", serving.settings.served_model_name)
-    return ChatAdapter(request, params, tokenizer, answers, size, meta)
+    return ChatAdapter(request, serving.settings, tokenizer)
 
 
 def check_chat(
@@ -260,16 +245,17 @@ def check_chat(
         ApiError, FieldError: name the field.
     """
     max_messages = settings.max_model_len
-    num_chars = check_tools(request, max_messages)
-    num_messages, num_calls = len(request.messages), 0
-    for message in request.messages:
-        num_calls += len(message.tool_calls)
-        num_chars += message.num_chars
+    num_messages = len(request.messages)
+    num_calls = sum(len(message.tool_calls) for message in request.messages)
+    num_chars = 0
+    if request.tools or request.tool_choice is not None or num_calls:
+        num_chars = check_tools(request, max_messages)
+    num_chars += sum(message.num_chars for message in request.messages)
     if num_messages + num_calls > max_messages:
         wanted = f"at most {max_messages}, a token of the model's length for each"
         with_calls = f" with {num_calls} calls" if num_calls else ""
         raise FieldError("messages", wanted, Words(f"{num_messages + num_calls}{with_calls}"))
-    check_limits(request, settings, tokenizer, num_prompts=1)
+    request.check_limits(settings, tokenizer)
     check_num_chars("messages", num_chars, settings, tokenizer)
     _check_template(request, tokenizer)
     size = num_chars + MESSAGE_CHARS * (num_messages + num_calls)
@@ -308,7 +294,8 @@ def encode_chat(
     Raises:
         ChatTemplateError, TooManyTokens: as of `Tokenizer.apply_chat_template`.
     """
-    takes_parts = tokenizer.takes_parts(request.chat_template)
+    has_parts = any(isinstance(message.content, list) for message in request.messages)
+    takes_parts = has_parts and tokenizer.takes_parts(request.chat_template)
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not request.continue_final_message
@@ -333,10 +320,11 @@ def _finish_reason(found: OutputDelta, parser: AnswerParser) -> str | None:
 
 def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
     """Refuse what would run a client's program, or change how the template is called."""
-    if request.chat_template not in (None, *tokenizer.template_names):
+    template = request.chat_template
+    if template is not None and template not in tokenizer.template_names:
         names = ", ".join(tokenizer.template_names) or "it has one without a name"
         one = f"the name of one of the checkpoint's templates ({names})"
-        found = Words(f"{len(request.chat_template or '')} characters")
+        found = Words(f"{len(template)} characters")
         raise FieldError("chat_template", f"{one}, since a template is a program", found)
     for name in request.chat_template_kwargs:
         if name in tokenizer.template_parameters:

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import clients
@@ -32,28 +30,16 @@ from serve.keys import ApiKeys
 from serve.openai.errors import ApiError
 from serve.requests.records import IngressCounts, RequestRecord
 
-logger = logging.getLogger(__name__)
-
 HEADER = "X-Request-Id"
 MAX_ID_CHARS = 128
 """Of a client's request id; a longer one gets 400."""
 _ID = re.compile(rf"[A-Za-z0-9._:/+=@~-]{{1,{MAX_ID_CHARS}}}")
-_RECORD = "lockstep.record"
 OTHER = "other"
 MAX_TRACE_CHARS = 512
 """Of `traceparent` and of `tracestate`; a longer header is taken for none."""
 ANY = "*"
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 """Ends of names that cannot be registered in public DNS."""
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(16)
-
-
-def record_of(request: Request) -> RequestRecord:
-    record: RequestRecord = request.scope[_RECORD]
-    return record
 
 
 class RequestMiddleware:
@@ -114,8 +100,9 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         given = headers.get(HEADER)
         is_bad = given is not None and not _ID.fullmatch(given)
-        request_id = new_request_id() if given is None or is_bad else given
-        record = scope[_RECORD] = RequestRecord(request_id, self._route(_path_of(scope)))
+        request_id = secrets.token_hex(16) if given is None or is_bad else given
+        record = RequestRecord(request_id, self._route(_path_of(scope)))
+        scope.setdefault("state", {})["record"] = record
         if self._is_traced:
             record.traceparent = _trace_header(headers, "traceparent")
             record.tracestate = _trace_header(headers, "tracestate")
@@ -127,22 +114,13 @@ class RequestMiddleware:
                     MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
-        async def receive_or_end() -> Message:
-            try:
-                return await receive()
-            except Exception as error:
-                # Ray's proxy drops a request whose client left, and the call for more of its body
-                # fails (TaskCancelledError).
-                logger.debug("a request ended while it was received", exc_info=error)
-                return {"type": "http.disconnect"}
-
         try:
             app = self._guarded
             if is_bad:
                 wanted = f"1 to {MAX_ID_CHARS} letters, digits and ._:/+=@~-"
                 message = f"x-request-id: wanted {wanted}, found something else"
                 app = ApiError(400, message).response()
-            await app(scope, receive_or_end, record_status)
+            await app(scope, receive, record_status)
         finally:
             self._counts.on_response(record.path, record.status)
             if record.is_generating:
@@ -150,12 +128,13 @@ class RequestMiddleware:
                     call(record)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope, scope[_RECORD])
+        refusal = self._refusal(scope)
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
-    def _refusal(self, scope: Scope, record: RequestRecord) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request may not ask; None: it may, and who asks is noted."""
         headers = Headers(scope=scope)
+        record: RequestRecord = scope["state"]["record"]
         record.client = clients.of_address(
             scope, trusted_proxies=self._trusted_proxies, is_peer_known=self._is_peer_known
         )

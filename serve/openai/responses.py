@@ -28,9 +28,9 @@ from serve.openai.answer_parser import (
     ReasoningFormat,
 )
 from serve.openai.answers import Usage
-from serve.openai.chat import ConversationAdapter, check_chat
-from serve.openai.endpoint import ResponseMeta, Serving
-from serve.openai.fields import convert_object, join_path, parse
+from serve.openai.backend import ApiSettings, Serving
+from serve.openai.body import convert_object, join_path, parse
+from serve.openai.chat import ConversationAdapter
 from serve.openai.generation import Generation
 from serve.openai.schema import (
     LABELS,
@@ -477,18 +477,16 @@ class ResponsesAdapter(ConversationAdapter):
     has_typed_events = True
 
     def __init__(
-        self,
-        request: ResponsesRequest,
-        chat: ResponsesChat,
-        tokenizer: Tokenizer,
-        answers: AnswerFormat,
-        size: int,
-        meta: ResponseMeta,
+        self, request: ResponsesRequest, settings: ApiSettings, tokenizer: Tokenizer
     ) -> None:
-        """Read a request, with the chat that it is equivalent to."""
-        super().__init__(chat, chat.sampling_params(), tokenizer, answers, size, meta)
+        """Read a request; raises ApiError and FieldError where it is beyond the limits."""
+        chat = _chat_of(request)
+        try:
+            super().__init__("resp", chat, settings, tokenizer)
+        except FieldError as error:
+            raise error.renamed(chat.spelling(error.field)) from error
         self._given = request
-        self._output = _Output(answers)
+        self._output = _Output(self._answers)
         self._parser: AnswerParser | None = None
         self._finish_reason: str | None = None
         self._offsets: list[int] = []
@@ -529,9 +527,9 @@ class ResponsesAdapter(ConversationAdapter):
         given = self._given
         reason = {"length": "max_output_tokens"}.get(self._finish_reason or "", "aborted")
         return {
-            "id": self.meta.id,
+            "id": self.id,
             "object": "response",
-            "created_at": self.meta.created,
+            "created_at": self.created,
             "status": status,
             "background": False,
             "error": None,
@@ -539,7 +537,7 @@ class ResponsesAdapter(ConversationAdapter):
             "instructions": given.instructions,
             "max_output_tokens": given.max_output_tokens,
             "metadata": given.metadata,
-            "model": self.meta.model,
+            "model": self.model,
             "output": [item.json() for item in self._output.items],
             "parallel_tool_calls": given.parallel_tool_calls,
             "previous_response_id": None,
@@ -567,11 +565,5 @@ class ResponsesAdapter(ConversationAdapter):
 
 def parse_responses(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ResponsesAdapter:
     """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, ResponsesRequest)
-    chat = _chat_of(request)
-    try:
-        answers, size = check_chat(chat, serving.settings, tokenizer)
-    except FieldError as error:
-        raise error.renamed(chat.spelling(error.field)) from error
-    meta = ResponseMeta.new("resp", serving.settings.served_model_name)
-    return ResponsesAdapter(request, chat, tokenizer, answers, size, meta)
+    request = parse(body, ResponsesRequest, serving.settings.max_model_len)
+    return ResponsesAdapter(request, serving.settings, tokenizer)

@@ -1,6 +1,6 @@
 """The requests for completions and chats, as structs of the fields that are implemented.
 
-How a body becomes one is `fields.py`; what no type says of it is checked by the structs themselves.
+How a body becomes one is `body.py`; what no type says of it is checked by the structs themselves.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says, words_for
-from serve.openai.fields import join_path
+from serve.openai.backend import ApiSettings
+from serve.openai.body import join_path
 from serve.requests.cache_salt import CacheSalt
 from serve.requests.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.requests.structured import StructuredOutputsParams
+from serve.requests.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
@@ -163,6 +165,27 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "only with stream true", Words("stream false"))
+
+    def check_limits(
+        self, settings: ApiSettings, tokenizer: Tokenizer, num_prompts: int = 1
+    ) -> None:
+        """Refuse too many sequences, and lists that are longer than the vocabulary.
+
+        Raises:
+            FieldError: names the limit and what was found.
+        """
+        limit = settings.max_sequences
+        if num_prompts > limit:
+            raise FieldError("prompt", f"at most {limit} prompts", num_prompts)
+        if num_prompts * self.n > limit:
+            wanted = f"at most {limit // num_prompts}"
+            if num_prompts > 1:
+                wanted += f" (the request has {num_prompts} prompts)"
+            raise FieldError("n", wanted, self.n)
+        num_allowed = len(self.allowed_token_ids or ())
+        if num_allowed > tokenizer.vocab_size:
+            wanted = f"at most {tokenizer.vocab_size} token ids, the vocabulary's"
+            raise FieldError("allowed_token_ids", wanted, num_allowed)
 
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
@@ -554,3 +577,21 @@ def _token_ids_of(logit_bias: dict[str, float]) -> dict[int, float]:
         if not key.isdecimal() or len(key) > 10:
             raise FieldError("logit_bias", "token ids as keys", key)
     return {int(key): bias for key, bias in logit_bias.items()}
+
+
+def check_num_chars(
+    field: str, num_chars: int, settings: ApiSettings, tokenizer: Tokenizer
+) -> None:
+    """Refuse a prompt of more characters than its tokens could stand for.
+
+    Raises:
+        FieldError: names the limit and how it is derived.
+    """
+    longest = tokenizer.longest_token
+    limit = settings.max_model_len * longest
+    if num_chars > limit:
+        wanted = (
+            f"at most {limit} characters (the model's length is {settings.max_model_len} tokens, "
+            f"the longest of which stands for {longest})"
+        )
+        raise FieldError(field, wanted, Words(f"{num_chars} characters"))

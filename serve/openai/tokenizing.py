@@ -14,12 +14,11 @@ from compile.errors import FieldError, Words
 from model.fields import Source, convert
 from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
-from serve.openai.body import check_num_chars, check_values
+from serve.openai.backend import Serving
+from serve.openai.body import parse, parse_fields
 from serve.openai.chat import check_chat, encode_chat
-from serve.openai.endpoint import Serving, admitted, json_response
-from serve.openai.fields import parse, parse_fields
-from serve.openai.middleware import record_of
-from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
+from serve.openai.endpoint import admitted, require_model
+from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool, check_num_chars
 from serve.requests.sampling import too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
 
@@ -87,17 +86,16 @@ async def answer(serving: Serving, work: Work, request: Request) -> Response:
 
     Raises what `as_api_error` knows.
     """
-    tokenizer, slot, body = await admitted(serving, request, record_of(request))
+    tokenizer, slot, body = await admitted(serving, request)
 
     def encoded(check: Check) -> bytes:
-        check_values(body, serving.settings.max_model_len)
         return msgspec.json.encode(work(serving, tokenizer, body, check))
 
     try:
         found = await serving.threads.run(len(body), encoded)
     finally:
         slot.leave()
-    return json_response(msgspec.Raw(found))
+    return Response(found, media_type="application/json")
 
 
 def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Tokenized:
@@ -106,9 +104,9 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
     Raises:
         ApiError, FieldError: names the field.
     """
-    request = parse_tokenize(body)
-    serving.require_model(request.model)
     limit = serving.settings.max_model_len
+    request = parse_tokenize(body, limit)
+    require_model(serving, request.model)
     try:
         token_ids = _token_ids(serving, tokenizer, request, check)
         if len(token_ids) > limit:  # a short text is not counted before
@@ -128,8 +126,8 @@ def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check
     Raises:
         FieldError: names the field.
     """
-    request = parse(body, DetokenizeRequest)
-    serving.require_model(request.model)
+    request = parse(body, DetokenizeRequest, serving.settings.max_model_len)
+    require_model(serving, request.model)
     size = min(tokenizer.vocab_size, serving.settings.vocab_size or tokenizer.vocab_size)
     bad = next((each for each in request.tokens if not 0 <= each < size), None)
     if bad is not None:
@@ -150,9 +148,9 @@ def _token_ids(
     return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
 
 
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """Return the request for tokens in `body`; raises as `fields.parse`."""
-    fields = parse_fields(body, TokenizeRequest)
+def parse_tokenize(body: bytes, max_model_len: int) -> TokenizeRequest:
+    """Return the request for tokens in `body`; raises as `parse`."""
+    fields = parse_fields(body, TokenizeRequest, max_model_len)
     has_prompt = "prompt" in fields
     if has_prompt == ("messages" in fields):
         raise FieldError("prompt", "it or messages", Words("both" if has_prompt else "neither"))
