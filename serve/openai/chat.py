@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,7 +29,6 @@ from serve.openai.answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
-    ChatLogprobs,
     ChatMessage,
     FunctionCall,
     Usage,
@@ -48,7 +48,7 @@ from serve.openai.tools import (
     tools_for_template,
     with_forced_calls,
 )
-from serve.requests.choice import Choice, OutputDelta
+from serve.requests.choice import Choice
 from serve.requests.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
@@ -122,6 +122,24 @@ class ChatAdapter(ConversationAdapter):
             prompt_token_ids=self._prompt_token_ids(first),
         )
 
+    def _whole(self, choice: Choice) -> ChatChoice:
+        found, fields = self._take(choice, self.new_parser(choice))
+        calls = [
+            AnsweredCall(
+                id=self._call_id(),
+                function=FunctionCall(name=call.name or "", arguments=call.arguments),
+            )
+            for call in found.calls
+        ]
+        reasoning = (found.reasoning if self.request.include_reasoning else "") or UNSET
+        message = ChatMessage(
+            content=found.content or (None if calls or found.reasoning else ""),
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
+        )
+        return ChatChoice(message=message, **fields)
+
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         parser = self._parsers.get(choice.index)
         if parser is None:
@@ -131,35 +149,39 @@ class ChatAdapter(ConversationAdapter):
                 index=choice.index, delta=role, logprobs=None, finish_reason=None, stop_reason=None
             )
             yield self._chunk([begun], usage, self._prompt_token_ids(choice))
-        found = choice.take()
-        delta = self._delta(parser.push(found.text, is_last=found.finish_reason is not None))
-        wants_tokens = self.request.logprobs or self.request.return_token_ids
-        if delta != NO_DELTA or found.finish_reason or (found.token_ids and wants_tokens):
-            written = ChatChunkChoice(
-                index=choice.index,
-                delta=delta,
-                logprobs=self._logprobs(found),
-                finish_reason=_finish_reason(found, parser),
-                stop_reason=found.stop_reason,
-                token_ids=found.token_ids if self.request.return_token_ids else UNSET,
-            )
-            yield self._chunk([written], usage)
+        found, fields = self._take(choice, parser)
+        reasoning = (found.reasoning if self.request.include_reasoning else "") or UNSET
+        delta = ChatDelta(
+            content=found.content or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=[self._call_delta(call) for call in found.calls] or UNSET,
+        )
+        tells_of_tokens = fields["token_ids"] or (fields["logprobs"] and fields["logprobs"].content)
+        if delta != NO_DELTA or fields["finish_reason"] or tells_of_tokens:
+            yield self._chunk([ChatChunkChoice(delta=delta, **fields)], usage)
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         options = self.request.stream_options
         if options is not None and options.include_usage:
             yield self._chunk([], generation.usage())
 
-    def _whole(self, choice: Choice) -> ChatChoice:
-        parser, found = self.new_parser(choice), choice.take()
-        return ChatChoice(
-            index=choice.index,
-            message=self._message(parser.push(found.text, is_last=True)),
-            logprobs=self._logprobs(found),
-            finish_reason=_finish_reason(found, parser),
-            stop_reason=found.stop_reason,
-            token_ids=found.token_ids if self.request.return_token_ids else UNSET,
-        )
+    def _take(self, choice: Choice, parser: AnswerParser) -> tuple[AnswerDelta, dict[str, Any]]:
+        """Return what is new of a choice: its text, and what else is said of it."""
+        request, found = self.request, choice.take()
+        answer = parser.push(found.text, is_last=found.finish_reason is not None)
+        # An answer that was cut ends with that, calls or not.
+        is_called = found.finish_reason == "stop" and parser.has_calls
+        logprobs = None
+        if request.logprobs:
+            logprobs = chat_logprobs(self._tokenizer, found.token_ids, found.logprobs)
+        return answer, {
+            "index": choice.index,
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if is_called else found.finish_reason,
+            "stop_reason": found.stop_reason,
+            "token_ids": found.token_ids if request.return_token_ids else UNSET,
+        }
 
     def _chunk(
         self,
@@ -176,34 +198,6 @@ class ChatAdapter(ConversationAdapter):
             prompt_token_ids=prompt_token_ids,
         )
 
-    def _message(self, found: AnswerDelta) -> ChatMessage:
-        reasoning = self._reasoning(found)
-        calls = [
-            AnsweredCall(
-                id=self._call_id(),
-                function=FunctionCall(name=call.name or "", arguments=call.arguments),
-            )
-            for call in found.calls
-        ]
-        return ChatMessage(
-            content=found.content or (None if calls or found.reasoning else ""),
-            reasoning=reasoning,
-            reasoning_content=reasoning,
-            tool_calls=calls or UNSET,
-        )
-
-    def _delta(self, found: AnswerDelta) -> ChatDelta:
-        reasoning = self._reasoning(found)
-        return ChatDelta(
-            content=found.content or UNSET,
-            reasoning=reasoning,
-            reasoning_content=reasoning,
-            tool_calls=[self._call_delta(call) for call in found.calls] or UNSET,
-        )
-
-    def _reasoning(self, found: AnswerDelta) -> str | UnsetType:
-        return (found.reasoning if self.request.include_reasoning else "") or UNSET
-
     def _call_delta(self, call: CallDelta) -> AnsweredCallDelta:
         is_first = call.name is not None
         return AnsweredCallDelta(
@@ -216,11 +210,6 @@ class ChatAdapter(ConversationAdapter):
     def _call_id(self) -> str:
         assert self._answers.tools is not None
         return new_call_id(self._answers.tools)
-
-    def _logprobs(self, found: OutputDelta) -> ChatLogprobs | None:
-        if not self.request.logprobs:
-            return None
-        return chat_logprobs(self._tokenizer, found.token_ids, found.logprobs)
 
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.request.prompt_token_ids if self.request.return_token_ids else UNSET
@@ -310,12 +299,6 @@ def encode_chat(
         check=check,
         **request.chat_template_kwargs,
     )
-
-
-def _finish_reason(found: OutputDelta, parser: AnswerParser) -> str | None:
-    """Return why an answer ended: after calls tool_calls, unless it was cut."""
-    is_called = found.finish_reason == "stop" and parser.has_calls
-    return "tool_calls" if is_called else found.finish_reason
 
 
 def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
