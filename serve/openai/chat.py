@@ -70,7 +70,8 @@ class ConversationAdapter:
     ) -> None:
         """Read a request; raises ApiError and FieldError where it is beyond the limits."""
         params = request.sampling_params()
-        answers, self.size = check_chat(request, settings, tokenizer)
+        self.size = _checked_size(request, settings, tokenizer)
+        answers = _answer_format(request, settings, tokenizer)
         self.id = f"{id_prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = settings.served_model_name
@@ -81,7 +82,25 @@ class ConversationAdapter:
         self._answers = answers
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
+        request, tokenizer = self.request, self._tokenizer
+        tools = tools_for_template(request.tools) if _shows_tools(request) else None
+        has_parts = any(isinstance(message.content, list) for message in request.messages)
+        takes_parts = has_parts and tokenizer.takes_parts(request.chat_template)
+        add_generation_prompt = request.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not request.continue_final_message
+        prompt = tokenizer.apply_chat_template(
+            [message.for_template(takes_parts) for message in request.messages],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+            chat_template=request.chat_template,
+            max_tokens=max_tokens,
+            check=check,
+            **request.chat_template_kwargs,
+        )
+        return [prompt]
 
     def new_parser(self, choice: Choice) -> AnswerParser:
         """Return the parser of a choice's text."""
@@ -222,13 +241,10 @@ def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapt
     return ChatAdapter(request, serving.settings, tokenizer)
 
 
-def check_chat(
-    request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
-) -> tuple[AnswerFormat, int]:
-    """Refuse a chat beyond the limits.
+def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> int:
+    """Return about how many characters a template writes, and refuse a chat beyond the limits.
 
-    Returns:
-        How the model writes its answers, and about how many characters its template writes.
+    A client's template is refused too: it is a program.
 
     Raises:
         ApiError, FieldError: name the field.
@@ -246,9 +262,18 @@ def check_chat(
         raise FieldError("messages", wanted, Words(f"{num_messages + num_calls}{with_calls}"))
     request.check_limits(settings, tokenizer)
     check_num_chars("messages", num_chars, settings, tokenizer)
-    _check_template(request, tokenizer)
-    size = num_chars + MESSAGE_CHARS * (num_messages + num_calls)
-    return _answer_format(request, settings, tokenizer), size
+    template = request.chat_template
+    if template is not None and template not in tokenizer.template_names:
+        names = ", ".join(tokenizer.template_names) or "it has one without a name"
+        one = f"the name of one of the checkpoint's templates ({names})"
+        found = Words(f"{len(template)} characters")
+        raise FieldError("chat_template", f"{one}, since a template is a program", found)
+    for name in request.chat_template_kwargs:
+        if name in tokenizer.template_parameters:
+            param = f"chat_template_kwargs.{name}"
+            message = f"{param}: wanted variables of the template only"
+            raise ApiError(400, message, param=param)
+    return num_chars + MESSAGE_CHARS * (num_messages + num_calls)
 
 
 def _answer_format(
@@ -273,44 +298,3 @@ def _answer_format(
 
 def _shows_tools(request: ChatRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
-
-
-def encode_chat(
-    request: ChatRequest, tokenizer: Tokenizer, max_tokens: int, check: Check
-) -> list[int]:
-    """Return the token ids of a conversation.
-
-    Raises:
-        ChatTemplateError, TooManyTokens: as of `Tokenizer.apply_chat_template`.
-    """
-    has_parts = any(isinstance(message.content, list) for message in request.messages)
-    takes_parts = has_parts and tokenizer.takes_parts(request.chat_template)
-    add_generation_prompt = request.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not request.continue_final_message
-    return tokenizer.apply_chat_template(
-        [message.for_template(takes_parts) for message in request.messages],
-        tools=tools_for_template(request.tools) if _shows_tools(request) else None,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=request.add_special_tokens,
-        chat_template=request.chat_template,
-        max_tokens=max_tokens,
-        check=check,
-        **request.chat_template_kwargs,
-    )
-
-
-def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
-    """Refuse what would run a client's program, or change how the template is called."""
-    template = request.chat_template
-    if template is not None and template not in tokenizer.template_names:
-        names = ", ".join(tokenizer.template_names) or "it has one without a name"
-        one = f"the name of one of the checkpoint's templates ({names})"
-        found = Words(f"{len(template)} characters")
-        raise FieldError("chat_template", f"{one}, since a template is a program", found)
-    for name in request.chat_template_kwargs:
-        if name in tokenizer.template_parameters:
-            param = f"chat_template_kwargs.{name}"
-            message = f"{param}: wanted variables of the template only"
-            raise ApiError(400, message, param=param)

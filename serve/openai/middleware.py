@@ -103,9 +103,9 @@ class RequestMiddleware:
         request_id = secrets.token_hex(16) if given is None or is_bad else given
         record = RequestRecord(request_id, self._route(_path_of(scope)))
         scope.setdefault("state", {})["record"] = record
-        if self._is_traced:
-            record.traceparent = _trace_header(headers, "traceparent")
-            record.tracestate = _trace_header(headers, "tracestate")
+        for name in ("traceparent", "tracestate") if self._is_traced else ():
+            value = headers.get(name, "")
+            setattr(record, name, value if len(value) <= MAX_TRACE_CHARS else "")
 
         async def record_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -198,8 +198,3 @@ def _path_of(scope: Scope) -> str:
     """Return the path below the address at which Ray Serve puts the application."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _trace_header(headers: Headers, name: str) -> str:
-    value = headers.get(name, "")
-    return value if len(value) <= MAX_TRACE_CHARS else ""

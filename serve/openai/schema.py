@@ -193,9 +193,12 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
         if self.stream and self.prompt_logprobs is not None:
             wanted = "none with stream true: they are given once, with the whole answer"
             raise FieldError("prompt_logprobs", wanted, self.prompt_logprobs)
+        for key in self.logit_bias:
+            if not key.isdecimal() or len(key) > 10:
+                raise FieldError("logit_bias", "token ids as keys", key)
         return SamplingParams(
             **{name: getattr(self, name) for name in PromptFields.__struct_fields__},
-            logit_bias=_token_ids_of(self.logit_bias),
+            logit_bias={int(key): bias for key, bias in self.logit_bias.items()},
             max_tokens=max_tokens,
             logprobs=logprobs,
             structured_outputs=self._structured_outputs(),
@@ -226,14 +229,10 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
 
     def _structured_fields(self) -> list[str]:
         """Return the fields that ask for structured output."""
-        found = ["response_format"] if self.formats_text else []
+        format_of = self.response_format
+        found = [] if format_of is None or format_of.type == "text" else ["response_format"]
         others = ("structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
         return found + [name for name in others if getattr(self, name) is not None]
-
-    @property
-    def formats_text(self) -> bool:
-        """Whether `response_format` holds the text to something."""
-        return self.response_format is not None and self.response_format.type != "text"
 
     def _structured_spelling(self, param: str) -> str:
         """Return the JSON field behind a field of `structured_outputs`."""
@@ -570,13 +569,6 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if not isinstance(item, int)]
-
-
-def _token_ids_of(logit_bias: dict[str, float]) -> dict[int, float]:
-    for key in logit_bias:
-        if not key.isdecimal() or len(key) > 10:
-            raise FieldError("logit_bias", "token ids as keys", key)
-    return {int(key): bias for key, bias in logit_bias.items()}
 
 
 def check_num_chars(

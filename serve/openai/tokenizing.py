@@ -16,7 +16,7 @@ from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
 from serve.openai.backend import Serving
 from serve.openai.body import parse, parse_fields
-from serve.openai.chat import check_chat, encode_chat
+from serve.openai.chat import ChatAdapter
 from serve.openai.endpoint import admitted, require_model
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool, check_num_chars
 from serve.requests.sampling import too_long_a_prompt
@@ -140,12 +140,12 @@ def _token_ids(
 ) -> list[int]:
     limit = serving.settings.max_model_len
     if (chat := request.chat()) is not None:
-        check_chat(chat, serving.settings, tokenizer)
-        return encode_chat(chat, tokenizer, limit, check)
-    prompt = request.prompt or ""
-    check_num_chars("prompt", len(prompt), serving.settings, tokenizer)
+        [prompt] = ChatAdapter(chat, serving.settings, tokenizer).encode(limit, check)
+        return prompt
+    text = request.prompt or ""
+    check_num_chars("prompt", len(text), serving.settings, tokenizer)
     has_special = request.add_special_tokens is not False
-    return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
+    return tokenizer.encode(text, has_special, max_tokens=limit, check=check)
 
 
 def parse_tokenize(body: bytes, max_model_len: int) -> TokenizeRequest:
