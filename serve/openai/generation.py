@@ -71,11 +71,7 @@ class RequestAdapter(Protocol):
     def request(self) -> ChatRequest | CompletionRequest: ...
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        """Return the prompts' token ids.
-
-        Raises:
-            TooManyTokens: one has more than `max_tokens`.
-        """
+        """Return the prompts' token ids; raises TooManyTokens."""
 
     def response(self, generation: Generation) -> object:
         """Return the whole answer, to be written as JSON; all choices are finished."""

@@ -205,11 +205,7 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
         )
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """Return what the text must be.
-
-        Raises:
-            FieldError: named as the client spelt the field.
-        """
+        """Return what the text must be; raises FieldError."""
         found = self._structured_fields()
         if len(found) > 1:
             raise FieldError(found[1], f"none beside {found[0]}", Words("both"))
@@ -555,11 +551,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         return self._structured_spelling(param)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or token ids.
-
-        Raises:
-            FieldError: empty, or a mixture of texts, ids and lists.
-        """
+        """Return the prompts, each a text or token ids; raises FieldError."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
@@ -574,11 +566,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
 def check_num_chars(
     field: str, num_chars: int, settings: ApiSettings, tokenizer: Tokenizer
 ) -> None:
-    """Refuse a prompt of more characters than its tokens could stand for.
-
-    Raises:
-        FieldError: names the limit and how it is derived.
-    """
+    """Refuse a prompt of more characters than its tokens could stand for; raises FieldError."""
     longest = tokenizer.longest_token
     limit = settings.max_model_len * longest
     if num_chars > limit:

@@ -99,11 +99,7 @@ async def answer(serving: Serving, work: Work, request: Request) -> Response:
 
 
 def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Tokenized:
-    """Return the tokens of a text or of a conversation.
-
-    Raises:
-        ApiError, FieldError: names the field.
-    """
+    """Return the tokens of a text or of a conversation; raises ApiError and FieldError."""
     limit = serving.settings.max_model_len
     request = parse_tokenize(body, limit)
     require_model(serving, request.model)
@@ -121,11 +117,7 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
 
 
 def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Detokenized:
-    """Return the text of tokens, special ones included.
-
-    Raises:
-        FieldError: names the field.
-    """
+    """Return the text of tokens, special ones included; raises FieldError."""
     request = parse(body, DetokenizeRequest, serving.settings.max_model_len)
     require_model(serving, request.model)
     size = min(tokenizer.vocab_size, serving.settings.vocab_size or tokenizer.vocab_size)

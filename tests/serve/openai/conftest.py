@@ -229,14 +229,20 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def with_template(checkpoint: Path, tmp_path: Path) -> Callable[[str], Tokenizer]:
-    """Return the tokenizer with another chat template: `with_template(text)`."""
+def with_template(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a checkpoint with another chat template, or several: `with_template(text, ...)`."""
 
-    def make(template: str) -> Tokenizer:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    def make(template: str, **named: str) -> Path:
+        (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+        config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         (tmp_path / "chat_template.jinja").write_text(template)
-        return Tokenizer.from_dir(tmp_path)
+        for name, text in named.items():
+            folder = tmp_path / "additional_chat_templates"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.jinja").write_text(text)
+        return tmp_path
 
     return make
 

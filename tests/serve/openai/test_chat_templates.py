@@ -62,31 +62,12 @@ def template(request: pytest.FixtureRequest) -> str:
     return TEMPLATES[request.param]
 
 
-@pytest.fixture
-def with_templates(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a checkpoint with another template, or several named ones."""
-
-    def make(template: str, **named: str) -> Path:
-        (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
-        config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        (tmp_path / "chat_template.jinja").write_text(template)
-        for name, text in named.items():
-            folder = tmp_path / "additional_chat_templates"
-            folder.mkdir(exist_ok=True)
-            (folder / f"{name}.jinja").write_text(text)
-        return tmp_path
-
-    return make
-
-
 Api = Any
 
 
 @pytest.fixture
-def api(with_templates: Callable[..., Path], chats: Any) -> Callable[..., Api]:
-    return lambda template, **named: chats(with_templates(template, **named))
+def api(with_template: Callable[..., Path], chats: Any) -> Callable[..., Api]:
+    return lambda template, **named: chats(with_template(template, **named))
 
 
 def wanted_ids(api: Api, messages: list[Any], **kwargs: Any) -> list[int]:
@@ -226,9 +207,9 @@ def test_special_tokens_are_added_when_asked(tmp_path: Path, tiny_checkpoint: Pa
     assert tokenizer.apply_chat_template(TURNS, add_special_tokens=True) == [0, *plain]
 
 
-def test_templates_run_in_a_sandbox(with_templates: Callable[..., Path]) -> None:
+def test_templates_run_in_a_sandbox(with_template: Callable[..., Path]) -> None:
     """Those of a checkpoint: transformers' environment gives them no way into Python."""
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    tokenizer = Tokenizer.from_dir(with_templates(escape))
+    tokenizer = Tokenizer.from_dir(with_template(escape))
     with pytest.raises(ChatTemplateError, match="refuses"):
         tokenizer.apply_chat_template(TURNS)

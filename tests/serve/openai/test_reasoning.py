@@ -39,9 +39,8 @@ class Thinker:
 
 
 @pytest.fixture
-def thinker(with_template: Any, tmp_path: Path, chats: Any) -> Thinker:
-    with_template(TEMPLATE)
-    return Thinker(tmp_path, chats)
+def thinker(with_template: Any, chats: Any) -> Thinker:
+    return Thinker(with_template(TEMPLATE), chats)
 
 
 CASES = [

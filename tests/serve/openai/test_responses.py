@@ -11,6 +11,7 @@ import pytest
 from serve.arguments import DeployArgs
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings, Serving
+from serve.requests.tokenizer import Tokenizer
 
 PATH = "/v1/responses"
 TEMPLATE = (
@@ -26,7 +27,7 @@ CALL = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
 
 @pytest.fixture
 def app(with_template: Any, backend: Any, admission: Any) -> Any:
-    tokenizer = backend.tokenizer = with_template(TEMPLATE)
+    tokenizer = backend.tokenizer = Tokenizer.from_dir(with_template(TEMPLATE))
     settings = ApiSettings(
         served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser="qwen3")
     )
