@@ -90,13 +90,11 @@ def build_app(
     ]
     middleware = Middleware(
         RequestMiddleware,
+        serving=serving,
         access=access,
         keys=ApiKeys(access.api_keys, access.api_keys_file),
         is_peer_known=is_peer_known,
-        counts=serving.counts,
         routes=[route.path for route in routes],
-        on_end=serving.on_end,
-        is_traced=serving.is_traced,
         sends_id=sends_id,
     )
     app = Starlette(

@@ -49,6 +49,7 @@ from serve.openai.tools import (
     with_forced_calls,
 )
 from serve.requests.choice import Choice
+from serve.requests.sampling import SamplingParams
 from serve.requests.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 64
@@ -66,10 +67,14 @@ class ConversationAdapter:
     num_prompt_copies = 1
 
     def __init__(
-        self, id_prefix: str, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
+        self,
+        id_prefix: str,
+        request: ChatRequest,
+        params: SamplingParams,
+        settings: ApiSettings,
+        tokenizer: Tokenizer,
     ) -> None:
-        """Read a request; raises ApiError and FieldError where it is beyond the limits."""
-        params = request.sampling_params()
+        """Read a request with its parameters; raises ApiError and FieldError beyond the limits."""
         self.size = _checked_size(request, settings, tokenizer)
         answers = _answer_format(request, settings, tokenizer)
         self.id = f"{id_prefix}-{secrets.token_hex(16)}"
@@ -77,7 +82,8 @@ class ConversationAdapter:
         self.model = settings.served_model_name
         self.request = request
         self.params = with_forced_calls(request, params) if answers.is_forced else params
-        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
+        markers = answers.markers
+        self.shown_token_ids = tokenizer.special_ids_of(markers) if markers else frozenset()
         self._tokenizer = tokenizer
         self._answers = answers
 
@@ -125,7 +131,9 @@ class ChatAdapter(ConversationAdapter):
     has_typed_events = False
 
     def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:
-        super().__init__("chatcmpl", request, settings, tokenizer)
+        """Read a request; raises ApiError and FieldError."""
+        request.check_turns()
+        super().__init__("chatcmpl", request, request.sampling_params(), settings, tokenizer)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
 
@@ -237,7 +245,6 @@ class ChatAdapter(ConversationAdapter):
 def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapter:
     """Return the request in a JSON body; raises ApiError and FieldError."""
     request = parse(body, ChatRequest, serving.settings.max_model_len)
-    request.check_turns()
     return ChatAdapter(request, serving.settings, tokenizer)
 
 

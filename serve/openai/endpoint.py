@@ -121,9 +121,10 @@ def require_ready(serving: Serving) -> Tokenizer:
 
 def require_model(serving: Serving, name: str | None) -> None:
     """Raise ApiError unless `name` is one of the served model's or left out."""
-    names = serving.settings.model_names
-    if name is not None and name not in names:
-        raise ApiError(404, f"model: wanted {' or '.join(names)}, found {name}", param="model")
+    settings = serving.settings
+    if name not in (None, settings.served_model_name, *settings.other_model_names):
+        wanted = " or ".join(settings.model_names)
+        raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
 
 
 async def _read(serving: Serving, request: Request, slot: AdmissionSlot, limit: int) -> bytes:

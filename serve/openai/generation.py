@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -179,9 +180,7 @@ class Generation:
         wanted, client = params.structured_outputs, self.slot.client
         try:
             grammar = await self._tokenizer.grammars.text(wanted, client) if wanted else ""
-            return await self._serving.threads.run(
-                size, lambda check: self._prepare_choices(grammar, check)
-            )
+            return await self._serving.threads.run(size, partial(self._prepare_choices, grammar))
         except FieldError as error:
             raise error.renamed(adapter.request.spelling(error.field)) from error
         finally:
@@ -190,6 +189,7 @@ class Generation:
     def _prepare_choices(self, grammar: str, check: Check) -> AnswerSize:
         adapter, settings, tokenizer = self.adapter, self._serving.settings, self._tokenizer
         request, params = adapter.request, adapter.params
+        salt = self._serving.salts.of(self.slot.client, request.cache_salt)
         vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
         resolver = Resolver(
             params,
@@ -207,7 +207,6 @@ class Generation:
         answer_size = AnswerSize(adapter, prompts)
         max_bytes = settings.args.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
         max_tokens = answer_size.max_tokens(max_bytes)
-        salt = self._serving.salts.of(self.slot.client, request.cache_salt)
         samplings = [resolver.choices(len(prompt), max_tokens) for prompt in prompts]
         stop = StopStrings(params.stop_strings)
         for prompt, of_choices in zip(prompts, samplings, strict=True):

@@ -18,7 +18,7 @@ import functools
 import ipaddress
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve import clients
 from serve.config import AccessConfig
 from serve.keys import ApiKeys
+from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
-from serve.requests.records import IngressCounts, RequestRecord
+from serve.requests.records import RequestRecord
 
 HEADER = "X-Request-Id"
 MAX_ID_CHARS = 128
@@ -49,13 +50,11 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         *,
+        serving: Serving,
         access: AccessConfig,
         keys: ApiKeys,
         is_peer_known: bool,
-        counts: IngressCounts,
         routes: Iterable[str],
-        on_end: Iterable[Callable[[RequestRecord], None]],
-        is_traced: bool,
         sends_id: bool,
     ) -> None:
         """Stand in front of an app.
@@ -64,8 +63,6 @@ class RequestMiddleware:
             keys: those of `access`.
             is_peer_known: as of `clients.of_address`.
             routes: their paths; what follows a `{` is any text.
-            on_end: called with each request that generated or was to.
-            is_traced: note the trace that a client names.
             sends_id: put the id into answers, which no server in front does.
         """
         self._app = app
@@ -86,11 +83,9 @@ class RequestMiddleware:
         self._allowed_origins = frozenset(origin.lower() for origin in access.allowed_origins)
         self._trusted_proxies = access.trusted_proxies
         self._is_peer_known = is_peer_known
-        self._counts = counts
+        self._serving = serving
         self._exact = {route for route in routes if "{" not in route}
         self._prefixes = tuple(route.partition("{")[0] for route in routes if "{" in route)
-        self._on_end = tuple(on_end)
-        self._is_traced = is_traced
         self._sends_id = sends_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +98,7 @@ class RequestMiddleware:
         request_id = secrets.token_hex(16) if given is None or is_bad else given
         record = RequestRecord(request_id, self._route(_path_of(scope)))
         scope.setdefault("state", {})["record"] = record
-        for name in ("traceparent", "tracestate") if self._is_traced else ():
+        for name in ("traceparent", "tracestate") if self._serving.is_traced else ():
             value = headers.get(name, "")
             setattr(record, name, value if len(value) <= MAX_TRACE_CHARS else "")
 
@@ -122,10 +117,9 @@ class RequestMiddleware:
                 app = ApiError(400, message).response()
             await app(scope, receive, record_status)
         finally:
-            self._counts.on_response(record.path, record.status)
-            if record.is_generating:
-                for call in self._on_end:
-                    call(record)
+            self._serving.counts.on_response(record.path, record.status)
+            for call in self._serving.on_end if record.is_generating else ():
+                call(record)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)

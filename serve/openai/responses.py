@@ -475,7 +475,7 @@ class ResponsesAdapter(ConversationAdapter):
         """Read a request; raises ApiError and FieldError where it is beyond the limits."""
         chat = _chat_of(request)
         try:
-            super().__init__("resp", chat, settings, tokenizer)
+            super().__init__("resp", chat, chat.sampling_params(), settings, tokenizer)
         except FieldError as error:
             raise error.renamed(chat.spelling(error.field)) from error
         self._given = request

@@ -169,11 +169,7 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
     def check_limits(
         self, settings: ApiSettings, tokenizer: Tokenizer, num_prompts: int = 1
     ) -> None:
-        """Refuse too many sequences, and lists that are longer than the vocabulary.
-
-        Raises:
-            FieldError: names the limit and what was found.
-        """
+        """Refuse too many sequences, and lists longer than the vocabulary; raises FieldError."""
         limit = settings.max_sequences
         if num_prompts > limit:
             raise FieldError("prompt", f"at most {limit} prompts", num_prompts)
@@ -322,11 +318,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """The older name of `reasoning`."""
 
     def check(self, at: str) -> None:
-        """Refuse fields of another role, and a turn without content, of the message at `at`.
-
-        Raises:
-            FieldError: names the field.
-        """
+        """Refuse, at `at`, fields of another role and a turn of nothing; raises FieldError."""
         for name, role in _FIELDS_OF_ROLES.items():
             if self.role != role and getattr(self, name):
                 found = Words(f"one of role {self.role}; that is not built yet")

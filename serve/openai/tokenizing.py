@@ -51,16 +51,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     """Functions that the template tells the model of."""
 
-    def chat(self) -> ChatRequest | None:
-        """Return the chat completion that has the same prompt; None where it is a text.
-
-        Raises:
-            FieldError: it would be refused.
-        """
-        if self.messages is None:
-            return None
-        chat = ChatRequest(
-            messages=self.messages,
+    def chat(self, messages: list[Message]) -> ChatRequest:
+        """Return the chat completion that has the same prompt."""
+        return ChatRequest(
+            messages=messages,
             add_special_tokens=bool(self.add_special_tokens),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
@@ -68,8 +62,6 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_kwargs=self.chat_template_kwargs,
             tools=self.tools,
         )
-        chat.check_turns()
-        return chat
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +96,13 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
     request = parse_tokenize(body, limit)
     require_model(serving, request.model)
     try:
-        token_ids = _token_ids(serving, tokenizer, request, check)
+        if request.messages is not None:
+            adapter = ChatAdapter(request.chat(request.messages), serving.settings, tokenizer)
+            [token_ids] = adapter.encode(limit, check)
+        else:
+            text, has_special = request.prompt or "", request.add_special_tokens is not False
+            check_num_chars("prompt", len(text), serving.settings, tokenizer)
+            token_ids = tokenizer.encode(text, has_special, max_tokens=limit, check=check)
         if len(token_ids) > limit:  # a short text is not counted before
             raise TooManyTokens(len(token_ids))
     except TooManyTokens as error:
@@ -125,19 +123,6 @@ def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check
     if bad is not None:
         raise FieldError("tokens", f"token ids from 0 to {size - 1}", bad)
     return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
-
-
-def _token_ids(
-    serving: Serving, tokenizer: Tokenizer, request: TokenizeRequest, check: Check
-) -> list[int]:
-    limit = serving.settings.max_model_len
-    if (chat := request.chat()) is not None:
-        [prompt] = ChatAdapter(chat, serving.settings, tokenizer).encode(limit, check)
-        return prompt
-    text = request.prompt or ""
-    check_num_chars("prompt", len(text), serving.settings, tokenizer)
-    has_special = request.add_special_tokens is not False
-    return tokenizer.encode(text, has_special, max_tokens=limit, check=check)
 
 
 def parse_tokenize(body: bytes, max_model_len: int) -> TokenizeRequest:
