@@ -221,10 +221,14 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
 
     def _structured_fields(self) -> list[str]:
         """Return the fields that ask for structured output."""
-        format_of = self.response_format
-        found = [] if format_of is None or format_of.type == "text" else ["response_format"]
+        found = ["response_format"] if self.formats_text else []
         others = ("structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
         return found + [name for name in others if getattr(self, name) is not None]
+
+    @property
+    def formats_text(self) -> bool:
+        """Whether `response_format` holds the text to something."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     def _structured_spelling(self, param: str) -> str:
         """Return the JSON field behind a field of `structured_outputs`."""
