@@ -155,7 +155,7 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
     """Hold the text to the calls that `tool_choice` forces.
 
     A `response_format` is of texts that are answers, as with OpenAI: beside forced calls there is
-    none. Raises FieldError where the text is held to something else, or tools contradict each other.
+    none. Raises FieldError where the text is held to something else or tools contradict each other.
     """
     if params.structured_outputs is not None and not request.formats_text:
         wanted = "none or auto beside a form of the whole output"
