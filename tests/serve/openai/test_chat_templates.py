@@ -62,22 +62,19 @@ def template(request: pytest.FixtureRequest) -> str:
     return TEMPLATES[request.param]
 
 
-Api = Any
-
-
 @pytest.fixture
-def api(with_template: Callable[..., Path], chats: Any) -> Callable[..., Api]:
+def api(with_template: Callable[..., Path], chats: Any) -> Any:
     return lambda template, **named: chats(with_template(template, **named))
 
 
-def wanted_ids(api: Api, messages: list[Any], **kwargs: Any) -> list[int]:
+def wanted_ids(api: Any, messages: list[Any], **kwargs: Any) -> list[int]:
     text = api.oracle.apply_chat_template(messages, tokenize=False, **kwargs)
     found: list[int] = api.oracle(text, add_special_tokens=False)["input_ids"]
     return found
 
 
 @pytest.mark.feature("R11")
-def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Callable[..., Api]) -> None:
+def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Any) -> None:
     found = api("{% for m in messages %}{{ m.name | default('?') }}: {{ m.content }}\n{% endfor %}")
     named = [{**turn, "name": name} for turn, name in zip(TURNS, ("Ann", "Bob"), strict=False)]
     for messages in (named, [*named, TURNS[2]], TURNS):
@@ -86,7 +83,7 @@ def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Callable[.
 
 
 @pytest.mark.feature("R11")
-def test_prompt_is_that_of_transformers(api: Callable[..., Api], template: str) -> None:
+def test_prompt_is_that_of_transformers(api: Any, template: str) -> None:
     made = api(template)
     for messages in (TURNS, SYSTEM, TURNS[:1]):
         try:
@@ -102,9 +99,7 @@ def test_prompt_is_that_of_transformers(api: Callable[..., Api], template: str) 
 
 
 @pytest.mark.feature("R11")
-def test_final_message_is_continued_like_in_transformers(
-    api: Callable[..., Api], template: str
-) -> None:
+def test_final_message_is_continued_like_in_transformers(api: Any, template: str) -> None:
     made = api(template)
     messages = TURNS[:2]
     wanted = wanted_ids(made, messages, continue_final_message=True)
@@ -120,9 +115,7 @@ def test_final_message_is_continued_like_in_transformers(
 @pytest.mark.parametrize(
     "kwargs", [{"enable_thinking": False}, {"enable_thinking": True}, {"words": ["a", {"b": 1}]}]
 )
-def test_template_kwargs_reach_the_template(
-    api: Callable[..., Api], kwargs: dict[str, Any]
-) -> None:
+def test_template_kwargs_reach_the_template(api: Any, kwargs: dict[str, Any]) -> None:
     made = api(TEMPLATES["thinking"])
     found = made.prompt_ids(messages=TURNS, chat_template_kwargs=kwargs)
     assert found == wanted_ids(made, TURNS, add_generation_prompt=True, **kwargs)
@@ -130,7 +123,7 @@ def test_template_kwargs_reach_the_template(
 
 
 @pytest.mark.feature("R11")
-def test_parts_reach_a_template_that_reads_parts(api: Callable[..., Api]) -> None:
+def test_parts_reach_a_template_that_reads_parts(api: Any) -> None:
     made = api(TEMPLATES["thinking"])
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
     messages = [{"role": "user", "content": parts}]
@@ -141,9 +134,7 @@ def test_parts_reach_a_template_that_reads_parts(api: Callable[..., Api]) -> Non
 
 @pytest.mark.feature("R11")
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinking"])
-def test_parts_are_joined_for_a_template_that_reads_text(
-    api: Callable[..., Api], name: str
-) -> None:
+def test_parts_are_joined_for_a_template_that_reads_text(api: Any, name: str) -> None:
     made = api(TEMPLATES[name])
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
     found = made.prompt_ids(messages=[{"role": "user", "content": parts}])
@@ -157,7 +148,7 @@ def test_the_bundled_template_reads_parts(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.feature("R11")
-def test_a_clients_template_is_refused_and_a_named_one_taken(api: Callable[..., Api]) -> None:
+def test_a_clients_template_is_refused_and_a_named_one_taken(api: Any) -> None:
     made = api(TEMPLATES["chatml"], short="{% for m in messages %}{{ m.content }}{% endfor %}")
     found = made.prompt_ids(messages=TURNS, chat_template="short")
     assert made.oracle.decode(found) == "hello  the catagain\n"
@@ -169,7 +160,7 @@ def test_a_clients_template_is_refused_and_a_named_one_taken(api: Callable[..., 
         assert error["param"] == "chat_template" and "default, short" in error["message"]
 
 
-def test_without_names_no_template_is_taken(api: Callable[..., Api]) -> None:
+def test_without_names_no_template_is_taken(api: Any) -> None:
     made = api(TEMPLATES["chatml"])
     error = made.post(messages=TURNS, chat_template="default").json()["error"]
     assert error["param"] == "chat_template" and "without a name" in error["message"]
@@ -180,7 +171,7 @@ def test_without_names_no_template_is_taken(api: Callable[..., Api]) -> None:
     "name",
     ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"],
 )
-def test_template_kwargs_are_variables_only(api: Callable[..., Api], name: str) -> None:
+def test_template_kwargs_are_variables_only(api: Any, name: str) -> None:
     made = api(TEMPLATES["chatml"])
     answer = made.post(messages=TURNS, chat_template_kwargs={name: "{{ 1 }}"})
     assert answer.status_code == 400
