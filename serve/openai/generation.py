@@ -102,7 +102,7 @@ class Generation:
         self.slot = slot
         self.timeout_s = serving.settings.args.request_timeout_s
         self.choices: list[Choice] = []
-        """None until the request is prepared."""
+        """Empty until the request is prepared."""
         self.on_full: Callable[[], None] | None = None
         """Set while a send waits for its client: called where more waits than may."""
         self._serving = serving

@@ -260,7 +260,7 @@ def test_what_tools_define_holds_in_their_calls_and_is_the_same_in_all(
         schema = {**PLACE, "properties": {"place": {"$ref": "#/$defs/Place"}}}
         schema["$defs"] = {"Place": {"enum": known}}
         tools.append({"type": "function", "function": {"name": name, "parameters": schema}})
-    body = {**BODIES[CHAT], "tools": tools, "tool_choice": "required", "max_tokens": 200}
+    body = {**BODIES[CHAT], "tools": tools, "tool_choice": "required", "max_tokens": 100}
     answer = call("POST", CHAT, json={**body, "parallel_tool_calls": False, "seed": 2})
     assert answer.status_code == status, answer.text
     if status == 400:
