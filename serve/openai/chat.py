@@ -262,7 +262,8 @@ def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokeni
     num_chars = 0
     if request.tools or request.tool_choice is not None or num_calls:
         num_chars = check_tools(request, max_messages)
-    num_chars += sum(message.num_chars for message in request.messages)
+    for message in request.messages:
+        num_chars += message.num_chars
     if num_messages + num_calls > max_messages:
         wanted = f"at most {max_messages}, a token of the model's length for each"
         with_calls = f" with {num_calls} calls" if num_calls else ""

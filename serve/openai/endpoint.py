@@ -164,7 +164,8 @@ async def _parts(request: Request) -> AsyncGenerator[bytes, None]:
     """Yield the parts of a body; raises ClientDisconnect."""
     try:
         async for part in request.stream():
-            yield part
+            if part:  # the last one is empty
+                yield part
     except (ClientDisconnect, RuntimeError):
         raise
     except Exception as error:

@@ -129,19 +129,21 @@ class RequestMiddleware:
         """Return why a request may not ask; None: it may, and who asks is noted."""
         headers = Headers(scope=scope)
         record: RequestRecord = scope["state"]["record"]
+        if not self._needs_key:
+            refusal = self._page_refusal(headers)
+            if refusal is not None:
+                return refusal
+        elif _path_of(scope) not in self._open_paths:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not key.strip():
+                return _unauthorized("a header «Bearer KEY», found none")
+            if not self._keys.has(key.strip()):
+                return _unauthorized("a key that is known, found another one")
+            record.client = clients.of_key(key.strip())
+            return None
         record.client = clients.of_address(
             scope, trusted_proxies=self._trusted_proxies, is_peer_known=self._is_peer_known
         )
-        if not self._needs_key:
-            return self._page_refusal(headers)
-        if _path_of(scope) in self._open_paths:
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            return _unauthorized("a header «Bearer KEY», found none")
-        if not self._keys.has(key.strip()):
-            return _unauthorized("a key that is known, found another one")
-        record.client = clients.of_key(key.strip())
         return None
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:
