@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -20,7 +19,6 @@ from serve.openai.app import build_app
 from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
 from serve.pools.mailboxes import Mailbox
 from serve.requests.records import SequenceRecord
-from serve.requests.tokenizer import Tokenizer
 
 TEXT = "/v1/completions"
 # From the client's leaving to the closed stream, on a machine that runs other tests beside.
@@ -216,27 +214,19 @@ def test_the_last_chunk_waits_for_no_tick(
 
 @pytest.mark.parametrize("num_words", [5, 700])
 def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
-    settings: ApiSettings, backend: Any, admission: Any, checkpoint: Path, num_words: int
+    call: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, num_words: int
 ) -> None:
     threads: list[int] = []
+    encode = tokenizer.encode
 
-    class Recording(Tokenizer):
-        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-            threads.append(threading.get_ident())
-            return super().encode(*args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.get_ident())
+        return encode(*args, **kwargs)
 
-    tokenizer = Recording.from_dir(checkpoint)
-    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
+    monkeypatch.setattr(tokenizer, "encode", noted)
     text = "cat " * num_words
-
-    async def send() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            await client.post(TEXT, json={"prompt": text})
-            messages = [{"role": "user", "content": text}]
-            await client.post("/v1/chat/completions", json={"messages": messages})
-
-    asyncio.run(send())
+    call("POST", TEXT, json={"prompt": text})
+    call("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
     assert len(threads) == 2
     assert {thread == threading.get_ident() for thread in threads} == {num_words == 5}
 
