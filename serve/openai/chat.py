@@ -279,8 +279,8 @@ def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokeni
     for name in request.chat_template_kwargs:
         if name in tokenizer.template_parameters:
             param = f"chat_template_kwargs.{name}"
-            message = f"{param}: wanted variables of the template only"
-            raise ApiError(400, message, param=param)
+            wanted = f"{param}: wanted variables of the template only"
+            raise ApiError(400, wanted, param=param)
     return num_chars + MESSAGE_CHARS * (num_messages + num_calls)
 
 
