@@ -32,8 +32,8 @@ from model.fields import hints_of, words_for
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
 from serve.compilation import SECTIONS, requested
 from serve.openai import answers, responses, schema, tokenizing
+from serve.openai.body import ignored_fields, inert_fields
 from serve.openai.errors import STATUSES
-from serve.openai.fields import ignored_fields, inert_fields
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "serve" / "docs" / "reference"

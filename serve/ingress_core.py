@@ -31,8 +31,7 @@ from serve.event_loop import StreamBatcher
 from serve.observe.request_log import RequestLog
 from serve.observe.start_progress import StartLog
 from serve.observe.tracing import Tracing, otlp_exporter
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
+from serve.openai.backend import ApiSettings, Serving
 from serve.openai.errors import ApiError
 from serve.pools.router import Router
 from serve.readiness import Readiness, log

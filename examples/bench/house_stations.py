@@ -25,8 +25,7 @@ from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
 from serve.admission import Admission
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
+from serve.openai.backend import ApiSettings, Serving
 from serve.requests.records import SequenceRecord
 
 NUM_TOKENS = 4

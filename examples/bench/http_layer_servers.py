@@ -42,8 +42,7 @@ from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
 from serve.admission import Admission
 from serve.observe.request_log import RequestLog
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
+from serve.openai.backend import ApiSettings, Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

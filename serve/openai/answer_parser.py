@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from serve.openai.json_scanner import SPACE
-from serve.openai.markers import start_of_part
-from serve.openai.tool_parser import CallDelta, ToolFormat, ToolParser
+from serve.openai.tool_parser import CallDelta, ToolFormat, ToolParser, start_of_part
 
 OPENER = "<think>"
 CLOSER = "</think>"

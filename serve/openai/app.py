@@ -19,9 +19,17 @@ from serve.keys import ApiKeys
 from serve.observe import page
 from serve.openai import openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList
+from serve.openai.backend import Serving
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
-from serve.openai.endpoint import Handler, Serving, guarded, json_response, respond
+from serve.openai.endpoint import (
+    Handler,
+    discard,
+    guarded,
+    json_response,
+    require_model,
+    respond,
+)
 from serve.openai.errors import ApiError, answer_http_exception, retry_after
 from serve.openai.middleware import RequestMiddleware
 from serve.openai.responses import parse_responses
@@ -82,13 +90,11 @@ def build_app(
     ]
     middleware = Middleware(
         RequestMiddleware,
+        serving=serving,
         access=access,
         keys=ApiKeys(access.api_keys, access.api_keys_file),
         is_peer_known=is_peer_known,
-        counts=serving.counts,
         routes=[route.path for route in routes],
-        on_end=serving.on_end,
-        is_traced=serving.is_traced,
         sends_id=sends_id,
     )
     app = Starlette(
@@ -119,7 +125,7 @@ class Handlers:
         return Response(self._openapi, media_type="application/json")
 
     async def no_text(self, request: Request) -> Response:
-        await self._serving.bodies.discard(request)
+        await discard(self._serving, request)
         wanted = f"wanted one that generates text, found {request.url.path}"
         raise ApiError(501, f"path: {wanted}; this server generates text only")
 
@@ -128,7 +134,7 @@ class Handlers:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._serving.require_model(name)
+        require_model(self._serving, name)
         return json_response(self._cards[name])
 
     async def health(self, request: Request) -> Response:

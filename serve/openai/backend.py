@@ -1,17 +1,26 @@
-"""What the HTTP layer is built over: limits and names, and the backend that generates tokens."""
+"""What the HTTP layer is built over: limits and names, the pools, and what all handlers share."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from cluster.observe.counts import Counts
-from cluster.observe.metrics import MetricsSnapshot
+from cluster.observe.metrics import Described, MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest
+from serve.admission import Admission
 from serve.arguments import DeployArgs
-from serve.requests.records import SequenceRecord
+from serve.event_loop import LoopThrottle, StreamBatcher, WorkThreads
+from serve.observe.metrics import Scrapes
+from serve.requests.cache_salt import CacheSalts
+from serve.requests.records import IngressCounts, RequestRecord, SequenceRecord
+from serve.requests.tokenizer import Tokenizer
+
+BEGUN_AT_ONCE = 4
+"""Requests, and sequences, started in a turn of the event loop: each costs it a millisecond or
+two."""
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,14 +65,11 @@ class Backend(Protocol):
     async def figures(self) -> dict[str, Any]:
         """Return the body of /status."""
 
-    async def debug_ranks(self) -> dict[str, Any]:
-        """Return the body of /debug/ranks."""
+    async def debug_ranks(self) -> dict[str, Any]: ...
+    def debug_ingress(self) -> dict[str, Any]: ...
 
     async def metrics(self, counts: Counts) -> MetricsSnapshot:
         """Take what this process has counted, and return what all have."""
-
-    def debug_ingress(self) -> dict[str, Any]:
-        """Return the body of /debug/ingress."""
 
     def generate(
         self, request: GenerateRequest, record: SequenceRecord
@@ -76,3 +82,38 @@ class Backend(Protocol):
 
         The stream may raise Overloaded, an ApiError or anything else instead of its first output.
         """
+
+
+class Serving:
+    """What all handlers share."""
+
+    def __init__(
+        self,
+        settings: ApiSettings,
+        backend: Backend,
+        tokenizer: Callable[[], Tokenizer | None],
+        admission: Admission,
+        tick: StreamBatcher | None = None,
+        salts: CacheSalts | None = None,
+    ) -> None:
+        """Share what is given; `tick` is the one that the backend's outputs wait for."""
+        self.salts = salts or CacheSalts()
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self.admission = admission
+        self.num_discarding = 0
+        """Refused bodies that are read to their end."""
+        self.threads = WorkThreads()
+        self.requests = LoopThrottle(BEGUN_AT_ONCE)
+        self.sequences = LoopThrottle(BEGUN_AT_ONCE)
+        self.tick = tick or StreamBatcher()
+        self.counts = IngressCounts(settings.max_model_len)
+        self.on_end: list[Callable[[RequestRecord], None]] = []
+        """Called with what was noted of each generating request."""
+        self.is_traced = False
+        """Whether a request's trace is noted too. Set before the application is built."""
+        described = Described(
+            settings.served_model_name, settings.max_model_len, settings.cache_info
+        )
+        self.scrapes = Scrapes(lambda: backend.metrics(self.counts.counts()), described)

@@ -1,32 +1,22 @@
-"""A request's body: read within its limits, and checked before any work grows with it.
+"""A request's JSON: checked before any work grows with it, and made into structs.
 
-When a request is refused, the rest of its body is read for a while and dropped: a client whose
-connection is closed while it sends sees a reset instead of the answer.
+There are four classes of fields. *Implemented*: a field of the struct that an object becomes.
+*Inert*: known and not built yet, so accepted only with the value that changes nothing; one that
+gets built moves from `INERT` of the struct into its fields. *Ignored*: known, and without effect on
+an answer whatever its value, as a client's name for its own user is (`IGNORED`). *Unknown*:
+refused. A null is the same as leaving the field out, in every class.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin
 
-from starlette.requests import Request
+import msgspec
 
 from compile.errors import FieldError, Words
-from serve.admission import AdmissionSlot
-from serve.openai.backend import ApiSettings
+from model.fields import Source, convert, hints_of, is_struct, members
 from serve.openai.errors import ApiError
-from serve.openai.schema import ChatRequest, CompletionRequest
-from serve.requests.tokenizer import Tokenizer
-
-MAX_DISCARDED_BYTES = 64 << 20
-"""What is read and dropped of a refused body, so that its client can read why."""
-MAX_DISCARD_S = 10.0
-"""How long a refused body is read."""
-MAX_DISCARD_PAUSE_S = 0.5
-"""A client that sends nothing for so long is taken to wait for the answer."""
-MAX_DISCARDS = 64
-"""Refused bodies that are read at once; further connections are just closed."""
 
 SMALL_BYTES = 64 * 1024
 """A body of this size is not counted: parsing it takes milliseconds, whatever it holds."""
@@ -41,72 +31,34 @@ MAX_DIGITS = 400
 Floats have 309 at most."""
 _DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 
-
-class BodyReader:
-    """Reads the bodies of one app's requests."""
-
-    def __init__(self, settings: ApiSettings) -> None:
-        self._settings = settings
-        self._num_discarding = 0
-
-    def check_length(self, request: Request) -> None:
-        """Refuse a body by the length that the request announces; raises ApiError."""
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._settings.args.max_body_bytes:
-            raise self._too_large(length[:20])
-
-    async def read(self, request: Request, slot: AdmissionSlot) -> bytes:
-        """Return the request's body, whose bytes count as held by `slot`.
-
-        Raises:
-            ApiError: too many bytes have come (413); or it did not come within the request's time,
-                or came slowly while another request wanted its slot (408).
-            Overloaded: other requests hold too many bytes.
-        """
-        limit = self._settings.args.max_body_bytes
-        body = bytearray()
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._settings.args.request_timeout_s) as timer:
-                slot.on_evicted = lambda: timer.reschedule(loop.time())
-                async for part in request.stream():
-                    if len(body) + len(part) > limit:
-                        raise self._too_large(f"at least {len(body) + len(part)}")
-                    slot.hold(len(part))
-                    body += part
-        except TimeoutError as error:
-            wanted = f"wanted within {self._settings.args.request_timeout_s:g} s, sooner under load"
-            raise ApiError(408, f"body: {wanted}, found it unfinished") from error
-        finally:
-            slot.on_evicted = None
-        return bytes(body)
-
-    async def discard(self, request: Request) -> None:
-        """Read on for a while and keep nothing: the answer is a refusal."""
-        if self._num_discarding >= MAX_DISCARDS:
-            return
-        self._num_discarding += 1
-        try:
-            await _discard(request.stream())
-        finally:
-            self._num_discarding -= 1
-
-    def _too_large(self, found: str) -> ApiError:
-        # The unread rest is still in the connection, which cannot serve another request.
-        wanted = f"wanted at most {self._settings.args.max_body_bytes} bytes"
-        return ApiError(413, f"body: {wanted}, found {found}", headers={"Connection": "close"})
+S = TypeVar("S", bound=msgspec.Struct)
 
 
-async def _discard(parts: AsyncGenerator[bytes, None]) -> None:
-    num_bytes = 0
-    with suppress(TimeoutError, RuntimeError):  # that the body was read already
-        async with asyncio.timeout(MAX_DISCARD_S):
-            while num_bytes < MAX_DISCARDED_BYTES:
-                async with asyncio.timeout(MAX_DISCARD_PAUSE_S):
-                    part = await anext(parts, None)
-                if part is None:
-                    return
-                num_bytes += len(part)
+def parse(body: bytes, kind: type[S], max_model_len: int) -> S:
+    """Return the struct that the JSON object in a body holds.
+
+    Raises:
+        ApiError: no JSON object, too many values, or an unknown field.
+        FieldError: a field is missing, not built or holds what it cannot.
+    """
+    return convert(parse_fields(body, kind, max_model_len), kind, Source.JSON)
+
+
+def parse_fields(body: bytes, kind: type[msgspec.Struct], max_model_len: int) -> dict[str, Any]:
+    """Return the fields of the JSON object in a body that are implemented and given.
+
+    Raises:
+        ApiError: no JSON object, too many values, or an unknown field.
+        FieldError: an inert field has another value.
+    """
+    check_values(body, max_model_len)
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"body: wanted JSON, found {len(body)} bytes: {error}") from error
+    if not isinstance(found, dict):
+        raise ApiError(400, f"body: wanted a JSON object, found {type(found).__name__}")
+    return _given_fields(found, kind, "")
 
 
 def check_values(body: bytes, max_model_len: int) -> None:
@@ -134,45 +86,96 @@ def _check(what: str, found: int, limit: int) -> None:
         raise ApiError(400, f"body: wanted at most {limit} {what}, found {found}")
 
 
-def check_limits(
-    request: ChatRequest | CompletionRequest,
-    settings: ApiSettings,
-    tokenizer: Tokenizer,
-    *,
-    num_prompts: int,
-) -> None:
-    """Refuse too many sequences, and lists that are longer than the vocabulary.
+def convert_object(found: dict[str, Any], kind: type[S], at: str) -> S:
+    """Return the struct that an object holds, which is at `at` in a body; raises as `parse`."""
+    return convert(_given_fields(found, kind, at), kind, Source.JSON, at)
 
-    Raises:
-        FieldError: names the limit and what was found.
+
+@cache
+def inert_fields(kind: type) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that are not built, each with the values beside null that are accepted."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for each in reversed(kind.__mro__):
+        found |= vars(each).get("INERT", {})
+    return found
+
+
+@cache
+def ignored_fields(kind: type) -> frozenset[str]:
+    """Return the fields that are accepted with any value."""
+    return frozenset().union(*(vars(each).get("IGNORED", ()) for each in kind.__mro__))
+
+
+@cache
+def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return all fields that are not refused by their names."""
+    return ignored_fields(kind).union(kind.__struct_fields__, inert_fields(kind))
+
+
+def structs_within(kind: Any) -> list[type[msgspec.Struct]]:
+    """Return the structs that a value of this type may be or, in a list, have."""
+    struct, item = _parts(kind)
+    return [*([] if struct is None else [struct]), *([] if item is None else structs_within(item))]
+
+
+@cache
+def _nested(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the types of those fields that hold objects."""
+    return {name: hint for name, hint in hints_of(kind).items() if structs_within(hint)}
+
+
+@cache
+def _parts(kind: Any) -> tuple[type[msgspec.Struct] | None, Any]:
+    """Return the struct that a value of this type may be, and the type of the items of a list."""
+    kinds = [bare for bare, _ in members(kind)]
+    struct = next((bare for bare in kinds if is_struct(bare)), None)
+    return struct, next((get_args(bare)[0] for bare in kinds if get_origin(bare) is list), None)
+
+
+def _given(found: Any, kind: Any, at: str) -> Any:
+    """Return a value with the fields of objects in it that are implemented and given.
+
+    What has another type stays as it is: converting it gives the better message.
     """
-    limit = settings.max_sequences
-    if num_prompts > limit:
-        raise FieldError("prompt", f"at most {limit} prompts", num_prompts)
-    if num_prompts * max(request.n, 1) > limit:
-        wanted = f"at most {limit // num_prompts}"
-        if num_prompts > 1:
-            wanted += f" (the request has {num_prompts} prompts)"
-        raise FieldError("n", wanted, request.n)
-    num_allowed = len(request.allowed_token_ids or ())
-    if num_allowed > tokenizer.vocab_size:
-        wanted = f"at most {tokenizer.vocab_size} token ids, the vocabulary's"
-        raise FieldError("allowed_token_ids", wanted, num_allowed)
+    struct, item = _parts(kind)
+    if struct is not None and isinstance(found, dict):
+        return _given_fields(found, struct, at)
+    if item is not None and isinstance(found, list):
+        return [_given(each, item, f"{at}[{i}]") for i, each in enumerate(found)]
+    return found
 
 
-def check_num_chars(
-    field: str, num_chars: int, settings: ApiSettings, tokenizer: Tokenizer
-) -> None:
-    """Refuse a prompt of more characters than its tokens could stand for.
+def _given_fields(found: dict[str, Any], kind: type[msgspec.Struct], at: str) -> dict[str, Any]:
+    if isinstance(found.get("type"), str) and "type" in kind.__struct_fields__:
+        # An object of another type has other fields: the type is what is wrong with it.
+        convert(found["type"], hints_of(kind)["type"], Source.JSON, join_path(at, "type"))
+    given = {name: value for name, value in found.items() if value is not None}
+    for name in found:
+        if name not in known_fields(kind):
+            param = join_path(at, name)
+            raise ApiError(400, f"{param}: unknown field", param=param)
+    for name, accepted in inert_fields(kind).items():
+        if name in given and not any(_is_same(given[name], one) for one in accepted):
+            values = " or ".join(_json(one) for one in (*accepted, None))
+            value = Words(f"{_json(given[name])}; other values are not built yet")
+            raise FieldError(join_path(at, name), values, value)
+    nested = _nested(kind)
+    return {
+        name: _given(value, nested[name], join_path(at, name)) if name in nested else value
+        for name, value in given.items()
+        if name in kind.__struct_fields__
+    }
 
-    Raises:
-        FieldError: names the limit and how it is derived.
-    """
-    longest = tokenizer.longest_token
-    limit = settings.max_model_len * longest
-    if num_chars > limit:
-        wanted = (
-            f"at most {limit} characters (the model's length is {settings.max_model_len} tokens, "
-            f"the longest of which stands for {longest})"
-        )
-        raise FieldError(field, wanted, Words(f"{num_chars} characters"))
+
+def join_path(at: str, name: str) -> str:
+    """Return the path of a field of the object at `at`; empty is the body itself."""
+    return f"{at}.{name}" if at else name
+
+
+def _is_same(found: Any, accepted: Any) -> bool:
+    """Compare as JSON does: 1 and 1.0 are the same, 1 and true are not."""
+    return isinstance(found, bool) == isinstance(accepted, bool) and bool(found == accepted)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

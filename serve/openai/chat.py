@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -26,20 +29,17 @@ from serve.openai.answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
-    ChatLogprobs,
     ChatMessage,
     FunctionCall,
     Usage,
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.backend import ApiSettings
-from serve.openai.body import check_limits, check_num_chars
-from serve.openai.endpoint import ResponseMeta, Serving
+from serve.openai.backend import ApiSettings, Serving
+from serve.openai.body import parse
 from serve.openai.errors import ApiError
-from serve.openai.fields import parse
 from serve.openai.generation import Generation
-from serve.openai.schema import ChatRequest, NamedToolChoice
+from serve.openai.schema import ChatRequest, NamedToolChoice, check_num_chars
 from serve.openai.tool_parser import CallDelta
 from serve.openai.tools import (
     check_tools,
@@ -48,7 +48,7 @@ from serve.openai.tools import (
     tools_for_template,
     with_forced_calls,
 )
-from serve.requests.choice import Choice, OutputDelta
+from serve.requests.choice import Choice
 from serve.requests.sampling import SamplingParams
 from serve.requests.tokenizer import Tokenizer
 
@@ -68,24 +68,45 @@ class ConversationAdapter:
 
     def __init__(
         self,
+        id_prefix: str,
         request: ChatRequest,
         params: SamplingParams,
+        settings: ApiSettings,
         tokenizer: Tokenizer,
-        answers: AnswerFormat,
-        size: int,
-        meta: ResponseMeta,
     ) -> None:
-        """Read a request; `answers` and `size` are what `check_chat` returned for it."""
+        """Read a request with its parameters; raises ApiError and FieldError beyond the limits."""
+        self.size = _checked_size(request, settings, tokenizer)
+        answers = _answer_format(request, settings, tokenizer)
+        self.id = f"{id_prefix}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model = settings.served_model_name
         self.request = request
         self.params = with_forced_calls(request, params) if answers.is_forced else params
-        self.meta = meta
-        self.size = size
-        self.shown_token_ids = tokenizer.special_ids_of(answers.markers)
+        markers = answers.markers
+        self.shown_token_ids = tokenizer.special_ids_of(markers) if markers else frozenset()
         self._tokenizer = tokenizer
         self._answers = answers
 
     def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        return [encode_chat(self.request, self._tokenizer, max_tokens, check)]
+        request, tokenizer = self.request, self._tokenizer
+        tools = tools_for_template(request.tools) if _shows_tools(request) else None
+        has_parts = any(isinstance(message.content, list) for message in request.messages)
+        takes_parts = has_parts and tokenizer.takes_parts(request.chat_template)
+        add_generation_prompt = request.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not request.continue_final_message
+        prompt = tokenizer.apply_chat_template(
+            [message.for_template(takes_parts) for message in request.messages],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+            chat_template=request.chat_template,
+            max_tokens=max_tokens,
+            check=check,
+            **request.chat_template_kwargs,
+        )
+        return [prompt]
 
     def new_parser(self, choice: Choice) -> AnswerParser:
         """Return the parser of a choice's text."""
@@ -109,30 +130,42 @@ class ChatAdapter(ConversationAdapter):
 
     has_typed_events = False
 
-    def __init__(
-        self,
-        request: ChatRequest,
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        answers: AnswerFormat,
-        size: int,
-        meta: ResponseMeta,
-    ) -> None:
-        super().__init__(request, params, tokenizer, answers, size, meta)
+    def __init__(self, request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> None:
+        """Read a request; raises ApiError and FieldError."""
+        request.check_turns()
+        super().__init__("chatcmpl", request, request.sampling_params(), settings, tokenizer)
         self._parsers: dict[int, AnswerParser] = {}
         """Of each choice that has begun; its role is sent."""
 
     def response(self, generation: Generation) -> msgspec.Struct:
         first = generation.choices[0]
         return ChatCompletion(
-            id=self.meta.id,
-            created=self.meta.created,
-            model=self.meta.model,
+            id=self.id,
+            created=self.created,
+            model=self.model,
             choices=[self._whole(choice) for choice in generation.choices],
             usage=generation.usage(),
             prompt_logprobs=prompt_logprobs(self._tokenizer, first, self.request.prompt_logprobs),
             prompt_token_ids=self._prompt_token_ids(first),
         )
+
+    def _whole(self, choice: Choice) -> ChatChoice:
+        found, fields = self._take(choice, self.new_parser(choice))
+        calls = [
+            AnsweredCall(
+                id=self._call_id(),
+                function=FunctionCall(name=call.name or "", arguments=call.arguments),
+            )
+            for call in found.calls
+        ]
+        reasoning = (found.reasoning if self.request.include_reasoning else "") or UNSET
+        message = ChatMessage(
+            content=found.content or (None if calls or found.reasoning else ""),
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
+        )
+        return ChatChoice(message=message, **fields)
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
         parser = self._parsers.get(choice.index)
@@ -143,35 +176,39 @@ class ChatAdapter(ConversationAdapter):
                 index=choice.index, delta=role, logprobs=None, finish_reason=None, stop_reason=None
             )
             yield self._chunk([begun], usage, self._prompt_token_ids(choice))
-        found = choice.take()
-        delta = self._delta(parser.push(found.text, is_last=found.finish_reason is not None))
-        wants_tokens = self.request.logprobs or self.request.return_token_ids
-        if delta != NO_DELTA or found.finish_reason or (found.token_ids and wants_tokens):
-            written = ChatChunkChoice(
-                index=choice.index,
-                delta=delta,
-                logprobs=self._logprobs(found),
-                finish_reason=_finish_reason(found, parser),
-                stop_reason=found.stop_reason,
-                token_ids=found.token_ids if self.request.return_token_ids else UNSET,
-            )
-            yield self._chunk([written], usage)
+        found, fields = self._take(choice, parser)
+        reasoning = (found.reasoning if self.request.include_reasoning else "") or UNSET
+        delta = ChatDelta(
+            content=found.content or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=[self._call_delta(call) for call in found.calls] or UNSET,
+        )
+        tells_of_tokens = fields["token_ids"] or (fields["logprobs"] and fields["logprobs"].content)
+        if delta != NO_DELTA or fields["finish_reason"] or tells_of_tokens:
+            yield self._chunk([ChatChunkChoice(delta=delta, **fields)], usage)
 
     def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
         options = self.request.stream_options
         if options is not None and options.include_usage:
             yield self._chunk([], generation.usage())
 
-    def _whole(self, choice: Choice) -> ChatChoice:
-        parser, found = self.new_parser(choice), choice.take()
-        return ChatChoice(
-            index=choice.index,
-            message=self._message(parser.push(found.text, is_last=True)),
-            logprobs=self._logprobs(found),
-            finish_reason=_finish_reason(found, parser),
-            stop_reason=found.stop_reason,
-            token_ids=found.token_ids if self.request.return_token_ids else UNSET,
-        )
+    def _take(self, choice: Choice, parser: AnswerParser) -> tuple[AnswerDelta, dict[str, Any]]:
+        """Return what is new of a choice: its text, and what else is said of it."""
+        request, found = self.request, choice.take()
+        answer = parser.push(found.text, is_last=found.finish_reason is not None)
+        # An answer that was cut ends with that, calls or not.
+        is_called = found.finish_reason == "stop" and parser.has_calls
+        logprobs = None
+        if request.logprobs:
+            logprobs = chat_logprobs(self._tokenizer, found.token_ids, found.logprobs)
+        return answer, {
+            "index": choice.index,
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if is_called else found.finish_reason,
+            "stop_reason": found.stop_reason,
+            "token_ids": found.token_ids if request.return_token_ids else UNSET,
+        }
 
     def _chunk(
         self,
@@ -180,41 +217,13 @@ class ChatAdapter(ConversationAdapter):
         prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
-            id=self.meta.id,
-            created=self.meta.created,
-            model=self.meta.model,
+            id=self.id,
+            created=self.created,
+            model=self.model,
             choices=choices,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
-
-    def _message(self, found: AnswerDelta) -> ChatMessage:
-        reasoning = self._reasoning(found)
-        calls = [
-            AnsweredCall(
-                id=self._call_id(),
-                function=FunctionCall(name=call.name or "", arguments=call.arguments),
-            )
-            for call in found.calls
-        ]
-        return ChatMessage(
-            content=found.content or (None if calls or found.reasoning else ""),
-            reasoning=reasoning,
-            reasoning_content=reasoning,
-            tool_calls=calls or UNSET,
-        )
-
-    def _delta(self, found: AnswerDelta) -> ChatDelta:
-        reasoning = self._reasoning(found)
-        return ChatDelta(
-            content=found.content or UNSET,
-            reasoning=reasoning,
-            reasoning_content=reasoning,
-            tool_calls=[self._call_delta(call) for call in found.calls] or UNSET,
-        )
-
-    def _reasoning(self, found: AnswerDelta) -> str | UnsetType:
-        return (found.reasoning if self.request.include_reasoning else "") or UNSET
 
     def _call_delta(self, call: CallDelta) -> AnsweredCallDelta:
         is_first = call.name is not None
@@ -229,51 +238,50 @@ class ChatAdapter(ConversationAdapter):
         assert self._answers.tools is not None
         return new_call_id(self._answers.tools)
 
-    def _logprobs(self, found: OutputDelta) -> ChatLogprobs | None:
-        if not self.request.logprobs:
-            return None
-        return chat_logprobs(self._tokenizer, found.token_ids, found.logprobs)
-
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.request.prompt_token_ids if self.request.return_token_ids else UNSET
 
 
 def parse_chat(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ChatAdapter:
     """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, ChatRequest)
-    request.check_turns()
-    params = request.sampling_params()
-    answers, size = check_chat(request, serving.settings, tokenizer)
-    meta = ResponseMeta.new("chatcmpl", serving.settings.served_model_name)
-    return ChatAdapter(request, params, tokenizer, answers, size, meta)
+    request = parse(body, ChatRequest, serving.settings.max_model_len)
+    return ChatAdapter(request, serving.settings, tokenizer)
 
 
-def check_chat(
-    request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer
-) -> tuple[AnswerFormat, int]:
-    """Refuse a chat beyond the limits.
+def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokenizer) -> int:
+    """Return about how many characters a template writes, and refuse a chat beyond the limits.
 
-    Returns:
-        How the model writes its answers, and about how many characters its template writes.
+    A client's template is refused too: it is a program.
 
     Raises:
         ApiError, FieldError: name the field.
     """
     max_messages = settings.max_model_len
-    num_chars = check_tools(request, max_messages)
-    num_messages, num_calls = len(request.messages), 0
+    num_messages = len(request.messages)
+    num_calls = sum(len(message.tool_calls) for message in request.messages)
+    num_chars = 0
+    if request.tools or request.tool_choice is not None or num_calls:
+        num_chars = check_tools(request, max_messages)
     for message in request.messages:
-        num_calls += len(message.tool_calls)
         num_chars += message.num_chars
     if num_messages + num_calls > max_messages:
         wanted = f"at most {max_messages}, a token of the model's length for each"
         with_calls = f" with {num_calls} calls" if num_calls else ""
         raise FieldError("messages", wanted, Words(f"{num_messages + num_calls}{with_calls}"))
-    check_limits(request, settings, tokenizer, num_prompts=1)
+    request.check_limits(settings, tokenizer)
     check_num_chars("messages", num_chars, settings, tokenizer)
-    _check_template(request, tokenizer)
-    size = num_chars + MESSAGE_CHARS * (num_messages + num_calls)
-    return _answer_format(request, settings, tokenizer), size
+    template = request.chat_template
+    if template is not None and template not in tokenizer.template_names:
+        names = ", ".join(tokenizer.template_names) or "it has one without a name"
+        one = f"the name of one of the checkpoint's templates ({names})"
+        found = Words(f"{len(template)} characters")
+        raise FieldError("chat_template", f"{one}, since a template is a program", found)
+    for name in request.chat_template_kwargs:
+        if name in tokenizer.template_parameters:
+            param = f"chat_template_kwargs.{name}"
+            wanted = f"{param}: wanted variables of the template only"
+            raise ApiError(400, wanted, param=param)
+    return num_chars + MESSAGE_CHARS * (num_messages + num_calls)
 
 
 def _answer_format(
@@ -298,48 +306,3 @@ def _answer_format(
 
 def _shows_tools(request: ChatRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
-
-
-def encode_chat(
-    request: ChatRequest, tokenizer: Tokenizer, max_tokens: int, check: Check
-) -> list[int]:
-    """Return the token ids of a conversation.
-
-    Raises:
-        ChatTemplateError, TooManyTokens: as of `Tokenizer.apply_chat_template`.
-    """
-    takes_parts = tokenizer.takes_parts(request.chat_template)
-    add_generation_prompt = request.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not request.continue_final_message
-    return tokenizer.apply_chat_template(
-        [message.for_template(takes_parts) for message in request.messages],
-        tools=tools_for_template(request.tools) if _shows_tools(request) else None,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=request.add_special_tokens,
-        chat_template=request.chat_template,
-        max_tokens=max_tokens,
-        check=check,
-        **request.chat_template_kwargs,
-    )
-
-
-def _finish_reason(found: OutputDelta, parser: AnswerParser) -> str | None:
-    """Return why an answer ended: after calls tool_calls, unless it was cut."""
-    is_called = found.finish_reason == "stop" and parser.has_calls
-    return "tool_calls" if is_called else found.finish_reason
-
-
-def _check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
-    """Refuse what would run a client's program, or change how the template is called."""
-    if request.chat_template not in (None, *tokenizer.template_names):
-        names = ", ".join(tokenizer.template_names) or "it has one without a name"
-        one = f"the name of one of the checkpoint's templates ({names})"
-        found = Words(f"{len(request.chat_template or '')} characters")
-        raise FieldError("chat_template", f"{one}, since a template is a program", found)
-    for name in request.chat_template_kwargs:
-        if name in tokenizer.template_parameters:
-            param = f"chat_template_kwargs.{name}"
-            message = f"{param}: wanted variables of the template only"
-            raise ApiError(400, message, param=param)

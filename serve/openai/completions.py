@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -18,11 +20,10 @@ from serve.openai.answers import (
     limited,
     prompt_logprobs,
 )
-from serve.openai.body import check_limits, check_num_chars
-from serve.openai.endpoint import ResponseMeta, Serving
-from serve.openai.fields import parse
+from serve.openai.backend import ApiSettings, Serving
+from serve.openai.body import parse
 from serve.openai.generation import Generation
-from serve.openai.schema import CompletionRequest
+from serve.openai.schema import CompletionRequest, check_num_chars
 from serve.requests.choice import Choice, OutputDelta
 from serve.requests.text import detokenizer
 from serve.requests.tokenizer import Tokenizer
@@ -34,15 +35,24 @@ class CompletionAdapter:
     has_typed_events = False
     shown_token_ids: frozenset[int] = frozenset()
 
-    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, model: str) -> None:
+    def __init__(
+        self, request: CompletionRequest, settings: ApiSettings, tokenizer: Tokenizer
+    ) -> None:
+        """Read a request; raises FieldError where it is beyond the limits."""
+        self.id = f"cmpl-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model = settings.served_model_name
         self.request = request
         self.params = request.sampling_params()
-        self.meta = ResponseMeta.new("cmpl", model)
         self.num_prompt_copies = request.n
         self._tokenizer = tokenizer
         self._prompts = request.prompts()
         self.num_prompts = len(self._prompts)
         self.size = sum(map(len, self._prompts))
+        request.check_limits(settings, tokenizer, self.num_prompts)
+        for prompt in self._prompts:
+            if isinstance(prompt, str):
+                check_num_chars("prompt", len(prompt), settings, tokenizer)
         self._echoes: list[str] = []
         """The text of each prompt, where answers begin with it."""
         self._begun: set[int] = set()
@@ -88,9 +98,9 @@ class CompletionAdapter:
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> Completion:
         return Completion(
-            id=self.meta.id,
-            created=self.meta.created,
-            model=self.meta.model,
+            id=self.id,
+            created=self.created,
+            model=self.model,
             choices=choices,
             usage=usage,
         )
@@ -155,10 +165,5 @@ class CompletionAdapter:
 
 def parse_completion(serving: Serving, tokenizer: Tokenizer, body: bytes) -> CompletionAdapter:
     """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, CompletionRequest)
-    adapter = CompletionAdapter(request, tokenizer, serving.settings.served_model_name)
-    check_limits(request, serving.settings, tokenizer, num_prompts=adapter.num_prompts)
-    for prompt in request.prompts():
-        if isinstance(prompt, str):
-            check_num_chars("prompt", len(prompt), serving.settings, tokenizer)
-    return adapter
+    request = parse(body, CompletionRequest, serving.settings.max_model_len)
+    return CompletionAdapter(request, serving.settings, tokenizer)

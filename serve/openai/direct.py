@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import msgspec
 
 from serve import clients
-from serve.openai.endpoint import Parse, ParsedRequest, Serving, parsed
+from serve.openai.backend import Serving
+from serve.openai.endpoint import Parse, parsed, require_ready
 from serve.openai.errors import ApiError, as_api_error
-from serve.openai.middleware import new_request_id
-from serve.openai.streaming import Backlog
+from serve.openai.generation import Generation
 from serve.requests.records import RequestRecord
 
 HANDLE = "handle"
@@ -44,9 +45,9 @@ async def answer(serving: Serving, parse: Parse, body: dict[str, Any]) -> dict[s
     Raises:
         RequestRefused: with the status and the body of the error.
     """
-    async with _admitted(serving, parse, body, is_stream=False) as request:
-        async with asyncio.timeout(serving.settings.args.request_timeout_s):
-            return dict(msgspec.json.decode(await request.whole_answer()))
+    async with _admitted(serving, parse, body, is_stream=False) as generation:
+        async with asyncio.timeout(generation.timeout_s):
+            return dict(msgspec.json.decode(await generation.whole_answer()))
 
 
 async def stream(
@@ -57,9 +58,9 @@ async def stream(
     Raises:
         RequestRefused: with the status and the body of the error.
     """
-    async with _admitted(serving, parse, body, is_stream=True) as request:
-        ends_at = asyncio.get_running_loop().time() + serving.settings.args.request_timeout_s
-        async with aclosing(request.events(Backlog())) as events:
+    async with _admitted(serving, parse, body, is_stream=True) as generation:
+        ends_at = asyncio.get_running_loop().time() + generation.timeout_s
+        async with aclosing(generation.events()) as events:
             while True:
                 async with asyncio.timeout_at(ends_at):  # around a `yield` it would hit the caller
                     event = await anext(events, None)
@@ -71,12 +72,12 @@ async def stream(
 @asynccontextmanager
 async def _admitted(
     serving: Serving, parse: Parse, body: dict[str, Any], *, is_stream: bool
-) -> AsyncIterator[ParsedRequest]:
+) -> AsyncIterator[Generation]:
     """Hold a request's slot, and record it, as long as the block lasts; raises RequestRefused."""
     try:
-        tokenizer = serving.require_ready()
+        tokenizer = require_ready(serving)
         record = RequestRecord(
-            new_request_id(), HANDLE, is_generating=True, status=200, client=clients.HANDLE
+            secrets.token_hex(16), HANDLE, is_generating=True, status=200, client=clients.HANDLE
         )
         slot = serving.admission.enter(record.client)
         try:
@@ -85,9 +86,9 @@ async def _admitted(
             if len(text) > limit:
                 raise ApiError(413, f"body: wanted at most {limit} bytes, found {len(text)}")
             slot.hold(len(text))
-            request = await parsed(serving, tokenizer, parse, text, slot, record)
+            generation = await parsed(serving, tokenizer, parse, text, slot, record)
             del text  # its bytes are given back before the answer begins
-            yield request
+            yield generation
         except Exception as error:
             record.status = as_api_error(error).status
             raise

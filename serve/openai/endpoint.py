@@ -6,174 +6,44 @@
    request takes a slot for each sequence that it asks for.
 4. *Prepare*: its prompts become token ids, and sampling is resolved against their length. A prompt
    that is too long gets 400, and so does an answer that could become too large.
-5. *Generate*: its sequences run in a `Generation`.
-6. *Render*: the adapter turns what they produce into JSON, once at the end or event by event.
+5. *Generate*: its sequences run (this and the previous one: `generation.py`).
+6. *Render*: the adapter turns what they produce into JSON, once at the end or event by event, which
+   `streaming.py` sends.
 
-If the client leaves or does not read, or time is up, the block of the generation ends, which aborts
-its sequences and frees the slots.
+If the client leaves or does not read, or time is up, the generation ends, which aborts its
+sequences and frees the slots. When a request is refused, the rest of its body is read for a while
+and dropped: a client whose connection is closed while it sends sees a reset instead of the answer.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from cluster.observe.metrics import Described
-from cluster.wire.messages import GenerateRequest
-from compile.errors import FieldError, Words
-from serve.admission import Admission, AdmissionSlot, Overloaded
-from serve.event_loop import Check, LoopThrottle, StreamBatcher, WorkThreads
-from serve.observe.metrics import Scrapes
-from serve.openai.answers import Usage
-from serve.openai.backend import ApiSettings, Backend
-from serve.openai.body import BodyReader, check_values
+from serve.admission import AdmissionSlot, Overloaded
+from serve.openai.backend import Serving
 from serve.openai.errors import ApiError, as_api_error
-from serve.openai.generation import Generation
-from serve.openai.middleware import record_of
-from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
-from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
-from serve.requests.cache_salt import CacheSalts
-from serve.requests.choice import Choice
-from serve.requests.records import IngressCounts, RequestRecord
-from serve.requests.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
-from serve.requests.text import StopStrings, TextStream
-from serve.requests.tokenizer import Tokenizer, TooManyTokens
+from serve.openai.generation import Generation, RequestAdapter
+from serve.openai.streaming import ClientGone, EventStream, WholeAnswer
+from serve.requests.records import RequestRecord
+from serve.requests.tokenizer import Tokenizer
 
-CHOICE_SIZE = 100
-"""The cost of preparing a choice, as about so many characters of tokenizing."""
-
-BEGUN_AT_ONCE = 4
-"""Requests, and sequences, started in a turn of the event loop: each costs it a millisecond or
-two."""
+MAX_DISCARDED_BYTES = 64 << 20
+"""What is read and dropped of a refused body, so that its client can read why."""
+MAX_DISCARD_S = 10.0
+"""How long a refused body is read."""
+MAX_DISCARD_PAUSE_S = 0.5
+"""A client that sends nothing for so long is taken to wait for the answer."""
+MAX_DISCARDS = 64
+"""Refused bodies that are read at once; further connections are just closed."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-TEXT_BYTES = 8
-"""Bytes of a token's text: about twice the mean."""
-TOKEN_ID_BYTES = 7
-CANDIDATE_BYTES = 80
-"""Bytes of one candidate among log-probabilities: its text, its bytes as numbers, its value."""
-EVENT_BYTES = 320
-"""Bytes of a stream's event without the text: each repeats the answer's id, model and date."""
-COPIES_IN_MEMORY = 4
-"""Copies of a whole answer: what the engine sent, structs, JSON, and what the server holds."""
-
-
-class Serving:
-    """What all handlers share."""
-
-    def __init__(
-        self,
-        settings: ApiSettings,
-        backend: Backend,
-        tokenizer: Callable[[], Tokenizer | None],
-        admission: Admission,
-        tick: StreamBatcher | None = None,
-        salts: CacheSalts | None = None,
-    ) -> None:
-        """Share what is given; `tick` is the one that the backend's outputs wait for."""
-        self.salts = salts or CacheSalts()
-        self.settings = settings
-        self.backend = backend
-        self.admission = admission
-        self.bodies = BodyReader(settings)
-        self.threads = WorkThreads()
-        self.requests = LoopThrottle(BEGUN_AT_ONCE)
-        self.sequences = LoopThrottle(BEGUN_AT_ONCE)
-        self.tick = tick or StreamBatcher()
-        self.counts = IngressCounts(settings.max_model_len)
-        self.on_end: list[Callable[[RequestRecord], None]] = []
-        """Called with what was noted of each generating request."""
-        self.is_traced = False
-        """Whether a request's trace is noted too. Set before the application is built."""
-        described = Described(
-            settings.served_model_name, settings.max_model_len, settings.cache_info
-        )
-        self.scrapes = Scrapes(lambda: backend.metrics(self.counts.counts()), described)
-        self._tokenizer = tokenizer
-        self._model_names = settings.model_names
-
-    def require_ready(self) -> Tokenizer:
-        """Return the tokenizer; raises ApiError until the pools are ready."""
-        tokenizer = self._tokenizer()
-        if tokenizer is None or not self.backend.is_ready():
-            message = "the model is not ready; /ready tells why"
-            raise ApiError(503, message, retry_after_s=self.settings.retry_after_s)
-        return tokenizer
-
-    def require_model(self, name: str | None) -> None:
-        """Raise ApiError unless `name` is one of the served model's or left out."""
-        if name is not None and name not in self._model_names:
-            wanted = " or ".join(self._model_names)
-            raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
-
-
-class ResponseMeta(msgspec.Struct, frozen=True):
-    """What every JSON object of one answer repeats."""
-
-    id: str
-    created: int
-    model: str
-
-    @classmethod
-    def new(cls, prefix: str, model: str) -> ResponseMeta:
-        return cls(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model)
-
-
-class RequestAdapter(Protocol):
-    """How one endpoint reads its prompts and writes its answer."""
-
-    @property
-    def request(self) -> ChatRequest | CompletionRequest: ...
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-    @property
-    def meta(self) -> ResponseMeta: ...
-
-    @property
-    def has_typed_events(self) -> bool:
-        """Whether the events of a stream carry the name of their type, as those of Responses."""
-
-    @property
-    def shown_token_ids(self) -> frozenset[int]:
-        """Special tokens that the text of an answer has in any case."""
-
-    @property
-    def num_prompts(self) -> int: ...
-
-    @property
-    def num_prompt_copies(self) -> int:
-        """How often an answer repeats what it says of one prompt."""
-
-    @property
-    def size(self) -> int:
-        """Characters and token ids in the prompts, and what is written around them."""
-
-    def encode(self, max_tokens: int, check: Check) -> list[list[int]]:
-        """Return the prompts' token ids.
-
-        Raises:
-            TooManyTokens: one has more than `max_tokens`.
-        """
-
-    def response(self, generation: Generation) -> object:
-        """Return the whole answer, to be written as JSON; all choices are finished."""
-
-    def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
-        """Return the events for what the choice has produced since the last call."""
-
-    def ending(self, generation: Generation) -> Iterator[msgspec.Struct]:
-        """Return the events after those of the choices, which are finished."""
-
-
 Parse = Callable[[Serving, Tokenizer, bytes], RequestAdapter]
 
 
@@ -199,9 +69,24 @@ def guarded(handler: Handler) -> Handler:
     return answer
 
 
-async def admitted(
-    serving: Serving, request: Request, record: RequestRecord
-) -> tuple[Tokenizer, AdmissionSlot, bytes]:
+async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
+    """Answer a generating request, streamed or whole.
+
+    Raises what `as_api_error` knows, and ClientGone.
+    """
+    record: RequestRecord = request.state.record
+    record.is_generating = True
+    tokenizer, slot, body = await admitted(serving, request)
+    try:
+        generation = await parsed(serving, tokenizer, parse, body, slot, record)
+    except BaseException:
+        slot.leave()
+        raise
+    is_stream = generation.adapter.request.stream
+    return EventStream(generation) if is_stream else WholeAnswer(generation)
+
+
+async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
 
     Raises:
@@ -209,36 +94,107 @@ async def admitted(
     """
     await serving.requests.wait()
     slot: AdmissionSlot | None = None
+    limit = serving.settings.args.max_body_bytes
     try:
-        tokenizer = serving.require_ready()
-        serving.bodies.check_length(request)
-        slot = serving.admission.enter(record.client)
-        return tokenizer, slot, await serving.bodies.read(request, slot)
+        tokenizer = require_ready(serving)
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limit:
+            raise _too_large(limit, length[:20])
+        slot = serving.admission.enter(request.state.record.client)
+        return tokenizer, slot, await _read(serving, request, slot, limit)
     except BaseException as error:
         if slot is not None:
             slot.leave()
         if isinstance(error, ApiError | Overloaded):
-            await serving.bodies.discard(request)
+            await discard(serving, request)
         raise
 
 
-async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
-    """Answer a generating request, streamed or whole.
+def require_ready(serving: Serving) -> Tokenizer:
+    """Return the tokenizer; raises ApiError until the pools are ready."""
+    tokenizer = serving.tokenizer()
+    if tokenizer is None or not serving.backend.is_ready():
+        message = "the model is not ready; /ready tells why"
+        raise ApiError(503, message, retry_after_s=serving.settings.retry_after_s)
+    return tokenizer
 
-    Raises what `as_api_error` knows, and ClientGone.
+
+def require_model(serving: Serving, name: str | None) -> None:
+    """Raise ApiError unless `name` is one of the served model's or left out."""
+    settings = serving.settings
+    if name not in (None, settings.served_model_name, *settings.other_model_names):
+        wanted = " or ".join(settings.model_names)
+        raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
+
+
+async def _read(serving: Serving, request: Request, slot: AdmissionSlot, limit: int) -> bytes:
+    """Return the request's body, whose bytes count as held by `slot`.
+
+    Raises:
+        ApiError: too many bytes have come (413); or it did not come within the request's time,
+            or came slowly while another request wanted its slot (408).
+        Overloaded: other requests hold too many bytes.
     """
-    record = record_of(request)
-    record.is_generating = True
-    tokenizer, slot, body = await admitted(serving, request, record)
+    timeout_s = serving.settings.args.request_timeout_s
+    body = bytearray()
+    loop = asyncio.get_running_loop()
     try:
-        running = await parsed(serving, tokenizer, parse, body, slot, record)
-    except BaseException:
-        slot.leave()
+        async with asyncio.timeout(timeout_s) as timer:
+            slot.on_evicted = lambda: timer.reschedule(loop.time())
+            async for part in _parts(request):
+                if len(body) + len(part) > limit:
+                    raise _too_large(limit, f"at least {len(body) + len(part)}")
+                slot.hold(len(part))
+                body += part
+    except TimeoutError as error:
+        wanted = f"wanted within {timeout_s:g} s, sooner under load"
+        raise ApiError(408, f"body: {wanted}, found it unfinished") from error
+    finally:
+        slot.on_evicted = None
+    return bytes(body)
+
+
+def _too_large(limit: int, found: str) -> ApiError:
+    # The unread rest is still in the connection, which cannot serve another request.
+    message = f"body: wanted at most {limit} bytes, found {found}"
+    return ApiError(413, message, headers={"Connection": "close"})
+
+
+async def _parts(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield the parts of a body; raises ClientDisconnect."""
+    try:
+        async for part in request.stream():
+            if part:  # the last one is empty
+                yield part
+    except (ClientDisconnect, RuntimeError):
         raise
-    timeout_s, adapter = serving.settings.args.request_timeout_s, running.adapter
-    if adapter.request.stream:
-        return EventStream(running.events, slot, timeout_s, is_typed=adapter.has_typed_events)
-    return WholeAnswer(running.whole_answer, slot, timeout_s)
+    except Exception as error:
+        # Ray's proxy drops a request whose client left, and the call for more of its body fails
+        # (TaskCancelledError).
+        raise ClientDisconnect from error
+
+
+async def discard(serving: Serving, request: Request) -> None:
+    """Read on for a while and keep nothing: the answer is a refusal."""
+    if serving.num_discarding >= MAX_DISCARDS:
+        return
+    serving.num_discarding += 1
+    try:
+        await _discard(_parts(request))
+    finally:
+        serving.num_discarding -= 1
+
+
+async def _discard(parts: AsyncGenerator[bytes, None]) -> None:
+    num_bytes = 0
+    with suppress(TimeoutError, RuntimeError):  # that the body was read already
+        async with asyncio.timeout(MAX_DISCARD_S):
+            while num_bytes < MAX_DISCARDED_BYTES:
+                async with asyncio.timeout(MAX_DISCARD_PAUSE_S):
+                    part = await anext(parts, None)
+                if part is None:
+                    return
+                num_bytes += len(part)
 
 
 async def parsed(
@@ -248,219 +204,19 @@ async def parsed(
     body: bytes,
     slot: AdmissionSlot,
     record: RequestRecord,
-) -> ParsedRequest:
-    """Return the request in a JSON body, which now has a slot for each of its sequences.
+) -> Generation:
+    """Return the answer to a JSON body, which now has a slot for each of its sequences.
 
     Raises:
         ApiError, FieldError: it cannot be answered.
         Overloaded: there is no room for all its sequences.
     """
-
-    def work(check: Check) -> RequestAdapter:
-        check_values(body, serving.settings.max_model_len)
-        return parse(serving, tokenizer, body)
-
-    adapter = await serving.threads.run(len(body), work)
-    serving.require_model(adapter.request.model)
-    params = adapter.params
+    adapter = await serving.threads.run(len(body), lambda _: parse(serving, tokenizer, body))
+    request, params = adapter.request, adapter.params
+    require_model(serving, request.model)
     slot.grow(adapter.num_prompts * params.n)
-    record.id, record.model = adapter.meta.id, adapter.meta.model
-    record.is_stream = adapter.request.stream
+    record.id, record.model, record.is_stream = adapter.id, adapter.model, request.stream
     record.n, record.temperature, record.top_p = params.n, params.temperature, params.top_p
     max_tokens = params.max_tokens
     serving.counts.on_parsed(params.n, None if max_tokens is UNSET else max_tokens)
-    return ParsedRequest(serving, tokenizer, adapter, slot, record)
-
-
-class ParsedRequest:
-    """A request that can be answered once, whole or as events. Its owner gives its slot back."""
-
-    def __init__(
-        self,
-        serving: Serving,
-        tokenizer: Tokenizer,
-        adapter: RequestAdapter,
-        slot: AdmissionSlot,
-        record: RequestRecord,
-    ) -> None:
-        self.adapter = adapter
-        self._serving = serving
-        self._settings = serving.settings
-        self._tokenizer = tokenizer
-        self._slot = slot
-        self._record = record
-
-    async def whole_answer(self) -> bytes:
-        """Return the answer's JSON when all sequences have ended; cancelling aborts them."""
-        choices, answer_size = await self._prepare()
-        async with self._generation(choices, Backlog()) as generation:
-            while not generation.is_finished:
-                await generation.wait()
-        self._slot.end_sequences()
-        size = answer_size.of_tokens(sum(choice.num_tokens for choice in choices))
-        self._slot.hold(size)
-        # Tens of megabytes of log-probabilities take seconds to write.
-        return await self._serving.threads.run(
-            size, lambda _: msgspec.json.encode(self.adapter.response(generation))
-        )
-
-    async def events(self, backlog: Backlog) -> AsyncGenerator[msgspec.Struct, None]:
-        """Yield the answer's events; closing the generator aborts the sequences.
-
-        Args:
-            backlog: counts what waits to be yielded.
-        """
-        choices, _ = await self._prepare()
-        options = self.adapter.request.stream_options or StreamOptions()
-        # As OpenAI's: null in chunks with choices if a last chunk brings it.
-        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-        interval = self._settings.args.stream_interval
-        async with self._generation(choices, backlog) as generation:
-            changed = await generation.wait()
-            with self._serving.tick.streaming(len(choices)):
-                while True:
-                    for choice in changed:
-                        if choice.is_due(interval):
-                            if options.continuous_usage_stats:
-                                usage = generation.usage()
-                            for chunk in self.adapter.chunks(choice, usage):
-                                yield chunk
-                    if generation.is_finished:
-                        break
-                    changed = await generation.wait()
-        self._slot.end_sequences()
-        for chunk in self.adapter.ending(generation):
-            yield chunk
-
-    def _generation(self, choices: list[Choice], backlog: Backlog) -> Generation:
-        serving = self._serving
-        return Generation(
-            serving.backend,
-            choices,
-            self.adapter.params.n,
-            serving.sequences,
-            backlog,
-            record=self._record,
-            counts=serving.counts,
-        )
-
-    async def _prepare(self) -> tuple[list[Choice], AnswerSize]:
-        """Do everything that may refuse the request, before an engine has it."""
-        adapter, client = self.adapter, self._slot.client
-        params = adapter.params
-        size = adapter.size + CHOICE_SIZE * adapter.num_prompts * params.n
-        wanted = params.structured_outputs
-        try:
-            grammar = await self._tokenizer.grammars.text(wanted, client) if wanted else ""
-            return await self._serving.threads.run(
-                size, lambda check: self._prepare_choices(grammar, check)
-            )
-        except FieldError as error:
-            raise error.renamed(adapter.request.spelling(error.field)) from error
-        finally:
-            self._slot.let_go_of_bytes()
-
-    def _prepare_choices(self, grammar: str, check: Check) -> tuple[list[Choice], AnswerSize]:
-        adapter, settings, tokenizer = self.adapter, self._settings, self._tokenizer
-        request, params = adapter.request, adapter.params
-        vocab_size = min(tokenizer.vocab_size, settings.vocab_size or tokenizer.vocab_size)
-        resolver = Resolver(
-            params,
-            max_model_len=settings.max_model_len,
-            vocab_size=vocab_size,
-            eos_token_ids=tokenizer.eos_token_ids,
-            grammar_text=lambda _: grammar,
-        )
-        try:
-            prompts = adapter.encode(settings.max_model_len, check)
-        except TooManyTokens as error:
-            raise too_long_a_prompt(settings.max_model_len, str(error)) from error
-        for prompt in prompts:
-            _check_prompt(settings, vocab_size, prompt)
-        answer_size = AnswerSize(adapter, prompts)
-        max_bytes = settings.args.max_answer_bytes // (1 if request.stream else COPIES_IN_MEMORY)
-        max_tokens = answer_size.max_tokens(max_bytes)
-        stop = StopStrings(params.stop_strings)
-        salt = self._serving.salts.of(self._slot.client, request.cache_salt)
-        choices: list[Choice] = []
-        for prompt in prompts:
-            for sampling in resolver.choices(len(prompt), max_tokens):
-                index = len(choices)
-                engine_request = GenerateRequest(
-                    f"{adapter.meta.id}-{index}", prompt, [], sampling, "", salt
-                )
-                text = TextStream(tokenizer, params, stop, prompt, adapter.shown_token_ids)
-                choices.append(Choice(index, engine_request, text, params.stop_token_ids))
-        return choices, answer_size
-
-
-def _check_prompt(settings: ApiSettings, vocab_size: int, prompt: list[int]) -> None:
-    """Refuse what the model cannot compute; an empty prompt is refused with its sampling.
-
-    A tokenizer may know tokens that its model does not, and a model may take shorter prompts.
-    """
-    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        least, largest = min(prompt), max(prompt)
-        wanted = f"token ids from 0 to {vocab_size - 1}"
-        raise FieldError("prompt", wanted, least if least < 0 else largest)
-    if settings.max_prompt_len is not None and len(prompt) > settings.max_prompt_len:
-        wanted = f"at most {settings.max_prompt_len} tokens (rope_type dynamic)"
-        raise FieldError("prompt", wanted, Words(f"{len(prompt)} tokens"))
-
-
-class AnswerSize:
-    """How large one request's answer may become, about, in bytes of JSON.
-
-    A few hundred bytes can ask for hundreds of megabytes: log-probabilities of a long prompt,
-    repeated for 128 choices. What a client has not read stays in memory, here or in the proxy in
-    front, so an answer is bounded before it is begun.
-    """
-
-    def __init__(self, adapter: RequestAdapter, prompts: Sequence[Sequence[int]]) -> None:
-        """Measure the answer to these prompts."""
-        request, params = adapter.request, adapter.params
-        of_prompt_token = _candidates(params.prompt_logprobs)
-        of_token = TEXT_BYTES + _candidates(params.logprobs)
-        if request.stream:
-            of_token += EVENT_BYTES
-        if request.return_token_ids:
-            of_prompt_token += TOKEN_ID_BYTES
-            of_token += TOKEN_ID_BYTES
-        if isinstance(request, CompletionRequest) and request.echo:
-            of_prompt_token += TEXT_BYTES
-        num_prompt_tokens = sum(map(len, prompts))
-        self._params = params
-        self._prompt_bytes = num_prompt_tokens * adapter.num_prompt_copies * of_prompt_token
-        self._token_bytes = of_token
-        self._num_choices = len(prompts) * params.n
-        self._repeats = "return_token_ids" if request.return_token_ids else "echo"
-        """The field that has the prompts said again, if log-probabilities do not."""
-
-    def of_tokens(self, num_tokens: int) -> int:
-        """Return the bytes of an answer with so many tokens in all choices."""
-        return self._prompt_bytes + num_tokens * self._token_bytes
-
-    def max_tokens(self, max_bytes: int) -> int:
-        """Return how many tokens a choice may have in an answer of `max_bytes`.
-
-        Raises:
-            FieldError: they are fewer than the request asks for.
-        """
-        params = self._params
-        limit = f"an answer has at most max_answer_bytes, here {max_bytes} bytes"
-        if self._prompt_bytes > max_bytes:
-            by_logprobs = params.prompt_logprobs is not None
-            param = "prompt_logprobs" if by_logprobs else self._repeats
-            found = Words(f"{self._prompt_bytes} for {params.n} choices")
-            raise FieldError(param, f"less said of the prompt ({limit})", found)
-        left = (max_bytes - self._prompt_bytes) // (self._num_choices * self._token_bytes)
-        asked = DEFAULT_MAX_TOKENS if params.max_tokens is UNSET else params.max_tokens
-        asked = max(asked or 1, params.min_tokens)
-        if asked > left:
-            each = f"{self._token_bytes} for each token of {self._num_choices} choices"
-            raise FieldError("max_tokens", f"at most {left} ({limit}, {each})", asked)
-        return left
-
-
-def _candidates(num_logprobs: int | None) -> int:
-    return 0 if num_logprobs is None else (1 + num_logprobs) * CANDIDATE_BYTES
+    return Generation(serving, tokenizer, adapter, slot, record)

@@ -16,44 +16,31 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import clients
 from serve.config import AccessConfig
 from serve.keys import ApiKeys
+from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
-from serve.requests.records import IngressCounts, RequestRecord
-
-logger = logging.getLogger(__name__)
+from serve.requests.records import RequestRecord
 
 HEADER = "X-Request-Id"
 MAX_ID_CHARS = 128
 """Of a client's request id; a longer one gets 400."""
 _ID = re.compile(rf"[A-Za-z0-9._:/+=@~-]{{1,{MAX_ID_CHARS}}}")
-_RECORD = "lockstep.record"
 OTHER = "other"
 MAX_TRACE_CHARS = 512
 """Of `traceparent` and of `tracestate`; a longer header is taken for none."""
 ANY = "*"
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 """Ends of names that cannot be registered in public DNS."""
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(16)
-
-
-def record_of(request: Request) -> RequestRecord:
-    record: RequestRecord = request.scope[_RECORD]
-    return record
 
 
 class RequestMiddleware:
@@ -63,13 +50,11 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         *,
+        serving: Serving,
         access: AccessConfig,
         keys: ApiKeys,
         is_peer_known: bool,
-        counts: IngressCounts,
         routes: Iterable[str],
-        on_end: Iterable[Callable[[RequestRecord], None]],
-        is_traced: bool,
         sends_id: bool,
     ) -> None:
         """Stand in front of an app.
@@ -78,8 +63,6 @@ class RequestMiddleware:
             keys: those of `access`.
             is_peer_known: as of `clients.of_address`.
             routes: their paths; what follows a `{` is any text.
-            on_end: called with each request that generated or was to.
-            is_traced: note the trace that a client names.
             sends_id: put the id into answers, which no server in front does.
         """
         self._app = app
@@ -100,11 +83,9 @@ class RequestMiddleware:
         self._allowed_origins = frozenset(origin.lower() for origin in access.allowed_origins)
         self._trusted_proxies = access.trusted_proxies
         self._is_peer_known = is_peer_known
-        self._counts = counts
+        self._serving = serving
         self._exact = {route for route in routes if "{" not in route}
         self._prefixes = tuple(route.partition("{")[0] for route in routes if "{" in route)
-        self._on_end = tuple(on_end)
-        self._is_traced = is_traced
         self._sends_id = sends_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,11 +95,12 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         given = headers.get(HEADER)
         is_bad = given is not None and not _ID.fullmatch(given)
-        request_id = new_request_id() if given is None or is_bad else given
-        record = scope[_RECORD] = RequestRecord(request_id, self._route(_path_of(scope)))
-        if self._is_traced:
-            record.traceparent = _trace_header(headers, "traceparent")
-            record.tracestate = _trace_header(headers, "tracestate")
+        request_id = secrets.token_hex(16) if given is None or is_bad else given
+        record = RequestRecord(request_id, self._route(_path_of(scope)))
+        scope.setdefault("state", {})["record"] = record
+        for name in ("traceparent", "tracestate") if self._serving.is_traced else ():
+            value = headers.get(name, "")
+            setattr(record, name, value if len(value) <= MAX_TRACE_CHARS else "")
 
         async def record_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -127,48 +109,41 @@ class RequestMiddleware:
                     MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
-        async def receive_or_end() -> Message:
-            try:
-                return await receive()
-            except Exception as error:
-                # Ray's proxy drops a request whose client left, and the call for more of its body
-                # fails (TaskCancelledError).
-                logger.debug("a request ended while it was received", exc_info=error)
-                return {"type": "http.disconnect"}
-
         try:
             app = self._guarded
             if is_bad:
                 wanted = f"1 to {MAX_ID_CHARS} letters, digits and ._:/+=@~-"
                 message = f"x-request-id: wanted {wanted}, found something else"
                 app = ApiError(400, message).response()
-            await app(scope, receive_or_end, record_status)
+            await app(scope, receive, record_status)
         finally:
-            self._counts.on_response(record.path, record.status)
-            if record.is_generating:
-                for call in self._on_end:
-                    call(record)
+            self._serving.counts.on_response(record.path, record.status)
+            for call in self._serving.on_end if record.is_generating else ():
+                call(record)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope, scope[_RECORD])
+        refusal = self._refusal(scope)
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
-    def _refusal(self, scope: Scope, record: RequestRecord) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request may not ask; None: it may, and who asks is noted."""
         headers = Headers(scope=scope)
+        record: RequestRecord = scope["state"]["record"]
+        if not self._needs_key:
+            refusal = self._page_refusal(headers)
+            if refusal is not None:
+                return refusal
+        elif _path_of(scope) not in self._open_paths:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not key.strip():
+                return _unauthorized("a header «Bearer KEY», found none")
+            if not self._keys.has(key.strip()):
+                return _unauthorized("a key that is known, found another one")
+            record.client = clients.of_key(key.strip())
+            return None
         record.client = clients.of_address(
             scope, trusted_proxies=self._trusted_proxies, is_peer_known=self._is_peer_known
         )
-        if not self._needs_key:
-            return self._page_refusal(headers)
-        if _path_of(scope) in self._open_paths:
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            return _unauthorized("a header «Bearer KEY», found none")
-        if not self._keys.has(key.strip()):
-            return _unauthorized("a key that is known, found another one")
-        record.client = clients.of_key(key.strip())
         return None
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:
@@ -219,8 +194,3 @@ def _path_of(scope: Scope) -> str:
     """Return the path below the address at which Ray Serve puts the application."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _trace_header(headers: Headers, name: str) -> str:
-    value = headers.get(name, "")
-    return value if len(value) <= MAX_TRACE_CHARS else ""

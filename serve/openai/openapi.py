@@ -18,8 +18,8 @@ from serve.observe import page
 from serve.observe.metrics import OPEN_METRICS, PLAIN
 from serve.openai import answers, schema
 from serve.openai.backend import ApiSettings
+from serve.openai.body import ignored_fields, inert_fields, structs_within
 from serve.openai.errors import STATUSES, ErrorBody
-from serve.openai.fields import ignored_fields, inert_fields, structs_within
 from serve.openai.responses import ResponsesRequest
 from serve.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 

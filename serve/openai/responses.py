@@ -21,16 +21,11 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
-from serve.openai.answer_parser import (
-    AnswerDelta,
-    AnswerFormat,
-    AnswerParser,
-    ReasoningFormat,
-)
+from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
-from serve.openai.chat import ConversationAdapter, check_chat
-from serve.openai.endpoint import ResponseMeta, Serving
-from serve.openai.fields import convert_object, join_path, parse
+from serve.openai.backend import ApiSettings, Serving
+from serve.openai.body import convert_object, join_path, parse
+from serve.openai.chat import ConversationAdapter
 from serve.openai.generation import Generation
 from serve.openai.schema import (
     LABELS,
@@ -49,7 +44,7 @@ from serve.openai.schema import (
     Tool,
     ToolCall,
 )
-from serve.openai.tool_parser import CallDelta
+from serve.openai.tool_parser import CallDelta, ToolFormat
 from serve.openai.tools import new_call_id
 from serve.requests.cache_salt import CacheSalt
 from serve.requests.choice import Choice
@@ -235,6 +230,7 @@ class ResponsesChat(ChatRequest, frozen=True, kw_only=True):
         return "text.format.schema" if spelt.endswith(".schema") else "text.format"
 
 
+_FUNCTION_FIELDS = Function.__struct_fields__
 _SHARED = sorted({*ResponsesRequest.__struct_fields__} & {*ChatRequest.__struct_fields__})
 
 
@@ -250,7 +246,13 @@ def _chat_of(request: ResponsesRequest) -> ResponsesChat:
     shared |= {
         "messages": _messages(request),
         "max_tokens": request.max_output_tokens,
-        "tools": [_tool(function) for function in request.tools],
+        "tools": [
+            Tool(
+                type="function",
+                function=Function(**{name: getattr(flat, name) for name in _FUNCTION_FIELDS}),
+            )
+            for flat in request.tools
+        ],
         "response_format": _response_format(request.text.format),
     }
     if isinstance(choice, FlatChoice):
@@ -319,16 +321,6 @@ def _joined(before: Message, message: Message) -> Message:
     )
 
 
-def _tool(flat: FlatFunction) -> Tool:
-    function = Function(
-        name=flat.name,
-        description=flat.description,
-        parameters=flat.parameters,
-        strict=flat.strict,
-    )
-    return Tool(type="function", function=function)
-
-
 def _response_format(wanted: TextFormat | UnsetType) -> ResponseFormat | None:
     if wanted is UNSET:
         return None
@@ -359,6 +351,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[Any] | UnsetType = UNSET
 
 
+_TEXTS = {
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+    "reasoning": "reasoning_text",
+}
+"""What events call the text of each kind of item."""
+
+
 class _OutputItem:
     """An item of an output that is being written."""
 
@@ -369,14 +369,11 @@ class _OutputItem:
         self.index = index
         self.status = "in_progress"
         self._fields = fields
-        self._parts: list[str] = []
+        self.parts: list[str] = []
 
     @property
     def text(self) -> str:
-        return "".join(self._parts)
-
-    def add(self, text: str) -> None:
-        self._parts.append(text)
+        return "".join(self.parts)
 
     def part(self, text: str) -> Json:
         """Return the item's content: one part."""
@@ -387,16 +384,16 @@ class _OutputItem:
     def json(self) -> Json:
         found = {"id": self.id, "type": self.kind, "status": self.status, **self._fields}
         if self.kind == "function_call":
-            return {**found, "arguments": self.text}
-        return {**found, "content": [self.part(self.text)] if self._parts else []}
+            return found | {"arguments": self.text}
+        return found | {"content": [self.part(self.text)] if self.parts else []}
 
 
 class _Output:
     """The items of one answer, with the events of their lives."""
 
-    def __init__(self, answers: AnswerFormat) -> None:
+    def __init__(self, calls: ToolFormat | None) -> None:
         self.items: list[_OutputItem] = []
-        self._answers = answers
+        self._calls = calls
         self._num_events = 0
         self._open: dict[str, _OutputItem] = {}
         """By kind: the item that is not done."""
@@ -407,18 +404,18 @@ class _Output:
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
         if delta.reasoning:
-            yield from self._add("reasoning", delta.reasoning, "reasoning_text", summary=[])
+            yield from self._add("reasoning", delta.reasoning, summary=[])
         before = [call for call in delta.calls if call.number < delta.content_at]
         yield from self._add_calls(before)
         if delta.content:
             yield from self._close("reasoning", "completed")
-            yield from self._add("message", delta.content, "output_text", role="assistant")
+            yield from self._add("message", delta.content, role="assistant")
         yield from self._add_calls(delta.calls[len(before) :])
 
     def end(self, finish_reason: str | None) -> Iterator[Event]:
         """Close what is open; after an answer that was cut it is incomplete."""
         if not self.items:
-            yield from self._add("message", "", "output_text", role="assistant")
+            yield from self._add("message", "", role="assistant")
         status = "completed" if finish_reason == "stop" else "incomplete"
         for item in sorted(self._open.values(), key=lambda item: item.index):
             yield from self._close(item.kind, status)
@@ -429,13 +426,11 @@ class _Output:
             if call.name is not None:
                 yield from self._close("reasoning", "completed")
                 yield from self._close("function_call", "completed")
-                assert self._answers.tools is not None
-                fields = {"call_id": new_call_id(self._answers.tools), "name": call.name}
-            yield from self._add(
-                "function_call", call.arguments, "function_call_arguments", **fields
-            )
+                assert self._calls is not None
+                fields = {"call_id": new_call_id(self._calls), "name": call.name}
+            yield from self._add("function_call", call.arguments, **fields)
 
-    def _add(self, kind: str, text: str, what: str, **fields: Any) -> Iterator[Event]:
+    def _add(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
         """Add text to the open item of a kind, or to a new one."""
         item = self._open.get(kind)
         if item is None:
@@ -444,9 +439,9 @@ class _Output:
             yield self.event("output_item.added", output_index=item.index, item=item.json())
             if kind == "message":
                 yield self._of_item(item, "content_part.added", part=item.part(""))
-        item.add(text)
+        item.parts.append(text)
         if text:
-            yield self._of_item(item, f"{what}.delta", delta=text)
+            yield self._of_item(item, f"{_TEXTS[kind]}.delta", delta=text)
 
     def _of_item(self, item: _OutputItem, kind: str, **fields: Any) -> Event:
         if item.kind != "function_call":
@@ -460,13 +455,11 @@ class _Output:
         if item is None:
             return
         item.status = status
+        done = {"text": item.text}
         if kind == "function_call":
             done = {"arguments": item.text, "name": item.json()["name"]}
-            yield self._of_item(item, "function_call_arguments.done", **done)
-        elif kind == "reasoning":
-            yield self._of_item(item, "reasoning_text.done", text=item.text)
-        else:
-            yield self._of_item(item, "output_text.done", text=item.text)
+        yield self._of_item(item, f"{_TEXTS[kind]}.done", **done)
+        if kind == "message":
             yield self._of_item(item, "content_part.done", part=item.part(item.text))
         yield self.event("output_item.done", output_index=item.index, item=item.json())
 
@@ -477,18 +470,16 @@ class ResponsesAdapter(ConversationAdapter):
     has_typed_events = True
 
     def __init__(
-        self,
-        request: ResponsesRequest,
-        chat: ResponsesChat,
-        tokenizer: Tokenizer,
-        answers: AnswerFormat,
-        size: int,
-        meta: ResponseMeta,
+        self, request: ResponsesRequest, settings: ApiSettings, tokenizer: Tokenizer
     ) -> None:
-        """Read a request, with the chat that it is equivalent to."""
-        super().__init__(chat, chat.sampling_params(), tokenizer, answers, size, meta)
+        """Read a request; raises ApiError and FieldError where it is beyond the limits."""
+        chat = _chat_of(request)
+        try:
+            super().__init__("resp", chat, chat.sampling_params(), settings, tokenizer)
+        except FieldError as error:
+            raise error.renamed(chat.spelling(error.field)) from error
         self._given = request
-        self._output = _Output(answers)
+        self._output = _Output(self._answers.tools)
         self._parser: AnswerParser | None = None
         self._finish_reason: str | None = None
         self._offsets: list[int] = []
@@ -496,8 +487,7 @@ class ResponsesAdapter(ConversationAdapter):
 
     def response(self, generation: Generation) -> Any:
         [choice] = generation.choices
-        for _ in self._absorb(choice):
-            pass
+        list(self._absorb(choice))
         return self._response(self._final_status(), generation.usage())
 
     def chunks(self, choice: Choice, usage: Usage | UnsetType | None) -> Iterator[msgspec.Struct]:
@@ -529,9 +519,9 @@ class ResponsesAdapter(ConversationAdapter):
         given = self._given
         reason = {"length": "max_output_tokens"}.get(self._finish_reason or "", "aborted")
         return {
-            "id": self.meta.id,
+            "id": self.id,
             "object": "response",
-            "created_at": self.meta.created,
+            "created_at": self.created,
             "status": status,
             "background": False,
             "error": None,
@@ -539,7 +529,7 @@ class ResponsesAdapter(ConversationAdapter):
             "instructions": given.instructions,
             "max_output_tokens": given.max_output_tokens,
             "metadata": given.metadata,
-            "model": self.meta.model,
+            "model": self.model,
             "output": [item.json() for item in self._output.items],
             "parallel_tool_calls": given.parallel_tool_calls,
             "previous_response_id": None,
@@ -567,11 +557,5 @@ class ResponsesAdapter(ConversationAdapter):
 
 def parse_responses(serving: Serving, tokenizer: Tokenizer, body: bytes) -> ResponsesAdapter:
     """Return the request in a JSON body; raises ApiError and FieldError."""
-    request = parse(body, ResponsesRequest)
-    chat = _chat_of(request)
-    try:
-        answers, size = check_chat(chat, serving.settings, tokenizer)
-    except FieldError as error:
-        raise error.renamed(chat.spelling(error.field)) from error
-    meta = ResponseMeta.new("resp", serving.settings.served_model_name)
-    return ResponsesAdapter(request, chat, tokenizer, answers, size, meta)
+    request = parse(body, ResponsesRequest, serving.settings.max_model_len)
+    return ResponsesAdapter(request, serving.settings, tokenizer)

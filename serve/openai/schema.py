@@ -1,6 +1,6 @@
 """The requests for completions and chats, as structs of the fields that are implemented.
 
-How a body becomes one is `fields.py`; what no type says of it is checked by the structs themselves.
+How a body becomes one is `body.py`; what no type says of it is checked by the structs themselves.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says, words_for
-from serve.openai.fields import join_path
+from serve.openai.backend import ApiSettings
+from serve.openai.body import join_path
 from serve.requests.cache_salt import CacheSalt
 from serve.requests.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.requests.structured import StructuredOutputsParams
+from serve.requests.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
@@ -164,26 +166,42 @@ class RequestFields(PromptFields, frozen=True, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "only with stream true", Words("stream false"))
 
+    def check_limits(
+        self, settings: ApiSettings, tokenizer: Tokenizer, num_prompts: int = 1
+    ) -> None:
+        """Refuse too many sequences, and lists longer than the vocabulary; raises FieldError."""
+        limit = settings.max_sequences
+        if num_prompts > limit:
+            raise FieldError("prompt", f"at most {limit} prompts", num_prompts)
+        if num_prompts * self.n > limit:
+            wanted = f"at most {limit // num_prompts}"
+            if num_prompts > 1:
+                wanted += f" (the request has {num_prompts} prompts)"
+            raise FieldError("n", wanted, self.n)
+        num_allowed = len(self.allowed_token_ids or ())
+        if num_allowed > tokenizer.vocab_size:
+            wanted = f"at most {tokenizer.vocab_size} token ids, the vocabulary's"
+            raise FieldError("allowed_token_ids", wanted, num_allowed)
+
     def _sampling_params(
         self, max_tokens: int | UnsetType | None, logprobs: int | None
     ) -> SamplingParams:
         if self.stream and self.prompt_logprobs is not None:
             wanted = "none with stream true: they are given once, with the whole answer"
             raise FieldError("prompt_logprobs", wanted, self.prompt_logprobs)
+        for key in self.logit_bias:
+            if not key.isdecimal() or len(key) > 10:
+                raise FieldError("logit_bias", "token ids as keys", key)
         return SamplingParams(
             **{name: getattr(self, name) for name in PromptFields.__struct_fields__},
-            logit_bias=_token_ids_of(self.logit_bias),
+            logit_bias={int(key): bias for key, bias in self.logit_bias.items()},
             max_tokens=max_tokens,
             logprobs=logprobs,
             structured_outputs=self._structured_outputs(),
         )
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """Return what the text must be.
-
-        Raises:
-            FieldError: named as the client spelt the field.
-        """
+        """Return what the text must be; raises FieldError."""
         found = self._structured_fields()
         if len(found) > 1:
             raise FieldError(found[1], f"none beside {found[0]}", Words("both"))
@@ -304,11 +322,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """The older name of `reasoning`."""
 
     def check(self, at: str) -> None:
-        """Refuse fields of another role, and a turn without content, of the message at `at`.
-
-        Raises:
-            FieldError: names the field.
-        """
+        """Refuse, at `at`, fields of another role and a turn of nothing; raises FieldError."""
         for name, role in _FIELDS_OF_ROLES.items():
             if self.role != role and getattr(self, name):
                 found = Words(f"one of role {self.role}; that is not built yet")
@@ -533,11 +547,7 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         return self._structured_spelling(param)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or token ids.
-
-        Raises:
-            FieldError: empty, or a mixture of texts, ids and lists.
-        """
+        """Return the prompts, each a text or token ids; raises FieldError."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
@@ -549,8 +559,15 @@ class CompletionRequest(RequestFields, frozen=True, kw_only=True):
         return [item for item in self.prompt if not isinstance(item, int)]
 
 
-def _token_ids_of(logit_bias: dict[str, float]) -> dict[int, float]:
-    for key in logit_bias:
-        if not key.isdecimal() or len(key) > 10:
-            raise FieldError("logit_bias", "token ids as keys", key)
-    return {int(key): bias for key, bias in logit_bias.items()}
+def check_num_chars(
+    field: str, num_chars: int, settings: ApiSettings, tokenizer: Tokenizer
+) -> None:
+    """Refuse a prompt of more characters than its tokens could stand for; raises FieldError."""
+    longest = tokenizer.longest_token
+    limit = settings.max_model_len * longest
+    if num_chars > limit:
+        wanted = (
+            f"at most {limit} characters (the model's length is {settings.max_model_len} tokens, "
+            f"the longest of which stands for {longest})"
+        )
+        raise FieldError(field, wanted, Words(f"{num_chars} characters"))

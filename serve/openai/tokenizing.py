@@ -14,12 +14,11 @@ from compile.errors import FieldError, Words
 from model.fields import Source, convert
 from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
-from serve.openai.body import check_num_chars, check_values
-from serve.openai.chat import check_chat, encode_chat
-from serve.openai.endpoint import Serving, admitted, json_response
-from serve.openai.fields import parse, parse_fields
-from serve.openai.middleware import record_of
-from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool
+from serve.openai.backend import Serving
+from serve.openai.body import parse, parse_fields
+from serve.openai.chat import ChatAdapter
+from serve.openai.endpoint import admitted, require_model
+from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool, check_num_chars
 from serve.requests.sampling import too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
 
@@ -52,16 +51,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     """Functions that the template tells the model of."""
 
-    def chat(self) -> ChatRequest | None:
-        """Return the chat completion that has the same prompt; None where it is a text.
-
-        Raises:
-            FieldError: it would be refused.
-        """
-        if self.messages is None:
-            return None
-        chat = ChatRequest(
-            messages=self.messages,
+    def chat(self, messages: list[Message]) -> ChatRequest:
+        """Return the chat completion that has the same prompt."""
+        return ChatRequest(
+            messages=messages,
             add_special_tokens=bool(self.add_special_tokens),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
@@ -69,8 +62,6 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_kwargs=self.chat_template_kwargs,
             tools=self.tools,
         )
-        chat.check_turns()
-        return chat
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,30 +78,31 @@ async def answer(serving: Serving, work: Work, request: Request) -> Response:
 
     Raises what `as_api_error` knows.
     """
-    tokenizer, slot, body = await admitted(serving, request, record_of(request))
+    tokenizer, slot, body = await admitted(serving, request)
 
     def encoded(check: Check) -> bytes:
-        check_values(body, serving.settings.max_model_len)
         return msgspec.json.encode(work(serving, tokenizer, body, check))
 
     try:
         found = await serving.threads.run(len(body), encoded)
     finally:
         slot.leave()
-    return json_response(msgspec.Raw(found))
+    return Response(found, media_type="application/json")
 
 
 def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Tokenized:
-    """Return the tokens of a text or of a conversation.
-
-    Raises:
-        ApiError, FieldError: names the field.
-    """
-    request = parse_tokenize(body)
-    serving.require_model(request.model)
+    """Return the tokens of a text or of a conversation; raises ApiError and FieldError."""
     limit = serving.settings.max_model_len
+    request = parse_tokenize(body, limit)
+    require_model(serving, request.model)
     try:
-        token_ids = _token_ids(serving, tokenizer, request, check)
+        if request.messages is not None:
+            adapter = ChatAdapter(request.chat(request.messages), serving.settings, tokenizer)
+            [token_ids] = adapter.encode(limit, check)
+        else:
+            text, has_special = request.prompt or "", request.add_special_tokens is not False
+            check_num_chars("prompt", len(text), serving.settings, tokenizer)
+            token_ids = tokenizer.encode(text, has_special, max_tokens=limit, check=check)
         if len(token_ids) > limit:  # a short text is not counted before
             raise TooManyTokens(len(token_ids))
     except TooManyTokens as error:
@@ -123,13 +115,9 @@ def tokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) 
 
 
 def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check) -> Detokenized:
-    """Return the text of tokens, special ones included.
-
-    Raises:
-        FieldError: names the field.
-    """
-    request = parse(body, DetokenizeRequest)
-    serving.require_model(request.model)
+    """Return the text of tokens, special ones included; raises FieldError."""
+    request = parse(body, DetokenizeRequest, serving.settings.max_model_len)
+    require_model(serving, request.model)
     size = min(tokenizer.vocab_size, serving.settings.vocab_size or tokenizer.vocab_size)
     bad = next((each for each in request.tokens if not 0 <= each < size), None)
     if bad is not None:
@@ -137,22 +125,9 @@ def detokenize(serving: Serving, tokenizer: Tokenizer, body: bytes, check: Check
     return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 
-def _token_ids(
-    serving: Serving, tokenizer: Tokenizer, request: TokenizeRequest, check: Check
-) -> list[int]:
-    limit = serving.settings.max_model_len
-    if (chat := request.chat()) is not None:
-        check_chat(chat, serving.settings, tokenizer)
-        return encode_chat(chat, tokenizer, limit, check)
-    prompt = request.prompt or ""
-    check_num_chars("prompt", len(prompt), serving.settings, tokenizer)
-    has_special = request.add_special_tokens is not False
-    return tokenizer.encode(prompt, has_special, max_tokens=limit, check=check)
-
-
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """Return the request for tokens in `body`; raises as `fields.parse`."""
-    fields = parse_fields(body, TokenizeRequest)
+def parse_tokenize(body: bytes, max_model_len: int) -> TokenizeRequest:
+    """Return the request for tokens in `body`; raises as `parse`."""
+    fields = parse_fields(body, TokenizeRequest, max_model_len)
     has_prompt = "prompt" in fields
     if has_prompt == ("messages" in fields):
         raise FieldError("prompt", "it or messages", Words("both" if has_prompt else "neither"))

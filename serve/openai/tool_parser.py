@@ -17,21 +17,20 @@ is read once, and how the text is cut into pieces makes no difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from enum import Enum, auto
+from collections.abc import Collection, Generator, Iterable
+from contextlib import suppress
+from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
 from serve.openai.json_scanner import SPACE, JsonScanner
-from serve.openai.markers import start_of_part
 
 MAX_NAME_CHARS = 64
 """Characters of a function's name, as OpenAI has it."""
 NAME_PATTERN = r"[a-zA-Z0-9_-]"
 _NAME_CHAR = re.compile(NAME_PATTERN)
 _NAME_RUN = re.compile(rf"{NAME_PATTERN}*")
-_SPACE_RUN = re.compile(rf"[{SPACE}]*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 """With which a call begins; other objects are content at once."""
 
@@ -86,27 +85,15 @@ class Parsed(NamedTuple):
     calls: list[CallDelta]
 
 
-class _CallState(Enum):
-    TEXT = auto()
-    OPENED = auto()
-    """Behind what may begin a call."""
-    OBJECT = auto()
-    """In an object of a name and arguments."""
-    NAME = auto()
-    """In a bare name."""
-    NAMED = auto()
-    """Behind a bare name."""
-    CALL_ID = auto()
-    ARGUMENTS = auto()
-    """At or in arguments that stand bare."""
-    IN_LIST = auto()
-    """Behind a call in a list."""
-    CALLED = auto()
-    """Behind a call, where its closer may stand."""
+class _NotACall(Exception):
+    """What is read is no call, or not any more."""
 
 
 class ToolParser:
-    """Divides one answer's text into content and calls."""
+    """Divides one answer's text into content and calls.
+
+    The generators read `_text` from `_at` on, and wait where it takes more text to tell.
+    """
 
     def __init__(
         self, tool_format: ToolFormat, names: Collection[str], *, parallel: bool = True
@@ -119,15 +106,10 @@ class ToolParser:
         self._names = names
         self._max_calls = None if parallel else 1
         self._opener = re.compile("|".join(map(re.escape, tool_format.openers)))
-        self._state = _CallState.TEXT
-        self._is_list = False
-        self._call = _CallObject(names)
-        self._bare_name = ""
-        self._bare = JsonScanner()
+        self._text = ""
+        self._at = 0
         self._is_begun = False
         """The call that is read has a number."""
-        self._pending = ""
-        """The end of the text so far that may be the start of a marker."""
         self._held: list[str] = []
         """What has been read of something that may become a call."""
         self._space: list[str] = []
@@ -135,39 +117,32 @@ class ToolParser:
         self._content: list[str] = []
         self._has_content = False
         self._deltas: list[CallDelta] = []
+        self._reading = self._answer(())
 
     @classmethod
     def of_list(cls, names: Collection[str], *, parallel: bool = True) -> ToolParser:
         """Return a parser of what `calls_schema` forces a model to write: a list of calls."""
         parser = cls(ToolFormat.MISTRAL, names, parallel=parallel)
-        parser._state = _CallState.OPENED
+        parser._reading = parser._answer(parser._calls())
         return parser
 
     @classmethod
     def of_arguments(cls, name: str) -> ToolParser:
         """Return a parser of the bare arguments of one function."""
         parser = cls(ToolFormat.MISTRAL, [name])
-        parser._state, parser._bare_name = _CallState.ARGUMENTS, name
+        parser._reading = parser._answer(parser._arguments(name))
         return parser
 
     def push(self, text: str) -> Parsed:
         """Add text; return what is certain of it."""
-        text = self._pending + text
-        self._pending = ""
-        position = 0
-        while position < len(text):
-            end = self._step(text, position)
-            if end is None:
-                self._pending = text[position:]
-                break
-            position = end
+        self._text, self._at = self._text[self._at :] + text, 0
+        next(self._reading)
         return self._take()
 
     def finish(self) -> Parsed:
         """Return what is left when no text follows: a call that is not one yet is content."""
-        self._fail()
-        self._write(self._pending)
-        self._pending = ""
+        self._give_up()
+        self._write(self._text[self._at :])
         if self.num_calls == 0:
             self._content += self._space
         return self._take()
@@ -175,52 +150,30 @@ class ToolParser:
     def _take(self) -> Parsed:
         content, self._content = "".join(self._content), []
         deltas, self._deltas = self._deltas, []
-        return Parsed(content, _joined(deltas))
+        return Parsed(content, deltas)
 
-    def _step(self, text: str, position: int) -> int | None:
-        """Read on; return where that ended, or None where it takes more text to tell."""
-        match self._state:
-            case _CallState.TEXT:
-                return self._read_text(text, position)
-            case _CallState.OBJECT:
-                return self._read_object(text, position)
-            case _CallState.ARGUMENTS if self._is_begun:
-                return self._read_arguments(text, position)
-            case _CallState.NAME:
-                return self._read_name(text, position)
-            case _CallState.CALL_ID:
-                return self._read_call_id(text, position)
-        if text[position] in SPACE:
-            found = _SPACE_RUN.match(text, position)
-            assert found is not None
-            self._hold(text[position : found.end()])
-            return found.end()
-        match self._state:
-            case _CallState.OPENED:
-                return self._read_opening(text, position)
-            case _CallState.NAMED:
-                return self._read_behind_name(text, position)
-            case _CallState.ARGUMENTS:
-                return self._begin_bare(text, position)
-            case _CallState.IN_LIST:
-                return self._read_list(text, position)
-            case _:
-                return self._read_closer(text, position)
+    def _answer(self, first: Iterable[None]) -> Generator[None]:
+        """Read calls and what is between them, from `first` on."""
+        part = first
+        while True:
+            with suppress(_NotACall):
+                yield from part
+            self._give_up()
+            yield from self._until_opened()
+            part = self._calls()
 
     # --- text ---------------------------------------------------------------------------------
 
-    def _read_text(self, text: str, position: int) -> int | None:
-        found = self._opener.search(text, position)
-        if found is not None:
-            self._write(text[position : found.start()])
-            self._state, self._is_list = _CallState.OPENED, False
-            if found.group() == "{":
-                return found.start()
-            self._held.append(found.group())
-            return found.end()
-        start = start_of_part(text, position, self._format.openers)
-        self._write(text[position:start])
-        return start if start > position else None
+    def _until_opened(self) -> Generator[None]:
+        while (found := self._opener.search(self._text, self._at)) is None:
+            start = start_of_part(self._text, self._at, self._format.openers)
+            self._write(self._text[self._at : start])
+            self._at = start
+            yield
+        self._write(self._text[self._at : found.start()])
+        self._at = found.start()
+        if found.group() != "{":
+            self._hold(found.end())
 
     def _write(self, text: str) -> None:
         """Add content, but for white space at its end, and between a first call and content."""
@@ -234,127 +187,139 @@ class ToolParser:
             self._space, self._has_content = [], True
         self._space.append(text[len(stripped) :])
 
-    def _hold(self, text: str) -> None:
-        """Keep text: dropped after a call, and otherwise content unless a call comes of it."""
-        (self._space if self._state is _CallState.CALLED else self._held).append(text)
+    def _hold(self, end: int) -> None:
+        """Read on up to `end`, and keep it as long as no call has begun."""
+        if not self._is_begun:
+            self._held.append(self._text[self._at : end])
+        self._at = end
 
-    def _fail(self) -> None:
+    def _give_up(self) -> None:
         """Go back to text; what was held is text too, since no call has come of it."""
         held, self._held = "".join(self._held), []
-        self._state, self._is_begun = _CallState.TEXT, False
+        self._is_begun = False
         self._write(held)
-
-    # --- around calls -------------------------------------------------------------------------
-
-    def _read_opening(self, text: str, position: int) -> int:
-        char = text[position]
-        if char == "{":
-            self._call, self._state = _CallObject(self._names), _CallState.OBJECT
-        elif self._format is not ToolFormat.MISTRAL or self._is_list:
-            self._fail()
-        elif char == "[":
-            self._held.append(char)
-            self._is_list = True
-            return position + 1
-        elif _NAME_CHAR.match(char):
-            self._bare_name, self._state = "", _CallState.NAME
-        else:
-            self._fail()
-        return position
-
-    def _read_list(self, text: str, position: int) -> int:
-        match text[position]:
-            case ",":
-                self._held.append(",")
-                self._state = _CallState.OPENED
-                return position + 1
-            case "]":
-                self._held = []
-                self._state = _CallState.CALLED
-                return position + 1
-            case _:
-                self._fail()
-                return position
-
-    def _read_closer(self, text: str, position: int) -> int | None:
-        closer = self._format.closer
-        if closer and closer.startswith(text[position : position + len(closer)]):
-            if len(text) - position < len(closer):
-                return None
-            position += len(closer)
-        self._state = _CallState.TEXT
-        return position
 
     # --- calls --------------------------------------------------------------------------------
 
-    def _read_object(self, text: str, position: int) -> int:
-        call = self._call
-        end = call.feed(text, position)
-        if call.name is None:
-            self._held.append(text[position:end])
+    def _calls(self) -> Generator[None]:
+        """Read a call, or a list of them, behind what may open one."""
+        char = yield from self._behind_space()
+        is_mistral = self._format is ToolFormat.MISTRAL
+        if char == "[" and is_mistral:
+            yield from self._list()
+        elif char == "{":
+            yield from self._object()
+        elif is_mistral and _NAME_CHAR.match(char):
+            yield from self._named()
         else:
-            self._pass_on(call.name, call.take_arguments())
-        if call.is_complete:
-            self._end_call()
-        elif call.is_broken:
-            self._fail()
-        return end
+            raise _NotACall
+        yield from self._closer()
 
-    def _read_name(self, text: str, position: int) -> int:
-        found = _NAME_RUN.match(text, position)
-        assert found is not None
-        self._held.append(found.group())
-        self._bare_name += found.group()
-        if len(self._bare_name) > MAX_NAME_CHARS:
-            self._fail()
-        elif found.end() < len(text):
-            self._state = _CallState.NAMED
-            if self._bare_name not in self._names:
-                self._fail()
-        return found.end()
+    def _list(self) -> Generator[None]:
+        char = ","
+        while char == ",":
+            self._hold(self._at + 1)
+            yield from self._expect("{")
+            yield from self._object()
+            char = yield from self._behind_space()
+        yield from self._expect("]")
+        self._at += 1
+        self._held = []
 
-    def _read_behind_name(self, text: str, position: int) -> int | None:
-        """Read `[ARGS]` or `[CALL_ID]`, or find the arguments at once."""
-        if text[position] == "{":
-            self._state = _CallState.ARGUMENTS
-            return position
-        for marker, following in (
-            ("[ARGS]", _CallState.ARGUMENTS),
-            ("[CALL_ID]", _CallState.CALL_ID),
-        ):
-            if text.startswith(marker, position):
-                self._held.append(marker)
-                self._state = following
-                return position + len(marker)
-            if marker.startswith(text[position : position + len(marker)]):
-                return None
-        self._fail()
-        return position
+    def _object(self) -> Generator[None]:
+        """Read `{"name": "f", "arguments": {...}}`, in any order.
 
-    def _read_call_id(self, text: str, position: int) -> int:
-        found = _NAME_RUN.match(text, position)
-        assert found is not None
-        self._held.append(found.group())
-        if found.end() < len(text):
-            self._state = _CallState.NAMED
-        return found.end()
+        Arguments may also be called parameters, be null or left out, or be a text with the JSON.
+        """
+        name = arguments = ""
+        num_keys, has_arguments, char = 0, False, ","
+        while char == ",":
+            self._hold(self._at + 1)
+            yield from self._expect('"')
+            key = _text((yield from self._value()))
+            num_keys += 1
+            if num_keys == 1 and key not in _KEYS:
+                raise _NotACall
+            yield from self._expect(":")
+            self._hold(self._at + 1)
+            if key in ("arguments", "parameters") and not has_arguments:
+                has_arguments = True
+                is_object = (yield from self._expect('{"n')) == "{"
+                arguments = yield from self._value(name if is_object else "")
+                if not is_object:
+                    arguments = _arguments_of(arguments)
+            else:
+                yield from self._expect('"' if key in ("name", "type", "id") else "")
+                value = yield from self._value()
+                if key == "name" and not name:
+                    name = _text(value)
+                    if name not in self._names:
+                        raise _NotACall
+            if name and arguments and not self._is_begun:
+                self._pass_on(name, arguments)
+            char = yield from self._behind_space()
+        if char != "}" or not name:
+            raise _NotACall
+        if not self._is_begun:
+            self._pass_on(name, "{}")
+        self._at += 1
+        self._is_begun = False
 
-    def _begin_bare(self, text: str, position: int) -> int:
-        if text[position] != "{":
-            self._fail()
-            return position
-        self._bare = JsonScanner()
-        self._pass_on(self._bare_name, "")
-        return position
+    def _named(self) -> Generator[None]:
+        """Read `f[ARGS]{...}`; before the arguments there may be any `[CALL_ID]id`."""
+        name = yield from self._name()
+        if name not in self._names:
+            raise _NotACall
+        while (yield from self._behind_space()) != "{":
+            if (yield from self._marker("[ARGS]", "[CALL_ID]")) == "[ARGS]":
+                break
+            yield from self._name(max_chars=None)
+        yield from self._arguments(name)
 
-    def _read_arguments(self, text: str, position: int) -> int:
-        end = self._bare.feed(text, position)
-        self._pass_on(self._bare_name, text[position:end])
-        if self._bare.is_complete:
-            self._end_call()
-        elif self._bare.is_broken:
-            self._fail()
-        return end
+    def _name(self, max_chars: int | None = MAX_NAME_CHARS) -> Generator[None, None, str]:
+        parts: list[str] = []
+        num_chars = 0
+        while True:
+            found = _NAME_RUN.match(self._text, self._at)
+            assert found is not None
+            self._hold(found.end())
+            parts.append(found.group())
+            num_chars += len(found.group())
+            if max_chars is not None and num_chars > max_chars:
+                raise _NotACall
+            if self._at < len(self._text):
+                return "".join(parts)
+            yield
+
+    def _marker(self, *markers: str) -> Generator[None, None, str]:
+        while True:
+            for marker in markers:
+                if self._text.startswith(marker, self._at):
+                    self._hold(self._at + len(marker))
+                    return marker
+            if not any(marker.startswith(self._text[self._at :]) for marker in markers):
+                raise _NotACall
+            yield
+
+    def _arguments(self, name: str) -> Generator[None]:
+        yield from self._expect("{")
+        yield from self._value(name)
+        self._is_begun = False
+
+    def _value(self, name: str = "") -> Generator[None, None, str]:
+        """Read a JSON value; with a `name` it is the arguments of that call, and is passed on."""
+        scanner, parts = JsonScanner(), []
+        while True:
+            end = scanner.feed(self._text, self._at)
+            parts.append(self._text[self._at : end])
+            if name:
+                self._pass_on(name, parts[-1])
+            self._hold(end)
+            if scanner.is_broken:
+                raise _NotACall
+            if scanner.is_complete:
+                return "".join(parts)
+            yield
 
     def _pass_on(self, name: str, arguments: str) -> None:
         """Give out what is new of a call; its beginning takes the next number."""
@@ -362,140 +327,55 @@ class ToolParser:
         if is_first:
             self._is_begun, self._held, self._space = True, [], []
             self.num_calls += 1
-        is_kept = self._max_calls is None or self.num_calls <= self._max_calls
-        if is_kept and (is_first or arguments):
-            number = self.num_calls - 1
+        if self._max_calls is not None and self.num_calls > self._max_calls:
+            return
+        number = self.num_calls - 1
+        if self._deltas and self._deltas[-1].number == number:
+            before = self._deltas.pop()
+            self._deltas.append(before._replace(arguments=before.arguments + arguments))
+        elif is_first or arguments:
             self._deltas.append(CallDelta(number, name if is_first else None, arguments))
 
-    def _end_call(self) -> None:
-        self._is_begun = False
-        self._state = _CallState.IN_LIST if self._is_list else _CallState.CALLED
+    def _closer(self) -> Generator[None]:
+        """Leave out what ends a call, and white space before it."""
+        closer = self._format.closer
+        while closer and (yield from self._char()) in SPACE:
+            self._space.append(self._text[self._at])
+            self._at += 1
+        while closer and closer.startswith(self._text[self._at : self._at + len(closer)]):
+            if len(self._text) - self._at >= len(closer):
+                self._at += len(closer)
+                return
+            yield
+
+    def _expect(self, chars: str) -> Generator[None, None, str]:
+        """Return the next character behind white space, one of these; of none of them any."""
+        char = yield from self._behind_space()
+        if chars and char not in chars:
+            raise _NotACall
+        return char
+
+    def _behind_space(self) -> Generator[None, None, str]:
+        while (char := (yield from self._char())) in SPACE:
+            self._hold(self._at + 1)
+        return char
+
+    def _char(self) -> Generator[None, None, str]:
+        """Return the next character, once there is one."""
+        while self._at == len(self._text):
+            yield
+        return self._text[self._at]
 
 
-class _CallObject:
-    """An object of a name and arguments: `{"name": "f", "arguments": {...}}`, in any order.
-
-    Arguments may also be called parameters, be null or left out, or be a text with the JSON.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.name: str | None = None
-        """Once it is certain that this is a call."""
-        self.is_complete = False
-        self.is_broken = False
-        self._names = names
-        self._found_name: str | None = None
-        self._state = "{"
-        """The character that has to follow, or in its place: a key or a value."""
-        self._key = ""
-        self._num_keys = 0
-        self._scanner: JsonScanner | None = None
-        self._raw: list[str] = []
-        """The key or value that is read, but for arguments that are passed on."""
-        self._is_passed_on = False
-        self._is_arguments = False
-        """The value that is read is that of the arguments."""
-        self._has_arguments = False
-        self._arguments: list[str] = []
-
-    def feed(self, text: str, start: int) -> int:
-        """Consume what belongs to the object and return where that ends."""
-        position = start
-        while position < len(text) and not (self.is_complete or self.is_broken):
-            if self._scanner is not None:
-                position = self._scan(self._scanner, text, position)
-            elif text[position] in SPACE or self._step(text[position]):
-                position += 1
-        return position
-
-    def take_arguments(self) -> str:
-        """Return what has come of the arguments since the last call."""
-        arguments, self._arguments = "".join(self._arguments), []
-        return arguments
-
-    def _scan(self, scanner: JsonScanner, text: str, position: int) -> int:
-        end = scanner.feed(text, position)
-        (self._arguments if self._is_passed_on else self._raw).append(text[position:end])
-        if scanner.is_broken:
-            self.is_broken = True
-        elif scanner.is_complete:
-            self._scanner = None
-            if self._state == "key":
-                self._end_key()
-            else:
-                self._end_value()
-        return end
-
-    def _step(self, char: str) -> bool:
-        """Take a character between values; return whether it was consumed."""
-        match self._state:
-            case "{" | ":" if char == self._state:
-                self._state = "key" if char == "{" else "value"
-                return True
-            case "key" if char == '"':
-                self._scanner = JsonScanner()
-            case "value":
-                self._begin_value(char)
-            case "," if char == ",":
-                self._state = "key"
-                return True
-            case "," if char == "}":
-                self._end()
-                return not self.is_broken
-            case _:
-                self.is_broken = True
-        return False
-
-    def _end_key(self) -> None:
-        self._key = _text("".join(self._raw))
-        self._raw, self._state = [], ":"
-        self._num_keys += 1
-        self.is_broken = self._num_keys == 1 and self._key not in _KEYS
-
-    def _begin_value(self, char: str) -> None:
-        self._scanner = JsonScanner()
-        is_arguments = self._key in ("arguments", "parameters")
-        self._is_arguments = is_arguments and not self._has_arguments
-        if self._is_arguments:
-            self._has_arguments = True
-            self._is_passed_on = char == "{"
-            self.is_broken = char not in '{"n'
-            self._commit()
-        else:
-            self.is_broken = self._key in ("name", "type", "id") and char != '"'
-
-    def _end_value(self) -> None:
-        raw, self._raw, self._state = "".join(self._raw), [], ","
-        if self._is_arguments and not self._is_passed_on and raw not in ("null", '""'):
-            self._arguments = [_object_text(raw)]
-            self.is_broken = self._arguments == [""]
-        elif self._key == "name" and self._found_name is None:
-            self._found_name = _text(raw)
-            self.is_broken = self._found_name not in self._names
-        self._is_passed_on = False
-        self._commit()
-
-    def _commit(self) -> None:
-        if self._arguments or self._is_passed_on:
-            self.name = None if self.is_broken else self._found_name
-
-    def _end(self) -> None:
-        if self._found_name is None:
-            self.is_broken = True
-            return
-        if self.name is None:
-            self._arguments = ["{}"]
-            self.name = self._found_name
-        self.is_complete = True
-
-
-def _joined(deltas: list[CallDelta]) -> list[CallDelta]:
-    """Return one delta for each call."""
-    joined: dict[int, tuple[str | None, list[str]]] = {}
-    for delta in deltas:
-        _, arguments = joined.setdefault(delta.number, (delta.name, []))
-        arguments.append(delta.arguments)
-    return [CallDelta(i, name, "".join(parts)) for i, (name, parts) in joined.items()]
+def _arguments_of(raw: str) -> str:
+    """Return the object that arguments hold which are null or a text; empty for none."""
+    if raw in ("null", '""'):
+        return ""
+    text = _text(raw).strip(SPACE)
+    scanner = JsonScanner()
+    if scanner.feed(text) != len(text) or not scanner.is_complete or not text.startswith("{"):
+        raise _NotACall
+    return text
 
 
 def _text(raw: str) -> str:
@@ -508,9 +388,10 @@ def _text(raw: str) -> str:
         return ""
 
 
-def _object_text(raw: str) -> str:
-    """Return the text of the JSON object that a JSON string holds; empty where it holds none."""
-    text = _text(raw).strip(SPACE)
-    scanner = JsonScanner()
-    is_object = scanner.feed(text) == len(text) and scanner.is_complete and text.startswith("{")
-    return text if is_object else ""
+def start_of_part(text: str, position: int, markers: tuple[str, ...]) -> int:
+    """Return where the end of the text begins that may be the start of a marker."""
+    longest = max(map(len, markers)) - 1
+    for start in range(max(position, len(text) - longest), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return start
+    return len(text)

@@ -12,7 +12,6 @@ import msgspec
 
 from compile.errors import FieldError, Words
 from serve.openai.body import check_values
-from serve.openai.fields import join_path
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, ToolFormat
 from serve.requests.sampling import SamplingParams
@@ -97,7 +96,7 @@ def _check_calls(messages: Sequence[Message], max_model_len: int) -> None:
     check_values("".join(calls).encode("utf-8", "replace"), max_model_len)
     for i, message in enumerate(messages):
         for j, call in enumerate(message.tool_calls):
-            at = join_path(f"messages[{i}]", f"tool_calls[{j}].function.arguments")
+            at = f"messages[{i}].tool_calls[{j}].function.arguments"
             check_depth(call.function.arguments_for_template(), at)
 
 
@@ -156,11 +155,7 @@ def with_forced_calls(request: ChatRequest, params: SamplingParams) -> SamplingP
     """Hold the text to the calls that `tool_choice` forces.
 
     A `response_format` is of texts that are answers, as with OpenAI: beside forced calls there is
-    none.
-
-    Raises:
-        FieldError: the text is held to something else already, or what the tools
-            define contradicts itself or is too much.
+    none. Raises FieldError where the text is held to something else or tools contradict each other.
     """
     if params.structured_outputs is not None and not request.formats_text:
         wanted = "none or auto beside a form of the whole output"

@@ -179,9 +179,9 @@ class IngressCounts:
 
     def on_parsed(self, n: int, max_tokens: int | None) -> None:
         """Count what a request that is admitted asks for."""
-        self._observe("request_params_n", n)
+        self._histograms["request_params_n"].observe(n)
         if max_tokens is not None:
-            self._observe("request_params_max_tokens", max_tokens)
+            self._histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_tokens(self, request: RequestRecord, sequence: SequenceRecord, num_tokens: int) -> None:
         """Count what a sequence got since the last call; `num_tokens` are its tokens in all."""

@@ -14,8 +14,8 @@ from cluster.observe.metrics import METRICS, PREFIX
 from compile import environment
 from compile.config import FIELDS
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
+from serve.openai.body import ignored_fields, inert_fields
 from serve.openai.errors import STATUSES
-from serve.openai.fields import ignored_fields, inert_fields
 from serve.openai.responses import ResponsesRequest
 from serve.openai.schema import (
     CalledFunction,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import socket
 import threading
@@ -20,7 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.observe.counts import Counts, Ledger
 from cluster.observe.metrics import INGRESS, MetricsSnapshot
@@ -29,12 +30,12 @@ from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
+from serve.openai.backend import ApiSettings, Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 
 MODEL = "scripted"
+HI = [{"role": "user", "content": "hi"}]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
     "{{ raise_exception('system comes first') }}{% endif %}"
@@ -228,14 +229,20 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def with_template(checkpoint: Path, tmp_path: Path) -> Callable[[str], Tokenizer]:
-    """Return the tokenizer with another chat template: `with_template(text)`."""
+def with_template(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a checkpoint with another chat template, or several: `with_template(text, ...)`."""
 
-    def make(template: str) -> Tokenizer:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    def make(template: str, **named: str) -> Path:
+        (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+        config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         (tmp_path / "chat_template.jinja").write_text(template)
-        return Tokenizer.from_dir(tmp_path)
+        for name, text in named.items():
+            folder = tmp_path / "additional_chat_templates"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.jinja").write_text(text)
+        return tmp_path
 
     return make
 
@@ -353,6 +360,150 @@ def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
         return send(build_app(serving), method, path, **kwargs)
 
     return ask
+
+
+class Chats:
+    """Chats with an app over the tokenizer in a directory, whose backend writes any text.
+
+    `oracle` is transformers' tokenizer of it.
+    """
+
+    def __init__(
+        self, path: Path, backend: ScriptedBackend, admission: Admission, **options: Any
+    ) -> None:
+        self.oracle = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = Tokenizer.from_dir(path)
+        self.backend = backend
+        self.settings = ApiSettings(
+            served_model_name="m", max_model_len=100_000, args=DeployArgs(**options)
+        )
+        self.app = build_app(Serving(self.settings, backend, lambda: self.tokenizer, admission))
+        self.runner = asyncio.Runner()
+
+    def writes(
+        self, text: str, *, rng: random.Random | None = None, finish_reason: str = "stop"
+    ) -> None:
+        """Let the model write a text, token by token or in random groups of tokens."""
+        self.backend.writes(self.tokenizer, text, rng=rng, finish_reason=finish_reason)
+
+    def post(self, **body: Any) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post("/v1/chat/completions", json={"messages": HI, **body})
+
+        return self.runner.run(ask())
+
+    def choice(self, **body: Any) -> dict[str, Any]:
+        """Return the choice that is answered, or the one that a stream's deltas make up."""
+        answer = self.post(**body)
+        assert answer.status_code == 200, answer.text
+        if body.get("stream"):
+            return joined(answer.text)
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    def prompt_ids(self, **body: Any) -> list[int]:
+        answer = self.post(return_token_ids=True, **body)
+        assert answer.status_code == 200, answer.text
+        token_ids: list[int] = answer.json()["prompt_token_ids"]
+        return token_ids
+
+
+@pytest.fixture(name="joined")
+def joined_of() -> Callable[[str], dict[str, Any]]:
+    return joined
+
+
+def joined(stream: str) -> dict[str, Any]:
+    """Return the choice that the deltas of a stream make up, as a client joins them."""
+    *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    assert done == "[DONE]"
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    found: dict[str, Any] = {"message": message, "finish_reason": None}
+    for event in events:
+        [choice] = json.loads(event)["choices"]
+        assert found["finish_reason"] is None
+        found["finish_reason"] = choice["finish_reason"]
+        delta = choice["delta"]
+        for name in ("content", "reasoning", "reasoning_content"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                assert (call["index"], call["type"]) == (len(message["tool_calls"]), "function")
+                function = {"name": call["function"]["name"], "arguments": ""}
+                message["tool_calls"].append({"id": call["id"], "function": function})
+            assert call["index"] == len(message["tool_calls"]) - 1
+            assert "id" in call or call["function"]["arguments"]
+            message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+    return found
+
+
+@pytest.fixture
+def chats(backend: ScriptedBackend, admission: Admission) -> Iterator[Callable[..., Chats]]:
+    """Chats over a checkpoint, with arguments of `deploy`: `chats(path, tool_call_parser=...)`."""
+    made: list[Chats] = []
+
+    def make(path: Path, **options: Any) -> Chats:
+        made.append(Chats(path, backend, admission, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.runner.close()
+
+
+class Connection:
+    """An ASGI server's side of one POST.
+
+    `parts` of its body come, or errors, and then nothing until its client `leaves`, which reads
+    while `reads` is set. `messages` were sent at `times`, each in `send_s`.
+    """
+
+    def __init__(
+        self, body: dict[str, Any] | bytes, path: str = "/v1/completions", *, send_s: float = 0.0
+    ) -> None:
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        part = {"type": "http.request", "body": content, "more_body": False}
+        self.parts: list[Any] = [part]
+        self.leaves, self.reads = asyncio.Event(), asyncio.Event()
+        self.reads.set()
+        self.messages: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self._send_s = send_s
+        self._headers = [(b"host", b"localhost")]
+        self._path = path
+
+    async def __call__(self, app: Any) -> None:
+        scope = {"type": "http", "method": "POST", "path": self._path, "query_string": b""}
+        scope |= {"raw_path": self._path.encode(), "root_path": "", "headers": self._headers}
+        await app(scope, self.receive, self.send)
+
+    async def receive(self) -> dict[str, Any]:
+        if not self.parts:
+            await self.leaves.wait()
+            return {"type": "http.disconnect"}
+        part = self.parts.pop(0)
+        if isinstance(part, type):
+            raise part
+        return dict(part)
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self.reads.wait()
+        self.messages.append(message)
+        self.times.append(time.monotonic())
+        await asyncio.sleep(self._send_s)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+
+@pytest.fixture
+def connect() -> type[Connection]:
+    """A connection whose ends a test holds: `await connect(body)(app)`."""
+    return Connection
 
 
 @pytest.fixture

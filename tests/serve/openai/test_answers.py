@@ -54,13 +54,11 @@ def test_chat_streams_to_the_official_client(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
 
 
-def test_completion_answers_and_streams_the_same_text(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="scripted", prompt="the cat", max_tokens=32)
+def test_completions_stream_to_the_official_client(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "scripted", "prompt": [[5, 6]], "max_tokens": 32}
+    whole = client.completions.create(**asked)
     assert whole.id.startswith("cmpl-") and whole.object == "text_completion"
-    stream = client.completions.create(
-        model="scripted", prompt="the cat", max_tokens=32, stream=True
-    )
-    chunks = list(stream)
+    chunks = list(client.completions.create(**asked, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
@@ -125,23 +123,25 @@ def test_tokens_after_a_stop_string_are_not_counted(
     assert found["usage"]["completion_tokens"] == len(hello)
 
 
-def test_users_stop_token_is_the_stop_reason(call: Any, backend: Any) -> None:
-    body = {"prompt": "a", "stop_token_ids": [backend.stop_token_id]}
-    found = call("POST", "/v1/completions", json=body).json()["choices"][0]
-    assert (found["text"], found["stop_reason"]) == ("hello world", backend.stop_token_id)
-
-
-def test_end_token_leaves_no_text_even_with_special_tokens_shown(call: Any) -> None:
-    body = {"prompt": "a", "skip_special_tokens": False}
-    found = call("POST", "/v1/completions", json=body).json()["choices"][0]
-    assert (found["text"], found["stop_reason"]) == ("hello world", None)
-
-
-@pytest.mark.parametrize("finish_reason", ["length", "abort"])
-def test_finish_reason_reaches_the_client(call: Any, backend: Any, finish_reason: str) -> None:
-    backend.finish_reason, backend.stop_token_id = finish_reason, -1
-    found = call("POST", "/v1/completions", json={"prompt": "a"}).json()["choices"][0]
-    assert (found["finish_reason"], found["stop_reason"]) == (finish_reason, None)
+@pytest.mark.parametrize(
+    ("fields", "ends", "finish_reason", "stop_reason"),
+    [
+        ({"stop_token_ids": [2]}, "stop", "stop", 2),
+        ({"skip_special_tokens": False}, "stop", "stop", None),
+        ({}, "length", "length", None),
+        ({}, "abort", "abort", None),
+    ],
+    ids=["a user's token", "the end token, which has no text", "length", "abort"],
+)
+def test_an_end_reaches_the_client(
+    call: Any, backend: Any, fields: Any, ends: str, finish_reason: str, stop_reason: int | None
+) -> None:
+    assert backend.stop_token_id == 2
+    backend.finish_reason = ends
+    backend.stop_token_id = 2 if ends == "stop" else -1
+    [found] = call("POST", "/v1/completions", json={"prompt": "a", **fields}).json()["choices"]
+    assert (found["finish_reason"], found["stop_reason"]) == (finish_reason, stop_reason)
+    assert found["text"] == "hello world"
 
 
 def test_chat_logprobs_fit_the_official_client(client: openai.OpenAI, tokenizer: Any) -> None:
@@ -188,12 +188,6 @@ def test_each_of_several_prompts_has_its_choice(
     prompts = [tokenizer.encode(prompt) for prompt in body["prompt"]]  # type: ignore[attr-defined]
     assert [r.prompt_token_ids for r in backend.requests] == prompts
     assert len({r.request_id for r in backend.requests}) == 3
-
-
-def test_token_id_prompts_reach_the_backend_as_they_are(call: Any, backend: Any) -> None:
-    assert call("POST", "/v1/completions", json={"prompt": [5, 6, 7]}).status_code == 200
-    assert call("POST", "/v1/completions", json={"prompt": [[5], [6, 7]]}).status_code == 200
-    assert [r.prompt_token_ids for r in backend.requests] == [[5, 6, 7], [5], [6, 7]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,9 +12,8 @@ from serve.admission import Admission
 from serve.config import deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
-from serve.requests.cache_salt import MAX_SALT_CHARS, CacheSalts
+from serve.openai.backend import ApiSettings, Serving
+from serve.requests.cache_salt import CacheSalts
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32
@@ -96,19 +95,6 @@ def test_keys_share_where_they_are_said_to_and_salts_divide_all_the_same(
     assert ask("two", "completions", new_text) > 32
     assert ask("two", "completions", new_text, cache_salt="a") == 0
     assert ask("one", "completions", new_text, cache_salt="a") > 32
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1), 7])
-def test_what_is_no_salt_is_refused(engine_app: Any, send_to: Any, path: str, salt: object) -> None:
-    prompts: dict[str, Any] = {"prompt": "a", "input": "a"}
-    prompts["messages"] = [{"role": "user", "content": "a"}]
-    name = {"completions": "prompt", "responses": "input"}.get(path, "messages")
-    body = {name: prompts[name], "cache_salt": salt}
-    answer = send_to(engine_app, "POST", f"/v1/{path}", json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == "cache_salt" and "xxx" not in error["message"]
 
 
 def test_choices_of_one_prompt_share(asker: Any, new_text: str) -> None:

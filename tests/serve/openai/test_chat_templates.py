@@ -7,14 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from transformers import AutoTokenizer
 
-from serve.admission import Admission
-from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
 from serve.requests.tokenizer import ChatTemplateError, Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -69,154 +63,83 @@ def template(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def with_templates(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a checkpoint with another template, or several named ones."""
-
-    def make(template: str, **named: str) -> Path:
-        (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
-        config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        (tmp_path / "chat_template.jinja").write_text(template)
-        for name, text in named.items():
-            folder = tmp_path / "additional_chat_templates"
-            folder.mkdir(exist_ok=True)
-            (folder / f"{name}.jinja").write_text(text)
-        return tmp_path
-
-    return make
+def api(with_template: Callable[..., Path], chats: Any) -> Any:
+    return lambda template, **named: chats(with_template(template, **named))
 
 
-class Api:
-    """The app over a checkpoint, and transformers' tokenizer of it."""
-
-    def __init__(
-        self,
-        path: Path,
-        backend: Any,
-        admission: Admission,
-        send: Callable[..., httpx.Response],
-    ) -> None:
-        self.oracle = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        self._tokenizer = Tokenizer.from_dir(path)
-        settings = ApiSettings(served_model_name="m", max_model_len=512)
-        self._app = build_app(Serving(settings, backend, lambda: self._tokenizer, admission))
-        self._send = send
-
-    def post(self, **body: Any) -> httpx.Response:
-        return self._send(
-            self._app, "POST", CHAT, json={"return_token_ids": True, "max_tokens": 3, **body}
-        )
-
-    def ids(self, **body: Any) -> list[int]:
-        answer = self.post(**body)
-        assert answer.status_code == 200, answer.text
-        found: list[int] = answer.json()["prompt_token_ids"]
-        return found
-
-    def wanted(self, messages: list[Any], **kwargs: Any) -> list[int]:
-        text = self.oracle.apply_chat_template(messages, tokenize=False, **kwargs)
-        found: list[int] = self.oracle(text, add_special_tokens=False)["input_ids"]
-        return found
-
-
-@pytest.fixture
-def api(
-    backend: Any, admission: Admission, with_templates: Callable[..., Path], send_to: Any
-) -> Callable[..., Api]:
-    return lambda template, **named: Api(
-        with_templates(template, **named), backend, admission, send_to
-    )
+def wanted_ids(api: Any, messages: list[Any], **kwargs: Any) -> list[int]:
+    text = api.oracle.apply_chat_template(messages, tokenize=False, **kwargs)
+    found: list[int] = api.oracle(text, add_special_tokens=False)["input_ids"]
+    return found
 
 
 @pytest.mark.feature("R11")
-def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Callable[..., Api]) -> None:
+def test_the_names_of_speakers_reach_a_template_that_writes_them(api: Any) -> None:
     found = api("{% for m in messages %}{{ m.name | default('?') }}: {{ m.content }}\n{% endfor %}")
     named = [{**turn, "name": name} for turn, name in zip(TURNS, ("Ann", "Bob"), strict=False)]
     for messages in (named, [*named, TURNS[2]], TURNS):
-        assert found.ids(messages=messages) == found.wanted(messages)
-    assert found.ids(messages=named) != found.ids(messages=TURNS[:2])
+        assert found.prompt_ids(messages=messages) == wanted_ids(found, messages)
+    assert found.prompt_ids(messages=named) != found.prompt_ids(messages=TURNS[:2])
 
 
 @pytest.mark.feature("R11")
-def test_prompt_is_that_of_transformers(api: Callable[..., Api], template: str) -> None:
+def test_prompt_is_that_of_transformers(api: Any, template: str) -> None:
     made = api(template)
     for messages in (TURNS, SYSTEM, TURNS[:1]):
         try:
-            wanted = made.wanted(messages, add_generation_prompt=True)
+            wanted = wanted_ids(made, messages, add_generation_prompt=True)
         except Exception as error:
             answer = made.post(messages=messages)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
             assert str(error) in answer.json()["error"]["message"]
         else:
-            assert made.ids(messages=messages) == wanted
+            assert made.prompt_ids(messages=messages) == wanted
+            wanted = wanted_ids(made, messages)
+            assert made.prompt_ids(messages=messages, add_generation_prompt=False) == wanted
 
 
 @pytest.mark.feature("R11")
-def test_final_message_is_continued_like_in_transformers(
-    api: Callable[..., Api], template: str
-) -> None:
+def test_final_message_is_continued_like_in_transformers(api: Any, template: str) -> None:
     made = api(template)
     messages = TURNS[:2]
-    wanted = made.wanted(messages, continue_final_message=True)
-    assert made.ids(messages=messages, continue_final_message=True) == wanted
+    wanted = wanted_ids(made, messages, continue_final_message=True)
+    assert made.prompt_ids(messages=messages, continue_final_message=True) == wanted
     fields = {"continue_final_message": True, "add_generation_prompt": False}
-    assert made.ids(messages=messages, **fields) == wanted
+    assert made.prompt_ids(messages=messages, **fields) == wanted
     assert made.oracle.decode(wanted).endswith("the cat")
     answer = made.post(messages=messages, continue_final_message=True, add_generation_prompt=True)
     assert answer.json()["error"]["param"] == "continue_final_message"
 
 
 @pytest.mark.feature("R11")
-def test_generation_prompt_can_be_left_out(api: Callable[..., Api], template: str) -> None:
-    made = api(template)
-    found = made.ids(messages=TURNS, add_generation_prompt=False)
-    assert found == made.wanted(TURNS, add_generation_prompt=False)
-
-
-@pytest.mark.feature("R11")
 @pytest.mark.parametrize(
     "kwargs", [{"enable_thinking": False}, {"enable_thinking": True}, {"words": ["a", {"b": 1}]}]
 )
-def test_template_kwargs_reach_the_template(
-    api: Callable[..., Api], kwargs: dict[str, Any]
-) -> None:
+def test_template_kwargs_reach_the_template(api: Any, kwargs: dict[str, Any]) -> None:
     made = api(TEMPLATES["thinking"])
-    found = made.ids(messages=TURNS, chat_template_kwargs=kwargs)
-    assert found == made.wanted(TURNS, add_generation_prompt=True, **kwargs)
-    assert (found != made.ids(messages=TURNS)) == (kwargs != {"enable_thinking": True})
+    found = made.prompt_ids(messages=TURNS, chat_template_kwargs=kwargs)
+    assert found == wanted_ids(made, TURNS, add_generation_prompt=True, **kwargs)
+    assert (found != made.prompt_ids(messages=TURNS)) == (kwargs != {"enable_thinking": True})
 
 
 @pytest.mark.feature("R11")
-def test_text_of_a_template_by_hand(api: Callable[..., Api]) -> None:
-    made = api(TEMPLATES["renamed roles, no system"])
-    found = made.ids(messages=TURNS)
-    assert made.oracle.decode(found) == (
-        "<turn>user\nhello</turn>\n<turn>model\nthe cat</turn>\n<turn>user\nagain</turn>\n"
-        "<turn>model\n"
-    )
-
-
-@pytest.mark.feature("R11")
-def test_parts_reach_a_template_that_reads_parts(api: Callable[..., Api]) -> None:
+def test_parts_reach_a_template_that_reads_parts(api: Any) -> None:
     made = api(TEMPLATES["thinking"])
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
     messages = [{"role": "user", "content": parts}]
-    found = made.ids(messages=messages)
-    assert found == made.wanted(messages, add_generation_prompt=True)
+    found = made.prompt_ids(messages=messages)
+    assert found == wanted_ids(made, messages, add_generation_prompt=True)
     assert "[text]the[text] cat" in made.oracle.decode(found)
 
 
 @pytest.mark.feature("R11")
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinking"])
-def test_parts_are_joined_for_a_template_that_reads_text(
-    api: Callable[..., Api], name: str
-) -> None:
+def test_parts_are_joined_for_a_template_that_reads_text(api: Any, name: str) -> None:
     made = api(TEMPLATES[name])
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
-    found = made.ids(messages=[{"role": "user", "content": parts}])
+    found = made.prompt_ids(messages=[{"role": "user", "content": parts}])
     joined = [{"role": "user", "content": "the\ncat"}]
-    assert found == made.wanted(joined, add_generation_prompt=True)
+    assert found == wanted_ids(made, joined, add_generation_prompt=True)
 
 
 def test_the_bundled_template_reads_parts(tiny_checkpoint: Path) -> None:
@@ -225,11 +148,11 @@ def test_the_bundled_template_reads_parts(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.feature("R11")
-def test_a_clients_template_is_refused_and_a_named_one_taken(api: Callable[..., Api]) -> None:
+def test_a_clients_template_is_refused_and_a_named_one_taken(api: Any) -> None:
     made = api(TEMPLATES["chatml"], short="{% for m in messages %}{{ m.content }}{% endfor %}")
-    found = made.ids(messages=TURNS, chat_template="short")
+    found = made.prompt_ids(messages=TURNS, chat_template="short")
     assert made.oracle.decode(found) == "hello  the catagain\n"
-    assert made.ids(messages=TURNS) == made.wanted(TURNS, add_generation_prompt=True)
+    assert made.prompt_ids(messages=TURNS) == wanted_ids(made, TURNS, add_generation_prompt=True)
     for text in ("{{ 1 }}", "", "long", "{% for i in range(9**9) %}{% endfor %}"):
         answer = made.post(messages=TURNS, chat_template=text)
         assert answer.status_code == 400
@@ -237,7 +160,7 @@ def test_a_clients_template_is_refused_and_a_named_one_taken(api: Callable[..., 
         assert error["param"] == "chat_template" and "default, short" in error["message"]
 
 
-def test_without_names_no_template_is_taken(api: Callable[..., Api]) -> None:
+def test_without_names_no_template_is_taken(api: Any) -> None:
     made = api(TEMPLATES["chatml"])
     error = made.post(messages=TURNS, chat_template="default").json()["error"]
     assert error["param"] == "chat_template" and "without a name" in error["message"]
@@ -248,7 +171,7 @@ def test_without_names_no_template_is_taken(api: Callable[..., Api]) -> None:
     "name",
     ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"],
 )
-def test_template_kwargs_are_variables_only(api: Callable[..., Api], name: str) -> None:
+def test_template_kwargs_are_variables_only(api: Any, name: str) -> None:
     made = api(TEMPLATES["chatml"])
     answer = made.post(messages=TURNS, chat_template_kwargs={name: "{{ 1 }}"})
     assert answer.status_code == 400
@@ -275,9 +198,9 @@ def test_special_tokens_are_added_when_asked(tmp_path: Path, tiny_checkpoint: Pa
     assert tokenizer.apply_chat_template(TURNS, add_special_tokens=True) == [0, *plain]
 
 
-def test_templates_run_in_a_sandbox(with_templates: Callable[..., Path]) -> None:
+def test_templates_run_in_a_sandbox(with_template: Callable[..., Path]) -> None:
     """Those of a checkpoint: transformers' environment gives them no way into Python."""
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    tokenizer = Tokenizer.from_dir(with_templates(escape))
+    tokenizer = Tokenizer.from_dir(with_template(escape))
     with pytest.raises(ChatTemplateError, match="refuses"):
         tokenizer.apply_chat_template(TURNS)

@@ -16,10 +16,9 @@ import pytest
 from serve import event_loop
 from serve.admission import Admission, Overloaded
 from serve.clients import UNKNOWN
-from serve.openai import body as body_module
-from serve.openai import direct
+from serve.openai import direct, endpoint
+from serve.openai.backend import Serving
 from serve.openai.completions import parse_completion
-from serve.openai.endpoint import Serving
 from serve.openai.errors import MAX_MESSAGE_CHARS
 
 CHAT = "/v1/chat/completions"
@@ -43,45 +42,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "messages", "found none"),
     ({"messages": []}, "messages", "at least one"),
     ({"messages": "hi"}, "messages", "wanted array, found str"),
-    ({"messages": ["hi"]}, "messages[0]", "wanted object, found str"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "found none"),
-    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "found int"),
-    ({"messages": [{"content": "hi"}]}, "messages[0].role", "found none"),
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", "found king"),
     ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role", "not built"),
     ({"messages": [*HI, {**HI[0], "crown": 1}]}, "messages[1].crown", "unknown"),
-    ({"messages": [{**HI[0], "name": 1}]}, "messages[0].name", "wanted str"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
         "found image_url",
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
-        "messages[0].content[0].text",
-        "wanted str, found int",
-    ),
     ({"messages": [*HI, {"role": "system", "content": "late"}]}, "messages", "comes first"),
     ({"messages": HI, "temperature": "hot"}, "temperature", "wanted float, found str"),
-    ({"messages": HI, "temperature": -1}, "temperature", "found -1"),
-    ({"messages": HI, "top_k": -2}, "top_k", "found -2"),
     ({"messages": HI, "seed": 2**64}, "seed", "64 bits"),
-    ({"messages": HI, "max_tokens": 0}, "max_tokens", "found 0"),
     ({"messages": HI, "max_tokens": 1000}, "max_tokens", "length is 256"),
     ({"messages": HI, "max_completion_tokens": 1000}, "max_completion_tokens", "found 1000"),
-    ({"messages": HI, "stop": 3}, "stop", "found int"),
-    ({"messages": HI, "stop": [""]}, "stop", "empty"),
-    ({"messages": HI, "stop": ["a"] * 65}, "stop", "at most 64"),
-    ({"messages": HI, "stop_token_ids": list(range(257))}, "stop_token_ids", "at most 256"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs", "logprobs"),
-    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
-    ({"messages": HI, "stream": "yes"}, "stream", "wanted bool, found str"),
     ({"messages": HI, "stream_options": {}}, "stream_options", "stream true"),
-    (
-        {"messages": HI, "stream": True, "stream_options": {"include_usage": 1}},
-        "stream_options.include_usage",
-        "found int",
-    ),
     (
         {"messages": HI, "stream": True, "stream_options": {"speed": 1}},
         "stream_options.speed",
@@ -95,40 +71,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 # Types and bounds of each field are those of tests/serve/requests/test_sampling.py; here is what
 # only JSON has, and each form of message once.
 BAD_SAMPLING: list[tuple[str, Any, str]] = [
-    ("n", 0, "1 to 128"),
-    ("n", True, "found bool"),
-    ("min_p", "a", "found str"),
-    ("presence_penalty", 2.1, "-2 to 2"),
-    ("repetition_penalty", 0, "from 0.001 to 1000"),
-    ("logit_bias", {"7": 101}, "-100 to 100"),
-    ("logit_bias", {"7": "much"}, "found str"),
     ("logit_bias", {"the": 1}, "token ids as keys"),
     ("logit_bias", {"9" * 5000: 1}, "token ids as keys"),
     ("logit_bias", {"100000": 1}, "found 100000"),
     ("logit_bias", [1], "found array"),
-    ("allowed_token_ids", [], "list of token ids"),
     ("allowed_token_ids", [100_000], "found 100000"),
-    ("allowed_token_ids", ["a"], "found str"),
     ("min_tokens", 9, "max_tokens=8"),
-    ("prompt_logprobs", 21, "0 to 20"),
 ]
 
-BAD_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template", "is a program"),
-    ({"messages": HI, "chat_template": 5}, "chat_template", "found int"),
-    ({"messages": HI, "chat_template_kwargs": []}, "chat_template_kwargs", "found array"),
-    (
-        {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
-        "chat_template_kwargs.tokenize",
-        "variables",
-    ),
-    ({"messages": HI, "add_generation_prompt": "no"}, "add_generation_prompt", "found str"),
-    (
-        {"messages": HI, "add_generation_prompt": True, "continue_final_message": True},
-        "continue_final_message",
-        "found true",
-    ),
-]
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "prompt", "found none"),
@@ -137,15 +87,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[]]}, "prompt", "at least one token"),
     ({"prompt": ["a", 1]}, "prompt", "mixture"),
     ({"prompt": {"a": 1}}, "prompt", "found object"),
-    ({"prompt": [1.5]}, "prompt[0]", "found float"),
-    ({"prompt": [[1, "a"]]}, "prompt[0][1]", "found str"),
     ({"prompt": [1, 100_000]}, "prompt", "found 100000"),
     ({"prompt": [-1]}, "prompt", "found -1"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts"),
     ({"prompt": "cat " * 600}, "prompt", "at most 255 tokens"),
     ({"prompt": "cat " * 2000}, "prompt", "at most 3328 characters"),
     ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens", "at most 6"),
-    ({"prompt": "a", "logprobs": 21}, "logprobs", "0 to 20"),
     ({"prompt": ["a"] * 9, "n": 120}, "n", "at most 113"),
     (
         {"prompt": "a", "stream": True, "prompt_logprobs": 1},
@@ -160,8 +107,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.feature("R12")
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
-    [(CHAT, *case) for case in BAD_CHATS + BAD_TEMPLATES]
-    + [(TEXT, *case) for case in BAD_COMPLETIONS],
+    [(CHAT, *case) for case in BAD_CHATS] + [(TEXT, *case) for case in BAD_COMPLETIONS],
 )
 def test_bad_field_is_named(
     call: Any, backend: Any, path: str, body: dict[str, Any], param: str, words: str
@@ -182,32 +128,6 @@ def test_bad_sampling_field_is_named_on_both_endpoints(
         assert found.split("[")[0] == name
         assert words in error_of(answer, 400, INVALID, found)
     assert backend.requests == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 128),
-        ("min_p", 0),
-        ("min_p", 1),
-        ("presence_penalty", -2),
-        ("frequency_penalty", 2.0),
-        ("repetition_penalty", 0.01),
-        ("logit_bias", {"0": -100, "260": 100}),
-        ("logit_bias", {}),
-        ("allowed_token_ids", [0, 260, 0]),
-        ("min_tokens", 8),
-        ("prompt_logprobs", 0),
-        ("prompt_logprobs", 20),
-    ],
-)
-def test_good_sampling_field_reaches_the_backend(
-    call: Any, backend: Any, name: str, value: Any
-) -> None:
-    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": [5]})):
-        answer = call("POST", path, json={**body, "max_tokens": 8, name: value})
-        assert answer.status_code == 200, answer.text
-    assert len(backend.requests) == 2 * (value if name == "n" else 1)
 
 
 @pytest.mark.feature("R12")
@@ -273,7 +193,7 @@ def test_before_ready_is_503_with_retry_after(call: Any, backend: Any) -> None:
 def test_before_the_tokenizer_is_loaded_is_503(
     call: Any, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_tokenizer", lambda: None)
+    monkeypatch.setattr(serving, "tokenizer", lambda: None)
     answer = call("POST", CHAT, json={"messages": HI})
     error_of(answer, 503, "service_unavailable_error", None)
 
@@ -394,7 +314,7 @@ def test_large_body_is_refused_by_its_length_before_it_is_read(url: str) -> None
 def test_large_body_without_a_length_is_refused_while_it_is_read(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_module, "MAX_DISCARDED_BYTES", 10_000)
+    monkeypatch.setattr(endpoint, "MAX_DISCARDED_BYTES", 10_000)
     num_sent = 0
 
     async def endless() -> AsyncIterator[bytes]:

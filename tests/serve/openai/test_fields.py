@@ -9,9 +9,9 @@ import pytest
 from openai.types import completion_create_params as openai_completion
 from openai.types.chat import completion_create_params as openai_chat
 
+from serve.openai.body import ignored_fields, inert_fields, known_fields
+from serve.openai.body import parse as parse_body
 from serve.openai.errors import as_api_error
-from serve.openai.fields import ignored_fields, inert_fields, known_fields
-from serve.openai.fields import parse as parse_body
 from serve.openai.schema import ChatRequest, CompletionRequest
 
 MINIMAL: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ INERT = [
 
 def parse(kind: str, fields: dict[str, Any]) -> Any:
     body = msgspec.json.encode({**MINIMAL[kind], **fields})
-    request = parse_body(body, STRUCTS[kind])
+    request = parse_body(body, STRUCTS[kind], 256)
     if isinstance(request, ChatRequest):
         request.check_turns()
     return request

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cluster.config import Role
 from serve.llm import LLM, SamplingParams
@@ -25,6 +27,19 @@ def backend(engine_backend: Any) -> Any:
 @pytest.fixture
 def app(engine_app: Any) -> Any:
     return engine_app
+
+
+@pytest.fixture(scope="module")
+def oracle(llm: LLM) -> Callable[[list[int]], torch.Tensor]:
+    """Return the logits that transformers computes, of each of some tokens."""
+    model = AutoModelForCausalLM.from_pretrained(llm.config.model_path, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logits(token_ids: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+        return found.clone()
+
+    return logits
 
 
 def complete(call: Any, **fields: Any) -> dict[str, Any]:
@@ -86,13 +101,13 @@ def test_bias_and_allowed_tokens_decide_the_text(call: Any) -> None:
 
 
 @pytest.mark.feature("R08")
-def test_penalties_follow_their_formulas_over_http(call: Any, llm: LLM) -> None:
+def test_penalties_follow_their_formulas_over_http(call: Any, llm: LLM, oracle: Any) -> None:
     """A frequency penalty of 2 against a bias: a token returns until its count outweighs it."""
     bias = {"300": 100, "301": 95}
     found = ids(call, temperature=0, logit_bias=bias, frequency_penalty=2, max_tokens=12)
     for position, token in enumerate(found):
         before = found[:position]
-        logits = _logits(llm, [*llm.tokenizer.encode(PROMPT), *before])
+        logits = oracle([*llm.tokenizer.encode(PROMPT), *before])[-1]
         for biased, value in bias.items():
             logits[int(biased)] += value
         for seen in set(before):
@@ -101,15 +116,6 @@ def test_penalties_follow_their_formulas_over_http(call: Any, llm: LLM) -> None:
     assert {300, 301} <= set(found)
     once = ids(call, temperature=0, presence_penalty=2, logit_bias={"300": 100}, max_tokens=4)
     assert once == [300] * 4  # 2 does not outweigh 100, however often it came
-
-
-def _logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(llm.config.model_path, dtype=torch.float32)
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0, -1]
-    return logits
 
 
 @pytest.mark.feature("R08")
@@ -185,19 +191,11 @@ def test_n_choices_of_several_prompts_stand_together(call: Any) -> None:
         assert keys == [[str(token)] for token in prompt[1:]]
 
 
-def test_each_sequence_is_seeded_once(call: Any, backend: Any) -> None:
-    ids(call)
-    complete(call, n=3)
-    seeds = [request.sampling.seed for request in backend.requests]
-    assert len(set(seeds)) == 4
-
-
 @pytest.mark.feature("R08")
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_prompt_logprobs_are_those_of_transformers(call: Any, llm: LLM, path: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(llm.config.model_path, dtype=torch.float32)
+def test_prompt_logprobs_are_those_of_transformers(
+    call: Any, llm: LLM, oracle: Any, path: str
+) -> None:
     body: dict[str, Any] = {"prompt_logprobs": 2, "max_tokens": 1, "return_token_ids": True}
     body |= {"prompt": PROMPT} if path == TEXT else {"messages": [_user(PROMPT)]}
     for _ in range(2):  # the second time the prompt's KV is cached
@@ -205,8 +203,7 @@ def test_prompt_logprobs_are_those_of_transformers(call: Any, llm: LLM, path: st
         holder = answer["choices"][0] if path == TEXT else answer
         found, prompt = holder["prompt_logprobs"], _prompt_ids(answer)
         assert found[0] is None and len(found) == len(prompt)
-        with torch.inference_mode():
-            logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        logprobs = oracle(prompt).log_softmax(-1)
         for position, token in enumerate(prompt[1:]):
             _check_entry(llm, found[position + 1], logprobs[position], token)
 

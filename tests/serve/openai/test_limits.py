@@ -11,20 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.clients import UNKNOWN
 from serve.config import AccessConfig
-from serve.openai import body as body_module
-from serve.openai import streaming
+from serve.openai import endpoint, generation, streaming
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
+from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
 from serve.openai.body import SMALL_BYTES, check_values
-from serve.openai.endpoint import BEGUN_AT_ONCE, COPIES_IN_MEMORY, Serving
 from serve.openai.errors import ApiError
+from serve.openai.generation import COPIES_IN_MEMORY
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -159,40 +157,6 @@ def test_places_are_free_again_whatever_became_of_a_request(
     assert (admission.num_live, admission.num_bytes) == (0, 0)
 
 
-class Connection:
-    """An ASGI server's side of one request, whose client reads when it is told to."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        content = msgspec.json.encode(body)
-        self._waiting = [{"type": "http.request", "body": content, "more_body": False}]
-        self.sent: list[bytes] = []
-        self.reads = asyncio.Event()
-        self.scope = {
-            "type": "http",
-            "method": "POST",
-            "path": TEXT,
-            "raw_path": TEXT.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"host", b"localhost")],
-        }
-
-    def waits_for(self, body: bytes, *, is_cut: bool) -> None:
-        """Send this body instead, or only the beginning of one."""
-        self._waiting = [{"type": "http.request", "body": body, "more_body": is_cut}]
-        if is_cut:
-            self._waiting.insert(0, {"type": "http.disconnect"})
-
-    async def receive(self) -> dict[str, Any]:
-        if not self._waiting:
-            await asyncio.Event().wait()
-        return self._waiting.pop()
-
-    async def send(self, message: dict[str, Any]) -> None:
-        await self.reads.wait()
-        self.sent.append(message.get("body", b""))
-
-
 HELD_BYTES = MIB // 4
 """Of refused bodies that are far longer, at the most."""
 REFUSED = {
@@ -212,7 +176,7 @@ REFUSED = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 def test_a_body_that_is_refused_is_let_go_of_at_once(
-    backend: Any, tokenizer: Any, admission: Admission, body: bytes, stream: bool
+    connect: Any, backend: Any, tokenizer: Any, admission: Admission, body: bytes, stream: bool
 ) -> None:
     """No cycle of an error and its traceback holds it until the garbage is collected."""
     is_cut = body.startswith(b"cut")
@@ -240,12 +204,13 @@ def test_a_body_that_is_refused_is_let_go_of_at_once(
         return held
 
     async def ask() -> None:
-        connection = Connection({})
-        connection.reads.set()
-        connection.waits_for(bytes(bytearray(body)), is_cut=is_cut)
-        await app(connection.scope, connection.receive, connection.send)
+        connection = connect(bytes(bytearray(body)))
+        if is_cut:
+            connection.parts[0]["more_body"] = True
+            connection.leaves.set()
+        await connection(app)
         expected = b"not_found" if b'"model"' in body else b"invalid_request"
-        assert is_cut or expected in b"".join(connection.sent)
+        assert is_cut or expected in connection.body
 
     tracemalloc.start()
     try:
@@ -267,14 +232,13 @@ async def steps_of(count: Callable[[], int], last: int) -> list[int]:
 
 @pytest.mark.feature("R22")
 def test_requests_of_a_burst_begin_a_few_at_a_time(
-    app: Any, backend: Any, admission: Admission
+    connect: Any, app: Any, backend: Any, admission: Admission
 ) -> None:
     """What comes in one turn of the loop does not hold up the tokens of others in that turn."""
     backend.hangs = True
 
     async def main() -> list[int]:
-        connections = [Connection({"prompt": "a"}) for _ in range(40)]
-        tasks = [asyncio.create_task(app(c.scope, c.receive, c.send)) for c in connections]
+        tasks = [asyncio.create_task(connect({"prompt": "a"})(app)) for _ in range(40)]
         steps = await steps_of(lambda: admission.num_live, len(tasks))
         for task in tasks:
             task.cancel()
@@ -285,12 +249,11 @@ def test_requests_of_a_burst_begin_a_few_at_a_time(
 
 
 @pytest.mark.feature("R22")
-def test_sequences_of_a_request_begin_a_few_at_a_time(app: Any, backend: Any) -> None:
+def test_sequences_of_a_request_begin_a_few_at_a_time(connect: Any, app: Any, backend: Any) -> None:
     backend.hangs = True
 
     async def main() -> list[int]:
-        connection = Connection({"prompt": ["a", "b"], "n": 20})
-        task = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
+        task = asyncio.create_task(connect({"prompt": ["a", "b"], "n": 20})(app))
         steps = await steps_of(lambda: len(backend.requests), 40)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -301,16 +264,21 @@ def test_sequences_of_a_request_begin_a_few_at_a_time(app: Any, backend: Any) ->
 
 @pytest.mark.feature("R22")
 def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
-    app: Any, backend: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
+    connect: Any,
+    app: Any,
+    backend: Any,
+    admission: Admission,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streaming, "MAX_WAITING_BYTES", 50_000)
+    monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 50_000)
     backend.pieces, backend.hangs = [[5]] * 1000, True
 
     async def main() -> None:
-        connection = Connection({"prompt": "a", "stream": True})
+        connection = connect({"prompt": "a", "stream": True})
+        connection.reads.clear()
         async with asyncio.timeout(10):
-            await app(connection.scope, connection.receive, connection.send)
-        assert backend.num_open == 0 and connection.sent == []
+            await connection(app)
+        assert backend.num_open == 0 and connection.messages == []
 
     asyncio.run(main())
     assert admission.num_live == 0
@@ -319,23 +287,17 @@ def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
 @pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_reads_nothing_is_cut_off(
-    app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
+    connect: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.1)
 
-    async def main() -> float:
-        connection = Connection({"prompt": "a", "stream": stream})
-        connection.reads.set()
-        began = time.monotonic()
+    async def main() -> None:
+        connection = connect({"prompt": "a", "stream": stream})
+        connection.reads.clear()
+        async with asyncio.timeout(5):
+            await connection(app)
 
-        async def send(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        await app(connection.scope, connection.receive, send)
-        return time.monotonic() - began
-
-    assert asyncio.run(main()) < 5
+    asyncio.run(main())
     assert admission.num_live == 0
 
 
@@ -423,7 +385,7 @@ def test_bodies_that_wait_for_their_rest_shut_nobody_out(
 def test_refused_bodies_are_read_on_for_only_so_many_clients(
     call_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_module, "MAX_DISCARDS", 0)
+    monkeypatch.setattr(endpoint, "MAX_DISCARDS", 0)
     num_read = 0
 
     async def body() -> Any:

@@ -19,8 +19,8 @@ from cluster.observe.logs import JsonFormatter
 from serve.observe.request_log import RequestLog
 from serve.openai import direct
 from serve.openai.app import build_app
+from serve.openai.backend import Serving
 from serve.openai.completions import parse_completion
-from serve.openai.endpoint import Serving
 from serve.openai.middleware import MAX_ID_CHARS, MAX_TRACE_CHARS
 
 CHAT = "/v1/chat/completions"
@@ -171,25 +171,16 @@ def test_calls_by_handle_are_logged_and_counted(serving: Serving, lines: Lines) 
 @pytest.mark.feature("R15")
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize"])
 def test_a_client_that_leaves_while_its_body_is_read_is_no_failure_of_the_server(
-    serving: Serving, caplog: pytest.LogCaptureFixture, path: str
+    connect: Any, serving: Serving, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """As behind Ray's proxy, where the call for the rest of the body fails instead of ending."""
-    parts = iter([{"type": "http.request", "body": b'{"prompt": "', "more_body": True}])
-    answered: list[Any] = []
-
-    async def receive() -> Any:
-        for part in parts:
-            return part
-        raise ray.exceptions.TaskCancelledError
-
-    async def send(message: Any) -> None:
-        answered.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"host", b"localhost")]}
-    asyncio.run(build_app(serving)({**scope, "query_string": b""}, receive, send))
+    connection = connect(b'{"prompt": "', path)
+    connection.parts[0]["more_body"] = True
+    connection.parts.append(ray.exceptions.TaskCancelledError)
+    asyncio.run(connection(build_app(serving)))
     counted = {key: n for key, n in serving.counts.counts().items() if "http_responses" in key[0]}
     assert counted == {("http_responses_total", path, "499"): 1}
-    assert answered[0]["status"] == 499
+    assert connection.messages[0]["status"] == 499
     assert "a request failed" not in caplog.text
     assert serving.admission.num_live == serving.admission.num_bytes == 0
 

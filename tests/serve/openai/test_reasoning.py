@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.arguments import DeployArgs
-from serve.config import deploy_config
-from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
-from serve.requests.tokenizer import Tokenizer
-
 CHAT = "/v1/chat/completions"
+PARSERS = ("none", "deepseek_r1", "qwen3")
 HI = [{"role": "user", "content": "hi"}]
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -29,42 +21,26 @@ TEMPLATE = (
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
     "{{ end | default('<|im_start|>assistant\n') }}{% endif %}"
 )
-Ask = Callable[..., httpx.Response]
 
 
 class Thinker:
-    """The app over a backend that writes any text behind a prompt of any end."""
+    """A model of this template that writes any text."""
 
-    def __init__(self, backend: Any, tokenizer: Tokenizer, admission: Any, send: Ask) -> None:
-        self.backend = backend
-        self.tokenizer = tokenizer
-        self._admission = admission
-        self._send = send
+    def __init__(self, path: Path, chats: Any) -> None:
+        self._models = {name: chats(path, reasoning_parser=name) for name in PARSERS}
+        self.model = self._models["none"]
 
     def ask(self, parser: str, text: str, seed: int | None = None, **body: Any) -> dict[str, Any]:
         """Return the message of an answer, or the one that a stream's deltas make up."""
-        rng = None if seed is None else random.Random(seed)
-        self.backend.writes(self.tokenizer, text, rng=rng)
-        options = ApiSettings(
-            served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser=parser)
-        )
-        app = build_app(Serving(options, self.backend, lambda: self.tokenizer, self._admission))
-        answer = self._send(app, "POST", CHAT, json={"messages": HI, **body})
-        assert answer.status_code == 200, answer.text
-        if not body.get("stream"):
-            message: dict[str, Any] = answer.json()["choices"][0]["message"]
-            return message
-        joined = {"content": ""}
-        for line in answer.text.split("\n\n")[:-2]:
-            delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
-            for name in delta.keys() - {"role"}:
-                joined[name] = joined.get(name, "") + delta[name]
-        return joined
+        self.model = self._models[parser]
+        self.model.writes(text, rng=None if seed is None else random.Random(seed))
+        message: dict[str, Any] = self.model.choice(**body)["message"]
+        return message
 
 
 @pytest.fixture
-def thinker(with_template: Any, backend: Any, admission: Any, send_to: Ask) -> Thinker:
-    return Thinker(backend, with_template(TEMPLATE), admission, send_to)
+def thinker(with_template: Any, chats: Any) -> Thinker:
+    return Thinker(with_template(TEMPLATE), chats)
 
 
 CASES = [
@@ -149,13 +125,6 @@ def test_a_continued_message_goes_on_with_its_reasoning(thinker: Thinker) -> Non
 def test_reasoning_goes_back_into_templates_that_write_it(thinker: Thinker, name: str) -> None:
     turns = [*HI, {"role": "assistant", "content": "hello", name: "I thought"}, *HI]
     thinker.ask("qwen3", "hello", messages=turns)
-    prompt = thinker.tokenizer.decode(thinker.backend.requests[-1].prompt_token_ids)
+    [request] = thinker.model.backend.requests
+    prompt = thinker.model.tokenizer.decode(request.prompt_token_ids)
     assert "<think>I thought</think>hello" in prompt
-
-
-def test_parsers_are_arguments_of_deploy() -> None:
-    config = deploy_config({"reasoning_parser": "qwen3", "tool_call_parser": "hermes"})
-    assert (config.args.reasoning_parser, config.args.tool_call_parser) == ("qwen3", "hermes")
-    for name in ("reasoning_parser", "tool_call_parser"):
-        with pytest.raises(ValueError, match=f"{name}: wanted one of"):
-            deploy_config({name: "gpt"})

@@ -10,8 +10,8 @@ import pytest
 
 from serve.arguments import DeployArgs
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import Serving
+from serve.openai.backend import ApiSettings, Serving
+from serve.requests.tokenizer import Tokenizer
 
 PATH = "/v1/responses"
 TEMPLATE = (
@@ -27,7 +27,7 @@ CALL = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
 
 @pytest.fixture
 def app(with_template: Any, backend: Any, admission: Any) -> Any:
-    tokenizer = backend.tokenizer = with_template(TEMPLATE)
+    tokenizer = backend.tokenizer = Tokenizer.from_dir(with_template(TEMPLATE))
     settings = ApiSettings(
         served_model_name="m", max_model_len=4000, args=DeployArgs(reasoning_parser="qwen3")
     )
@@ -168,11 +168,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({}, "input", "found none"),
     ({"input": []}, "input", "at least one"),
     ({"input": 3}, "input", "found int"),
-    ({"input": ["a"]}, "input[0]", "found str"),
     ({"input": [{"type": "web_search_call"}]}, "input[0].type", "wanted one of message"),
-    ({"input": [{"type": 3}]}, "input[0].type", "wanted one of message"),
-    ({"input": [{"role": "king", "content": "a"}]}, "input[0].role", "found king"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "found none"),
     ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x", "unknown"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "text": ""}]}]},
@@ -183,14 +179,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a" * 200_000}, "input", "characters"),
     ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not built"),
     ({"input": "a", "store": True}, "store", "wanted false"),
-    ({"input": "a", "background": True}, "background", "wanted false"),
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "found xml"),
     ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "none"),
     ({"input": "a", "text": {"verbosity": "low"}}, "text.verbosity", "medium"),
-    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "from 1 up"),
     ({"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "found 9999"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "found web_search"),
-    ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name", "found none"),
     ({"input": "a", "metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16"),
     ({"input": "a", "metadata": {"a": "b" * 513}}, "metadata", "at most 512"),
     ({"input": "a", "n": 2}, "n", "unknown"),

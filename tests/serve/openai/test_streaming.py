@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -17,11 +16,9 @@ from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.arguments import DeployArgs
 from serve.event_loop import StreamBatcher
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings
-from serve.openai.endpoint import BEGUN_AT_ONCE, Serving
+from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
 from serve.pools.mailboxes import Mailbox
 from serve.requests.records import SequenceRecord
-from serve.requests.tokenizer import Tokenizer
 
 TEXT = "/v1/completions"
 # From the client's leaving to the closed stream, on a machine that runs other tests beside.
@@ -87,56 +84,39 @@ class Chunk(NamedTuple):
     token_ids: list[int]
 
 
-def scope() -> dict[str, Any]:
-    return {
-        "type": "http",
-        "method": "POST",
-        "path": TEXT,
-        "raw_path": TEXT.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [],
-    }
+@pytest.fixture
+def streamed(connect: Any) -> Any:
+    """Return the chunks that a server sends, each send taking a while: `streamed(app)`."""
 
+    async def ask(app: Any, send_s: float) -> list[Chunk]:
+        body = {"prompt": "a", "stream": True, "return_token_ids": True}
+        connection, began = connect(body, send_s=send_s), time.monotonic()
+        await connection(app)
+        chunks = []
+        for message, at in zip(connection.messages, connection.times, strict=True):
+            part = message.get("body", b"")
+            if part.startswith(b"data: {"):
+                [choice] = msgspec.json.decode(part.removeprefix(b"data: "))["choices"]
+                chunks.append(Chunk(at - began, choice["text"], choice["token_ids"]))
+        return chunks
 
-async def streamed(app: Any, send_s: float = 0.0, **fields: Any) -> list[Chunk]:
-    """Return the chunks that a server sends for an ordinary request, each send taking a while."""
-    sent: list[tuple[float, bytes]] = []
-    asked = {"prompt": "a", "stream": True, "return_token_ids": True, **fields}
-    waiting = [{"type": "http.request", "body": msgspec.json.encode(asked), "more_body": False}]
-    began = time.monotonic()
-
-    async def receive() -> dict[str, Any]:
-        if not waiting:
-            await asyncio.Event().wait()
-        return waiting.pop()
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append((time.monotonic() - began, message.get("body", b"")))
-        await asyncio.sleep(send_s)
-
-    await app(scope(), receive, send)
-    found = []
-    for at_s, part in sent:
-        if part.startswith(b"data: {"):
-            [choice] = msgspec.json.decode(part.removeprefix(b"data: "))["choices"]
-            found.append(Chunk(at_s, choice["text"], choice["token_ids"]))
-    return found
+    return lambda app, send_s=0.0: asyncio.run(ask(app, send_s))
 
 
 def test_tokens_that_wait_for_a_slow_reader_come_in_one_chunk(
-    app: Any, backend: Any, tokenizer: Any
+    streamed: Any, app: Any, backend: Any, tokenizer: Any
 ) -> None:
     text = "the dog ran over the hill"
     backend.pieces = [[t] for t in tokenizer.encode(text)] * 20
     backend.stop_token_id = -1
-    texts = [chunk.text for chunk in asyncio.run(streamed(app, send_s=0.02))]
+    texts = [chunk.text for chunk in streamed(app, send_s=0.02)]
     assert "".join(texts) == text * 20
     assert len(texts) < 20 and max(map(len, texts)) > len(text)
 
 
 @pytest.mark.parametrize(("interval", "num_at_least"), [(1, 6), (4, 3), (50, 2)])
 def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_last(
+    streamed: Any,
     settings: ApiSettings,
     backend: Any,
     admission: Any,
@@ -149,7 +129,7 @@ def test_a_chunk_has_as_many_tokens_as_the_interval_says_but_for_the_first_and_l
     backend.stop_token_id = -1
     settings = msgspec.structs.replace(settings, args=DeployArgs(stream_interval=interval))
     app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
-    chunks = asyncio.run(streamed(app))
+    chunks = streamed(app)
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(40, 50))
     sizes = [len(chunk.token_ids) for chunk in chunks]
     assert sizes[0] == 1 and len(sizes) >= num_at_least
@@ -187,7 +167,12 @@ class Mailed:
 
 @pytest.mark.parametrize("num_others", [0, 200])
 def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
-    settings: ApiSettings, backend: Any, admission: Any, tokenizer: Any, num_others: int
+    streamed: Any,
+    settings: ApiSettings,
+    backend: Any,
+    admission: Any,
+    tokenizer: Any,
+    num_others: int,
 ) -> None:
     """Without others each token is a chunk. With them the first chunk and the last wait for none:
     the last is sent long before the tick that all streams of a slow one would wait for."""
@@ -197,7 +182,7 @@ def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
     mailed = Mailed(backend, StreamBatcher())
     serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
     serving.tick.num_streams = num_others
-    chunks = asyncio.run(streamed(build_app(serving)))
+    chunks = streamed(build_app(serving))
     assert [token for chunk in chunks for token in chunk.token_ids] == [
         token for [token] in backend.pieces
     ]
@@ -210,6 +195,7 @@ def test_beside_many_streams_a_chunk_holds_what_came_since_the_last_tick(
 
 
 def test_the_last_chunk_waits_for_no_tick(
+    streamed: Any,
     settings: ApiSettings,
     backend: Any,
     admission: Any,
@@ -221,40 +207,32 @@ def test_the_last_chunk_waits_for_no_tick(
     mailed = Mailed(backend, StreamBatcher())
     serving = Serving(settings, mailed, lambda: tokenizer, admission, mailed.tick)
     serving.tick.num_streams = 100_000
-    chunks = asyncio.run(streamed(build_app(serving)))
+    chunks = streamed(build_app(serving))
     assert [len(chunks), "".join(chunk.text for chunk in chunks)] == [2, "hello world"]
     assert chunks[-1].at_s < 30
 
 
 @pytest.mark.parametrize("num_words", [5, 700])
 def test_long_prompts_are_tokenized_in_a_thread_and_short_ones_on_the_loop(
-    settings: ApiSettings, backend: Any, admission: Any, checkpoint: Path, num_words: int
+    call: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, num_words: int
 ) -> None:
     threads: list[int] = []
+    encode = tokenizer.encode
 
-    class Recording(Tokenizer):
-        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-            threads.append(threading.get_ident())
-            return super().encode(*args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.get_ident())
+        return encode(*args, **kwargs)
 
-    tokenizer = Recording.from_dir(checkpoint)
-    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
+    monkeypatch.setattr(tokenizer, "encode", noted)
     text = "cat " * num_words
-
-    async def send() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            await client.post(TEXT, json={"prompt": text})
-            messages = [{"role": "user", "content": text}]
-            await client.post("/v1/chat/completions", json={"messages": messages})
-
-    asyncio.run(send())
+    call("POST", TEXT, json={"prompt": text})
+    call("POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
     assert len(threads) == 2
     assert {thread == threading.get_ident() for thread in threads} == {num_words == 5}
 
 
 def test_a_client_that_leaves_while_its_sequences_begin_leaves_none_even_if_cancelled_twice(
-    app: Any, backend: Any
+    connect: Any, app: Any, backend: Any
 ) -> None:
     """Ray Serve cancels the request of a client that leaves, while its connection tells so too."""
     backend.pieces = []
@@ -262,27 +240,15 @@ def test_a_client_that_leaves_while_its_sequences_begin_leaves_none_even_if_canc
     num_prompts = 3 * BEGUN_AT_ONCE
 
     async def leave() -> list[int]:
-        body = msgspec.json.encode({"prompt": ["a"] * num_prompts, "stream": True})
-        left = asyncio.Event()
-        waiting = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if not waiting:
-                await left.wait()
-                return {"type": "http.disconnect"}
-            return waiting.pop()
-
-        async def send(message: dict[str, Any]) -> None:
-            pass
-
-        answering = asyncio.create_task(app(scope(), receive, send))
+        connection = connect({"prompt": ["a"] * num_prompts, "stream": True})
+        answering = asyncio.create_task(connection(app))
         while backend.num_open < BEGUN_AT_ONCE:
             await asyncio.sleep(0)
         num_begun = backend.num_open
         answering.cancel()
         await asyncio.sleep(0)
         answering.cancel()
-        left.set()
+        connection.leaves.set()
         await asyncio.wait([answering])
         await asyncio.sleep(0.05)
         return [num_begun, backend.num_open]
