@@ -7,6 +7,9 @@ So two invariants keep one sequence's values out of another's output, whatever t
 scratch block is zero, and so is every slot behind the last token of a sequence, because writing a
 block's first slot clears the block.
 
+Each call copies the keys and values that it attends to into memory of its own: of all sequences of
+a decode, as long as the longest, of one sequence of a prefill. Kernels copy nothing.
+
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in
 the pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
 """

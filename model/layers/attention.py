@@ -115,22 +115,10 @@ def _unified_attention_with_output(
         output[n:].zero_()
 
 
-def _unified_attention_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    output: torch.Tensor,
-    layer_name: str,
-) -> None:
-    # Token ids and positions are two inputs: this tells a trace that their lengths are one.
-    torch._check(cos.shape[0] == q.shape[0])
-
-
 unified_attention_with_output = direct_register_custom_op(
     "unified_attention_with_output",
     _unified_attention_with_output,
     mutates_args=["output"],
-    fake_impl=_unified_attention_fake,
+    # Token ids and positions are two inputs: this tells a trace that their lengths are one.
+    fake_impl=lambda q, k, v, cos, *_: torch._check(cos.shape[0] == q.shape[0]),
 )

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import dispatch
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
+from model.kernels.dispatch import silu_and_mul
 from model.layers.attention import Attention, AttentionMetadata
-from model.layers.mlp import silu_and_mul
 from model.parallel import Shard
 
 T, E, H, HKV, D = 5, 48, 4, 2, 8

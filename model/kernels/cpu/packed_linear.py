@@ -40,18 +40,14 @@ from model.kernels.cpu.native import int64_array, native_function, native_librar
 from model.kernels.sparse_mlp import Products
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-"""Dtypes that can be packed. Plain products read a weight at a fraction of the memory's rate, and
-without AVX512 torch multiplies bfloat16 one by one (`examples/bench/packed_linear.py`)."""
-
 KERNEL_ROWS = 64
-"""Rows up to which the kernel multiplies what oneDNN packed. From there on both multiply at the
+"""Rows up to which the kernel multiplies what oneDNN packed: from there on both multiply at the
 processor's rate, and oneDNN's blocks suit larger products (`examples/bench/packed_linear.py`)."""
-
-logger = logging.getLogger(__name__)
-
 TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
 """Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class PackedWeight:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether single rows can be read, as an embedding does."""
+        """Whether single rows can be read, as an embedding does."""
         return _entry(self.handle).tiles is not None
 
 
@@ -247,12 +243,6 @@ def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch
     return out
 
 
-def _packed_linear_fake(
-    x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
 def _packed_rows(
     rows: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -263,13 +253,11 @@ def _packed_rows(
     return tiles[rows // outputs, :, rows % outputs].flatten(1)[:, :in_features].contiguous()
 
 
-def _packed_rows_fake(
-    rows: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], in_features, dtype=dtype)
-
-
 packed_linear = direct_register_custom_op(
-    "packed_linear", _packed_linear, fake_impl=_packed_linear_fake
+    "packed_linear", _packed_linear, fake_impl=lambda x, handle, bias, n: x.new_empty(len(x), n)
 )
-packed_rows = direct_register_custom_op("packed_rows", _packed_rows, fake_impl=_packed_rows_fake)
+packed_rows = direct_register_custom_op(
+    "packed_rows",
+    _packed_rows,
+    fake_impl=lambda rows, handle, n, dtype: rows.new_empty(len(rows), n, dtype=dtype),
+)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile.context import ForwardContext, forward_context
 from model.kernels import cpu, dispatch, filters, paged_attention, sparse_mlp, triton
 from model.kernels.cpu import packed_linear
+from model.kernels.dispatch import silu_and_mul
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -35,7 +36,6 @@ from model.kv_cache import KVCacheSpec
 from model.layers import attention, moe
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
-from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
 from model.parallel import Placement
 from model.weights import load_model

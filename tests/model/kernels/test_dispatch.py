@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile.context import ForwardContext, KVCacheTensor, forward_context
 from compile.custom_op import function_of
 from model.kernels import cpu, dispatch, paged_attention, triton
+from model.kernels.dispatch import silu_and_mul
 from model.kernels.triton import decode as triton_decode
 from model.kernels.triton import elementwise as triton_elementwise
 from model.kernels.triton import experts as triton_experts
@@ -23,7 +24,6 @@ from model.kernels.triton import rope as triton_rope
 from model.kernels.triton import routing as triton_routing
 from model.layers import attention, moe
 from model.layers.attention import Attention, AttentionMetadata
-from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
 from model.parallel import Placement
 
