@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,7 +16,6 @@ import transformers
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 from model.kernels import dispatch
-from model.kernels.cpu import native
 from model.kernels.cpu.packed_linear import packed_products
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
@@ -183,25 +181,6 @@ def paged() -> type[Paged]:
 def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that nothing traces call the functions that tracing sees: results equal to the bit."""
     monkeypatch.setattr(dispatch, "uses_ops", lambda _: False)
-
-
-@pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
-def fewer_lanes(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Builds the kernels for a processor whose registers are narrower than this one's may be."""
-    if platform.machine() != "x86_64":
-        pytest.skip("the flags are x86's")
-    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
-    cached = (native.native_library, native.native_function, native._prepared)
-    for each in cached:
-        each.cache_clear()
-    assert native.native_library() is not None
-    yield
-    monkeypatch.undo()
-    for each in cached:
-        each.cache_clear()
 
 
 def _run_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:

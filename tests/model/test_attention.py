@@ -12,7 +12,7 @@ from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels.elementwise import rotate
 from model.kernels.paged_attention import paged_decode, paged_prefill, write_kv
 from model.kv_cache import KVCacheSpec
-from model.layers.attention import Attention, AttentionMetadata, unified_attention_with_output
+from model.layers.attention import Attention, AttentionMetadata
 
 H, HKV, D, BLOCK = 6, 2, 8, 4
 SCALE = D**-0.5
@@ -175,32 +175,6 @@ def op_inputs() -> tuple[ForwardContext, tuple[Any, ...]]:
     k, v = torch.randn(2, 5, HKV, D)
     cos, sin = torch.randn(2, 5, 1, D // 2)
     return context, (q, k, v, cos, sin, torch.empty_like(q), "layer")
-
-
-def test_op_passes_torchs_checks() -> None:
-    context, args = op_inputs()
-    with forward_context(context):
-        torch.library.opcheck(
-            unified_attention_with_output, args, test_utils=("test_schema", "test_faketensor")
-        )
-
-
-def test_op_is_opaque_to_a_traced_graph() -> None:
-    context, (*new, _, name) = op_inputs()
-    layer = context.no_compile_layers[name]
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    with forward_context(context), torch.no_grad():
-        eager = layer(*new)
-        compiled = torch.compile(layer, backend=keep, fullgraph=True)(*new)
-    torch._dynamo.reset()
-    assert torch.equal(eager, compiled)
-    targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert torch.ops.lockstep.unified_attention_with_output in targets
 
 
 def test_output_is_finite_behind_the_last_sequence() -> None:

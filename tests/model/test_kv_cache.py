@@ -48,11 +48,6 @@ def test_storage_of_another_size_is_refused(size: int) -> None:
         SPEC.allocate(2, CPU, storage=memoryview(bytearray(size)))
 
 
-def test_num_blocks_for_counts_whole_blocks() -> None:
-    assert SPEC.num_blocks_for(10 * SPEC.block_bytes - 1) == 9
-    assert SPEC.num_blocks_for(-1) == 0
-
-
 def test_layout_differs_wherever_blocks_differ() -> None:
     assert SPEC.layout == "bfloat16:layers3:kv2:block4:heads2:dim8"
     others = [

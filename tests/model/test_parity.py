@@ -195,13 +195,6 @@ def test_padding_does_not_change_other_sequences(
         torch.testing.assert_close(results[1][name], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_scratch_block_stays_zero(make_checkpoint: Any, load: Any, paged: Any) -> None:
-    runner = paged(load(make_checkpoint()[0])[0])
-    runner.step({"a": prompt(6)}, num_padding_tokens=3)
-    runner.step({"a": prompt(1)}, num_padding_decodes=3)
-    assert not runner.pool[0].any()
-
-
 # Where not all experts are asked, a rounded score may choose another one, and nothing is close.
 @pytest.mark.parametrize("shape", ["tied", "mixtral that asks all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
