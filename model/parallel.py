@@ -60,20 +60,17 @@ def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str
     if len(sizes) != group.size() or x.shape[dim] != sizes[group.rank()]:
         wanted = f"{group.size()} with {x.shape[dim]} at rank {group.rank()}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
-    longest = max(sizes)
-    shape = list(x.shape)
-    shape[dim] = longest
-    # Backends gather equal shapes alone.
-    padded = x.contiguous() if x.shape[dim] == longest else _padded(x, shape, dim)
-    parts = [x.new_empty(shape) for _ in sizes]
+    padded = _padded(x, max(sizes), dim)
+    parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
 
 
-def _padded(x: torch.Tensor, shape: Sequence[int], dim: int) -> torch.Tensor:
-    padded = x.new_zeros(shape)
-    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return padded
+def _padded(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Return `x` with zeros behind it up to `size`: backends take tensors of equal shapes alone."""
+    missing = list(x.shape)
+    missing[dim] = size - x.shape[dim]
+    return torch.cat((x, x.new_zeros(missing)), dim) if missing[dim] else x.contiguous()
 
 
 def _all_gather_fake(
@@ -104,13 +101,8 @@ def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> to
     if len(sizes) != group.size() or x.shape[0] != sum(sizes):
         wanted = f"{group.size()} with the sum {x.shape[0]}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
-    shape = [max(sizes), *x.shape[1:]]
-    # Backends scatter equal shapes alone.
-    parts = [
-        part if len(part) == shape[0] else _padded(part, shape, 0)
-        for part in x.contiguous().split(list(sizes))
-    ]
-    found = x.new_empty(shape)
+    parts = [_padded(part, max(sizes), 0) for part in x.split(list(sizes))]
+    found = torch.empty_like(parts[0])
     dist.reduce_scatter(found, parts, group=group)
     return found[: sizes[group.rank()]]
 
@@ -143,11 +135,8 @@ class Shard:
     """What ops call the group."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise FieldError("shard", f"a rank from 0 to {self.size - 1}", self.rank)
         if self.group is not None:
-            name = register_group(self.kind, self.group)
-            object.__setattr__(self, "group_name", name)
+            object.__setattr__(self, "group_name", register_group(self.kind, self.group))
 
     @classmethod
     def named(cls, group_name: str) -> Shard:

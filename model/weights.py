@@ -30,9 +30,8 @@ from model.parallel import Placement, Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
+_FILE_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 COMPARED_ROWS = 8192
-
 # Others, such as float8, mean nothing without scales that no layer here knows.
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALVES = ("F16", "BF16")
@@ -65,7 +64,10 @@ def load_weights(
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in by_file}
         read, extremes = [], []
-        for done, (piece, path) in enumerate(_largest_first(by_file), 1):
+        # The largest parameters first: one that is packed is there twice for a while.
+        pieces = [(piece, path) for path, pieces in by_file.items() for piece in pieces]
+        pieces.sort(key=lambda entry: -entry[0].layer.get_parameter(entry[0].parameter).nbytes)
+        for done, (piece, path) in enumerate(pieces, 1):
             target = piece.target()
             if piece.start < piece.stop:
                 target.copy_(_values(piece, opened[path], path))
@@ -133,16 +135,6 @@ def _plan(
     return by_file
 
 
-def _largest_first(by_file: dict[Path, list[WeightSlice]]) -> list[tuple[WeightSlice, Path]]:
-    """Order slices by the size of their parameters.
-
-    While a layer packs a parameter there are two copies of it. The largest should be packed while
-    the fewest others are there; parts of one parameter stay together.
-    """
-    pieces = [(piece, path) for path, pieces in by_file.items() for piece in pieces]
-    return sorted(pieces, key=lambda entry: -entry[0].parameter_bytes)
-
-
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Return the file of each tensor, from the index or the single file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
@@ -154,21 +146,16 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise refused("weight_map", "an object of tensor and file names", weight_map, index)
-    return {name: directory / _file_name(name, value, index) for name, value in weight_map.items()}
-
-
-def _file_name(tensor_name: str, value: object, index: Path) -> str:
-    """Return an index entry if it names a file beside the index, and nothing elsewhere."""
-    is_plain = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", value, re.ASCII)
-    if not is_plain:
-        wanted = "the name of a safetensors file beside the index"
-        raise refused(f"weight_map[{tensor_name}]", wanted, value, index)
-    return str(value)
+    for name, value in weight_map.items():
+        # Nothing elsewhere is opened, whatever the index says.
+        if not (isinstance(value, str) and _FILE_NAME.fullmatch(value)):
+            wanted = "the name of a safetensors file beside the index"
+            raise refused(f"weight_map[{name}]", wanted, value, index)
+    return {name: directory / value for name, value in weight_map.items()}
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; what is wrong with it is an error that names it."""
     check_file(path)
     try:
         file = safe_open(path, framework="pt", device="cpu")
@@ -237,9 +224,7 @@ def load_model(
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, and its configuration.
 
-    Args:
-        dtype: of parameters and activations; the checkpoint's tensors are converted.
-        progress: called with (tensors done, tensors in all).
+    The checkpoint's tensors are converted to `dtype`, that of parameters and activations.
 
     Raises:
         FieldError: the checkpoint cannot be used, or not by this many ranks.
@@ -258,9 +243,6 @@ def blank_model(
 
     Its parameters are mappings that nothing has touched, and what layers made of them is freed
     again, so it takes memory for its largest parameter and no more.
-
-    Raises:
-        FieldError: the checkpoint cannot be used, or not by this many ranks.
     """
     place = Placement(dtype, torch.device("cpu"), shard)
     model, config = _described_model(checkpoint_dir, place)

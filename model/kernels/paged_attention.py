@@ -134,11 +134,8 @@ def paged_prefill(
 
     Args:
         q, out: [T, H, D]
-        k_cache, v_cache: [N, B, Hkv, D], any strides
-        block_table: int32 [S, M]
         cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
-        seq_lens: int32 [S]
-        sliding_window: token j attends to token i where j - i < sliding_window; None: to all
+        k_cache, v_cache, block_table, seq_lens, sliding_window: as `paged_decode` takes them
     """
     bounds, block_size = cu_seqlens_q.tolist(), k_cache.shape[1]
     for i, seq_len in enumerate(seq_lens.tolist()):

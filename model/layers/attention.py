@@ -48,16 +48,13 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         *,
         layer_name: str,
         sliding_window: int | None = None,
     ) -> None:
-        """Describe a layer; with a window a token attends to so many, itself the last."""
         super().__init__()
-        self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.layer_name = layer_name

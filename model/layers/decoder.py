@@ -46,7 +46,6 @@ class GroupedQueryAttention(nn.Module):
             bias=family.has_qkv_bias or config.attention_bias,
         )
         self.attn = Attention(
-            self.qkv_proj.num_heads,
             self.qkv_proj.num_kv_heads,
             head_dim,
             layer_name=f"model.layers.{layer}.self_attn.attn",

@@ -78,11 +78,7 @@ class ExpertWeights(WeightedLayer):
         parts: Sequence[str],
         place: Placement,
     ) -> None:
-        """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each.
-
-        Args:
-            block: what the family calls a layer's sparse MLP.
-        """
+        """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each."""
         super().__init__(place)
         self._own = place.shard.own_experts(num_experts)
         self.weight = self.declare(len(self._own), len(parts) * out_features, in_features)
@@ -202,11 +198,7 @@ def _routed_experts(
 
 
 def _metadata_for(num_tokens: int, data: Shard) -> DPMetadata:
-    """Return how many tokens each data-parallel rank computes in this step, padding included.
-
-    Raises:
-        ValueError: the step's metadata does not say so, or says otherwise of this rank.
-    """
+    """Return how many tokens each data-parallel rank computes in this step, padding included."""
     metadata = get_forward_context().dp_metadata
     found = () if metadata is None else metadata.num_tokens_across_dp
     if metadata is None or len(found) != data.size or found[data.rank] != num_tokens:

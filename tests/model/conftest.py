@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,8 @@ class Paged:
     ) -> None:
         self.model = model
         self.dp_metadata: Any = None
+        self.watch: AbstractContextManager[Any] = nullcontext()
+        """Around each forward."""
         self.layers = model.attention_layers()
         first = next(iter(self.layers.values()))
         spec = KVCacheSpec(len(self.layers), first.num_kv_heads, first.head_dim, block_size, dtype)
@@ -165,7 +169,7 @@ class Paged:
         self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor | None:
         context = ForwardContext(self.layers, metadata, self.caches, dp_metadata=self.dp_metadata)
-        with forward_context(context):
+        with forward_context(context), self.watch:
             hidden = self.model(tokens, positions)
         assert hidden.isfinite().all()
         return self.model.compute_logits(hidden)
@@ -181,23 +185,6 @@ def paged() -> type[Paged]:
 def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that nothing traces call the functions that tracing sees: results equal to the bit."""
     monkeypatch.setattr(dispatch, "uses_ops", lambda _: False)
-
-
-def _run_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:
-    store = dist.HashStore()
-
-    def run(rank: int) -> Any:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
-        return work(Shard(rank, size, group))
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, range(size)))
-
-
-@pytest.fixture(scope="session")
-def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
-    """Run a function of a shard on `size` ranks, threads joined by gloo; return its results."""
-    return _run_ranks
 
 
 def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[list[Any]]:
@@ -222,11 +209,19 @@ def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[
 
 @pytest.fixture(scope="session")
 def run_grid() -> Callable[[int, int, Callable[[Shard], Any]], list[list[Any]]]:
-    """Run a function of a shard on data-parallel times tensor-parallel ranks, all of them threads.
-
-    Each shard knows its place among the data-parallel ranks. Returns results [DP][TP].
-    """
+    """Run a function of a shard on data-parallel times tensor-parallel ranks, all of them threads
+    joined by gloo; return results [DP][TP]."""
     return _run_grid
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
+    """Run a function of a shard on tensor-parallel ranks; return its results."""
+
+    def run(size: int, work: Callable[[Shard], Any]) -> list[Any]:
+        return _run_grid(1, size, lambda shard: work(replace(shard, data=None)))[0]
+
+    return run
 
 
 def _plain(layer: Any) -> torch.Tensor:

@@ -36,7 +36,7 @@ def shard() -> Shard:
 @pytest.fixture
 def attention_context() -> Iterator[None]:
     """The context of two decodes and a prompt of three tokens."""
-    layer = Attention(H, HKV, D, layer_name="layer")
+    layer = Attention(HKV, D, layer_name="layer")
     metadata = AttentionMetadata(
         num_decodes=2,
         cu_seqlens_q=torch.tensor([0, 1, 2, 5]).int(),

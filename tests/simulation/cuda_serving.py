@@ -8,12 +8,12 @@ two threads and their sockets, calls are answered between steps, in an order tha
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,6 +49,9 @@ COPIES_PER_STEP = 3
 SAMPLED_COPIES = 1
 """One more where other rows are sampled than in the step before, or a sequence has come."""
 EVENT_WAITS_PER_STEP = 1
+STEPS, COPIES, TRANSFERS = "steps", "copies", "transfers"
+"""What is called for: copies of pinned memory to the device, and times that a KV store copies
+blocks, in either direction."""
 LEASE_S = 30.0
 """Of a clock that stands still."""
 
@@ -61,55 +64,17 @@ class Request:
     params: SamplingParams
 
 
-@dataclass(frozen=True)
-class Called:
-    """What was called for since the start."""
-
-    num_steps: int = 0
-    num_copies: int = 0
-    """Of pinned memory to the device."""
-    num_transfers: int = 0
-    """Times that a KV store copied blocks, in either direction."""
-
-    def __add__(self, other: Called) -> Called:
-        return Called(
-            self.num_steps + other.num_steps,
-            self.num_copies + other.num_copies,
-            self.num_transfers + other.num_transfers,
-        )
-
-    def __sub__(self, other: Called) -> Called:
-        return Called(
-            self.num_steps - other.num_steps,
-            self.num_copies - other.num_copies,
-            self.num_transfers - other.num_transfers,
-        )
-
-
-class Serving(Protocol):
-    """What serves a trace."""
-
-    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return each request's tokens."""
-
-    def called(self) -> Called:
-        """Return what was called for since the start."""
-
-    def close(self) -> None:
-        """Let go of graphs."""
-
-
 class Watched:
     """Counts what the plans call for that a runner launches from now on."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.called = Called()
+        self.called: Counter[str] = Counter()
         self._sampled: list[int] | None = None
         """The rows whose parameters are on the device."""
         launch = runner.launch
 
         def watched(plan: StepPlan, *rest: Any) -> Any:
-            self.called += Called(1, self._num_copies(plan))
+            self.called.update({STEPS: 1, COPIES: self._num_copies(plan)})
             return launch(plan, *rest)
 
         runner.launch = watched  # type: ignore[method-assign]
@@ -140,17 +105,15 @@ class Single:
         self._watched = Watched(self._llm.runner)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return each request's tokens."""
         prompts = [request.prompt for request in requests]
         outputs = self._llm.generate(prompts, [request.params for request in requests])
         return [output.outputs[0].token_ids for output in outputs]
 
-    def called(self) -> Called:
+    def called(self) -> Counter[str]:
         """Return what was called for since the start."""
-        return self._watched.called
+        return self._watched.called.copy()
 
     def close(self) -> None:
-        """Let go of graphs."""
         self._llm.runner.close()
 
 
@@ -163,7 +126,7 @@ class Handover:
     """A decode engine's `KVReader`, what its reads need of the world, and the holder's answers."""
 
     def __init__(self, source: BlockStore, target: BlockStore) -> None:
-        self.called = Called()
+        self.called: Counter[str] = Counter()
         self.holder = KVHolder(LEASE_S, _no_time)
         self._source, self._target = source, target
         block_bytes = self._target.block_bytes
@@ -178,7 +141,6 @@ class Handover:
     # --- the scheduler's side ---
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
         self._todo.append(lambda: self._pulls.expect(request_id, handoff))
 
     def start(
@@ -188,21 +150,17 @@ class Handover:
         source_indices: list[int],
         dst_blocks: list[int],
     ) -> None:
-        """Copy `handoff.block_ids[i]` for each source index into `dst_blocks`, then release."""
         self._todo.append(lambda: self._pulls.start(request_id, source_indices, dst_blocks))
 
     def cancel(self, request_id: str) -> None:
-        """Stop and release; a read that was started still reports."""
         self._todo.append(lambda: self._pulls.cancel(request_id))
 
     def take_finished(self) -> list[KVReadResult]:
-        """Return the reads that ended since the last call."""
         return self._pulls.take_finished()
 
     # --- what the reads need of the world ---
 
     def send(self, source: KVSource, call: KVCall) -> None:
-        """Send a call."""
         self._todo.append(lambda: self._answer(call))
 
     def _answer(self, call: KVCall) -> None:
@@ -212,7 +170,7 @@ class Handover:
                 alive = self.holder.covers(call.ticket, call.block_ids, call.generations)
                 assert alive, f"ticket {call.ticket}: wanted it alive"
                 blocks = self._source.gather(call.block_ids)
-                self.called += Called(num_transfers=1)
+                self.called[TRANSFERS] += 1
             case KVRenew():
                 alive = self.holder.renew(call.ticket)
             case KVRelease():
@@ -231,9 +189,8 @@ class Handover:
         raise OSError("wanted a mapped source")
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
-        """Write the bytes of an answer into blocks of the decode engine."""
         self._target.scatter(ids, blocks)
-        self.called += Called(num_copies=len(ids), num_transfers=1)
+        self.called.update({COPIES: len(ids), TRANSFERS: 1})
 
     def forget(self, source: KVSource) -> None:
         """Nothing is open."""
@@ -257,7 +214,6 @@ class _Side:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute on the engine's stream."""
         if self._stream is None:
             yield
             return
@@ -265,7 +221,6 @@ class _Side:
             yield
 
     def assemble(self, handover: Handover) -> None:
-        """Make the engine."""
         spec = self.runner.kv_spec
         metadata = HandoffMetadata([_SOURCE], spec.block_bytes, spec.layout, LEASE_S)
         is_prefill = self.config.role is Role.PREFILL
@@ -278,7 +233,6 @@ class _Side:
         )
 
     def step(self) -> list[EngineOutput]:
-        """Run a step."""
         with self.computing():
             return self.engine.step()
 
@@ -298,7 +252,6 @@ class Pair:
         self._num_requests = 0
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return each request's tokens."""
         asked = [self._message(request) for request in requests]
         tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
         self._random.seed(str(requests))
@@ -341,11 +294,10 @@ class Pair:
         name = str(self._num_requests)
         return GenerateRequest(name, request.prompt, [], sampling, "", b"")
 
-    def called(self) -> Called:
+    def called(self) -> Counter[str]:
         """Return what was called for since the start."""
-        return sum((side.watched.called for side in self._sides), self._handover.called)
+        return self._prefill.watched.called + self._decode.watched.called + self._handover.called
 
     def close(self) -> None:
-        """Let go of graphs."""
         for side in self._sides:
             side.runner.close()

@@ -170,19 +170,14 @@ def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
         if rest or padded % per_word or not num_inputs <= padded < num_inputs + 64:
             continue
         tiles = flat.view(blocks, padded // per_word, outputs, per_word)
-        if _holds(tiles, weight):
+        # Block by block: a copy of the whole weight would double what loading needs.
+        pairs = zip(tiles, weight.split(outputs), strict=True)
+        if all(
+            torch.equal(tile.transpose(0, 1).flatten(1)[: len(rows), :num_inputs], rows)
+            for tile, rows in pairs
+        ):
             return tiles
     return None
-
-
-def _holds(tiles: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Compare block by block: a copy of the whole weight would double what loading needs."""
-    outputs = tiles.shape[2]
-    for tile, rows in zip(tiles, weight.split(outputs), strict=True):
-        plain = tile.transpose(0, 1).flatten(1)[: rows.shape[0], : weight.shape[1]]
-        if not torch.equal(plain, rows):
-            return False
-    return True
 
 
 def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -254,10 +249,10 @@ def _packed_rows(
 
 
 packed_linear = direct_register_custom_op(
-    "packed_linear", _packed_linear, fake_impl=lambda x, handle, bias, n: x.new_empty(len(x), n)
+    "packed_linear", _packed_linear, fake_impl=lambda x, handle, bias, n: x.new_empty(x.shape[0], n)
 )
 packed_rows = direct_register_custom_op(
     "packed_rows",
     _packed_rows,
-    fake_impl=lambda rows, handle, n, dtype: rows.new_empty(len(rows), n, dtype=dtype),
+    fake_impl=lambda rows, handle, n, dtype: rows.new_empty(rows.shape[0], n, dtype=dtype),
 )

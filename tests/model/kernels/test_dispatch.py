@@ -81,7 +81,7 @@ def attend(num_decodes: int, num_seqs: int, num_tokens: int) -> torch.Tensor:
         slot_mapping=empty(num_tokens, dtype=torch.int64),
     )
     cache = KVCacheTensor(empty(9, BLOCK, HKV, D), empty(9, BLOCK, HKV, D))
-    layer = Attention(H, HKV, D, layer_name="layer")
+    layer = Attention(HKV, D, layer_name="layer")
     q, k, v = empty(num_tokens, H, D), empty(num_tokens, HKV, D), empty(num_tokens, HKV, D)
     cos, sin = empty(num_tokens, 1, D // 2), empty(num_tokens, 1, D // 2)
     output = torch.empty_like(q)
@@ -127,24 +127,6 @@ def test_the_grid_of_a_full_batch_has_room_for_one_long_sequence(launches: list[
         ("split", (250, HKV, 1024 * BLOCK // 256)),
         ("join", (250, H)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "num_kv_heads", "max_tokens", "wanted"),
-    [
-        (1, 1, 131072, 64),
-        (3, 4, 131072, 44),  # 4 * 132 programs, rounded to no power of two
-        (3, 4, 1300, 5),
-        (1, 8, 100, 1),
-        (256, 8, 131072, 8),
-        # One long sequence of few KV heads is as many programs as one of many.
-        (256, 1, 131072, 64),
-    ],
-)
-def test_splits_fill_the_device_and_no_more(
-    num_seqs: int, num_kv_heads: int, max_tokens: int, wanted: int
-) -> None:
-    assert triton_decode.num_splits(num_seqs, num_kv_heads, max_tokens, 132) == wanted
 
 
 def body(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The C++ kernels against the torch functions whose references they are."""
+"""The torch functions against plain attention, and the C++ kernels against the torch functions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from compile.context import ForwardContext, KVCacheTensor, forward_context
 from model.kernels import cpu, elementwise, paged_attention
 from model.kernels.cpu import native, packed_linear
+from model.layers.attention import Attention, AttentionMetadata
 
 ATTENTION_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 0.0}
 ROPE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 0.0}
@@ -95,11 +97,14 @@ class Case:
         self.lengths = torch.tensor(lengths).int()
         for row, blocks in zip(self.table, order.split([*counts, 3]), strict=False):
             row[: len(blocks)] = blocks
+        self.sequences = []
+        """Each one's keys and values."""
         for row, length in zip(self.table, lengths, strict=True):
             at = torch.arange(length)
             blocks, slots = row[at // block_size].long(), at % block_size
-            for cache in (self.k, self.v):
-                cache[blocks, slots] = torch.randn(length, kv_heads, dim).to(dtype)
+            new = torch.randn(2, length, kv_heads, dim).to(dtype)
+            self.k[blocks, slots], self.v[blocks, slots] = new
+            self.sequences.append(new)
         self.is_decode = queries is None
         self.bounds = torch.tensor([0, *(queries or [1] * len(lengths))]).cumsum(0).int()
         num_rows = int(self.bounds[-1]) + (0 if self.is_decode else 3)
@@ -115,12 +120,16 @@ class Case:
             kernels.paged_prefill(self.q, *caches, self.bounds, *rest, window)
         return out
 
-    def check(self, window: int | None = None) -> None:
-        """Compare with the reference, to which unused slots are zero."""
-        found = self.attend(cpu, window)
+    def zero_unused(self) -> None:
+        """Give unused slots the value that the torch functions rely on."""
         for cache in (self.k, self.v):
             cache.nan_to_num_(0.0)
             cache[0] = 0.0
+
+    def check(self, window: int | None = None) -> None:
+        """Compare with the reference."""
+        found = self.attend(cpu, window)
+        self.zero_unused()
         wanted = self.attend(paged_attention, window)
         wanted[int(self.bounds[-1]) :] = 0.0
         tolerance = ATTENTION_TOLERANCE[found.dtype]
@@ -134,6 +143,93 @@ LENGTHS = [1, 9, 2, 90, 300, 31]
 @pytest.fixture(params=KINDS)
 def queries(request: pytest.FixtureRequest) -> list[int] | None:
     return KINDS[request.param]
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
+    """Attend in float64 from the last tokens of a sequence. q: [Tq, H, D]; k, v: [Tk, Hkv, D]."""
+    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[2] ** -0.5
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(k) - len(q) + 1)
+    if window is not None:
+        distances = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        hidden |= distances >= window
+    attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return attended.to(q.dtype)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 5, 8, 9, 100])
+def test_the_references_equal_plain_attention_and_read_their_windows_alone(
+    window: int | None, queries: list[int] | None
+) -> None:
+    # A sequence of length 0 is padding, of one query or of several.
+    lengths = [*LENGTHS, 0]
+    case = Case(lengths, None if queries is None else [*queries, 3])
+    case.zero_unused()
+    for row, length, n in zip(case.table, lengths, case.bounds.diff(), strict=True):
+        first = 0 if window is None else max(length - int(n) - window + 1, 0) // 4
+        for cache in (case.k, case.v):
+            cache[row[:first].long()] = torch.nan
+        # A freed entry may name scratch, or, on a rank, a block that is another's by now.
+        row[:first:2] = 0
+    out = case.attend(paged_attention, window)
+    sizes = [*case.bounds.diff().tolist(), len(out) - int(case.bounds[-1])]
+    rows = zip(out.split(sizes), case.q.split(sizes), case.sequences, strict=False)
+    for found, q, (k, v) in rows:
+        close(found, plain_attention(q, k, v, window) if len(k) else 0 * q)
+
+
+def test_reused_blocks_hide_what_they_held() -> None:
+    case = Case([8])
+    blocks, new = case.table[0, :2].long(), torch.randn(2, 5, 2, 16)
+    case.k[blocks], case.v[blocks] = torch.inf, torch.nan
+    at = torch.arange(5)
+    paged_attention.write_kv(*new, case.k, case.v, blocks[at // 4] * 4 + at % 4)
+    case.lengths[0] = 5
+    close(case.attend(paged_attention), plain_attention(case.q, *new))
+
+
+def test_writing_touches_only_its_slots() -> None:
+    pool, (k, v) = torch.full((10, 3, 2, 4, 2, 16), 7.0), torch.randn(2, 2, 2, 16)
+    slots = torch.tensor([5 * 4 + 1, 9 * 4 + 3])
+    paged_attention.write_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
+    assert torch.equal(pool[5, 1, 0, 1], k[0]) and torch.equal(pool[9, 1, 1, 3], v[1])
+    pool[5, 1, :, 1] = pool[9, 1, :, 3] = 7.0
+    assert (pool[1:] == 7.0).all() and (pool[0, [0, 2]] == 7.0).all()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_layer_attends_decodes_and_chunks_and_zeroes_padding(window: int | None) -> None:
+    case, num_queries = Case([7, 8], [1, 4]), [1, 4]
+    case.zero_unused()
+    at = [torch.arange(length - n, length) for length, n in zip([7, 8], num_queries, strict=True)]
+    slots = [row[i // 4] * 4 + i % 4 for row, i in zip(case.table, at, strict=True)]
+    metadata = AttentionMetadata(
+        num_decodes=1,
+        cu_seqlens_q=case.bounds,
+        seq_lens=case.lengths,
+        block_table=case.table,
+        slot_mapping=torch.cat((*slots, torch.zeros(3))).long(),
+    )
+    layer = Attention(2, 16, layer_name="layer", sliding_window=window)
+    caches = {"layer": KVCacheTensor(case.k, case.v)}
+    k, v = torch.randn(2, 8, 2, 16)
+    cos, sin = torch.randn(2, 8, 1, 8)
+    for padded in (case.q, k, v, cos, sin):
+        padded[5:] = torch.nan
+    with forward_context(ForwardContext({"layer": layer}, metadata, caches)):
+        out = layer(case.q, k, v, cos, sin)
+    assert not out[5:].any()
+    rotated = elementwise.rotate(case.q, cos, sin)
+    for row, length, rows in zip(case.table, (7, 8), (slice(0, 1), slice(1, 5)), strict=True):
+        i = torch.arange(length)
+        held = (cache[row[i // 4].long(), i % 4] for cache in (case.k, case.v))
+        close(out[rows], plain_attention(rotated[rows], *held, window))
 
 
 @pytest.mark.usefixtures("no_reference")
