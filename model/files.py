@@ -1,4 +1,4 @@
-"""A checkpoint's JSON files. What cannot be used is a `FieldError` of one line that names the file."""
+"""A checkpoint's JSON files. What cannot be used is a `FieldError` of one line with the file."""
 
 from __future__ import annotations
 

@@ -73,4 +73,4 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if native.run("silu_and_mul", gate_up, out):
         return out
-    return elementwise.silu_and_mul(gate_up)
+    return elementwise.silu_and_mul(gate_up).contiguous()
