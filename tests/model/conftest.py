@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,11 +18,9 @@ import transformers
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 from model.kernels import dispatch
-from model.kernels.cpu.packed_linear import packed_products
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
-from model.layers.moe import ExpertWeights
 from model.parallel import Shard
 from model.weights import load_model
 
@@ -224,30 +222,18 @@ def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
     return run
 
 
-def _plain(layer: Any) -> torch.Tensor:
-    if isinstance(layer, ExpertWeights):
-        if layer.handles is None:
-            return layer.weight
-        multiply, ones = packed_products(layer.handles), torch.eye(layer.weight.shape[2])
-        matrices = [multiply(ones.to(layer.dtype), i).T for i in range(len(layer.handles))]
-        return torch.stack(matrices)
-    if layer.handle is None:
-        return torch.as_tensor(layer.weight)
-    ones = torch.eye(layer.weight.shape[1], dtype=layer.dtype)
-    return torch.as_tensor(layer.product(ones, None).T)
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay as they are read."""
+    for layers in ("linear", "moe"):
+        monkeypatch.setattr(f"model.layers.{layers}.can_pack", lambda *_: False)
 
 
 @pytest.fixture(scope="session")
-def plain_weight() -> Callable[[Any], torch.Tensor]:
-    """Return a layer's weight to the bit, by products with ones where it is packed."""
-    return _plain
-
-
-@pytest.fixture
-def load() -> Iterator[Callable[..., tuple[CausalLM, ModelConfig]]]:
+def load() -> Callable[..., tuple[CausalLM, ModelConfig]]:
     """Load a checkpoint in float32 on the CPU."""
 
     def load_float32(path: Path, shard: Shard | None = None) -> Any:
         return load_model(path, shard=shard or Shard(), dtype=torch.float32, device="cpu")
 
-    yield load_float32
+    return load_float32

@@ -57,20 +57,18 @@ def refusal(load: Any, path: Path, shard: Shard | None = None) -> str:
     return str(caught.value)
 
 
-def weights_of(
-    load: Any, plain: Any, path: Path, *, rank: int = 0, size: int = 1
-) -> list[torch.Tensor]:
+def weights_of(load: Any, path: Path, *, rank: int = 0, size: int = 1) -> list[torch.Tensor]:
     """Return the second layer's router and experts on a rank."""
     mlp = load(path, Shard(rank, size))[0].model.layers[1].mlp
-    return [plain(layer) for layer in (mlp.gate, mlp.gate_up_proj, mlp.down_proj)]
+    return [layer.weight for layer in (mlp.gate, mlp.gate_up_proj, mlp.down_proj)]
 
 
+@pytest.mark.usefixtures("unpacked")
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_experts_are_read_in_both_spellings(
     is_fused: bool,
     copy: Callable[..., Path],
     load: Any,
-    plain_weight: Any,
     make_checkpoint: Any,
     family: str,
 ) -> None:
@@ -78,19 +76,18 @@ def test_experts_are_read_in_both_spellings(
     theirs = reference.model.layers[1].mlp
     wanted = [theirs.gate.weight, theirs.experts.gate_up_proj, theirs.experts.down_proj]
     path = copy(lambda tensors: None, is_fused=is_fused)
-    for found, tensor in zip(weights_of(load, plain_weight, path), wanted, strict=True):
+    for found, tensor in zip(weights_of(load, path), wanted, strict=True):
         assert torch.equal(found, tensor)
 
 
+@pytest.mark.usefixtures("unpacked")
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_ranks_hold_whole_experts_that_join_to_all(
-    is_fused: bool, copy: Callable[..., Path], load: Any, plain_weight: Any
+    is_fused: bool, copy: Callable[..., Path], load: Any
 ) -> None:
     path = copy(lambda tensors: None, is_fused=is_fused)
-    gate, *experts = weights_of(load, plain_weight, path)
-    gates, *parts = zip(
-        *(weights_of(load, plain_weight, path, rank=r, size=2) for r in range(2)), strict=True
-    )
+    gate, *experts = weights_of(load, path)
+    gates, *parts = zip(*(weights_of(load, path, rank=r, size=2) for r in range(2)), strict=True)
     assert all(torch.equal(part, gate) for part in gates)
     for matrices, ranks in zip(experts, parts, strict=True):
         assert [part.shape[0] for part in ranks] == [3, 3]

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from compile.errors import FieldError
 from model import weights
 from model.kernels.cpu import packed_linear
-from model.layers.linear import Linear
-from model.layers.slices import WeightedLayer
 from model.parallel import Shard
 from model.weights import blank_model, load_model
 
@@ -80,36 +78,25 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         save_file(tensors, path)
 
 
-def plain_weights(model: torch.nn.Module, plain: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name, those that are packed as plain copies."""
-    return {
-        name: plain(layer) if isinstance(layer, Linear) else layer.weight.detach()
-        for name, layer in model.named_modules()
-        if isinstance(layer, WeightedLayer) and isinstance(layer.weight, torch.Tensor)
-    }
-
-
 @pytest.mark.feature("S07")
+@pytest.mark.usefixtures("unpacked")
 def test_sharded_files_load_like_a_single_one(
-    make_checkpoint: Any, load: Any, sharded: Path, plain_weight: Any
+    make_checkpoint: Any, load: Any, sharded: Path
 ) -> None:
-    single, _ = load(make_checkpoint()[0])
-    several, _ = load(sharded)
-    wanted = plain_weights(single, plain_weight)
-    assert len(wanted) == 15
-    for name, tensor in plain_weights(several, plain_weight).items():
-        assert torch.equal(tensor, wanted[name]), name
+    single, several = (load(path)[0].state_dict() for path in (make_checkpoint()[0], sharded))
+    assert single.keys() == several.keys()
+    for name, tensor in several.items():
+        assert torch.equal(tensor, single[name]), name
 
 
 @pytest.mark.feature("S07")
-def test_tensors_are_converted_to_the_dtype_asked_for(
-    make_checkpoint: Any, plain_weight: Any
-) -> None:
+@pytest.mark.usefixtures("unpacked")
+def test_tensors_are_converted_to_the_dtype_asked_for(make_checkpoint: Any) -> None:
     path, reference = make_checkpoint()
     model, _ = load_model(path, dtype=torch.bfloat16, device="cpu")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     wanted = reference.model.layers[1].mlp.down_proj.weight.bfloat16()
-    assert torch.equal(plain_weight(model.model.layers[1].mlp.down_proj), wanted)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, wanted)
 
 
 def test_progress_ends_with_all_tensors(make_checkpoint: Any) -> None:
@@ -124,15 +111,16 @@ def test_progress_ends_with_all_tensors(make_checkpoint: Any) -> None:
     assert calls == [(done, total) for done in range(total + 1)]
 
 
-def test_ranks_slices_join_to_the_whole(make_checkpoint: Any, load: Any, plain_weight: Any) -> None:
+@pytest.mark.usefixtures("unpacked")
+def test_ranks_slices_join_to_the_whole(make_checkpoint: Any, load: Any) -> None:
     path, reference = make_checkpoint(attention_bias=True, mlp_bias=True)
     ranks = [load(path, Shard(rank, 2))[0].model for rank in range(2)]
     theirs = reference.model
     mlps = [rank.layers[0].mlp for rank in ranks]
-    gate, up = zip(*(plain_weight(mlp.gate_up_proj).chunk(2) for mlp in mlps), strict=True)
+    gate, up = zip(*(mlp.gate_up_proj.weight.chunk(2) for mlp in mlps), strict=True)
     assert torch.equal(torch.cat(gate), theirs.layers[0].mlp.gate_proj.weight)
     assert torch.equal(torch.cat(up), theirs.layers[0].mlp.up_proj.weight)
-    down = torch.cat([plain_weight(mlp.down_proj) for mlp in mlps], dim=1)
+    down = torch.cat([mlp.down_proj.weight for mlp in mlps], dim=1)
     assert torch.equal(down, theirs.layers[0].mlp.down_proj.weight)
     queries = torch.cat([rank.layers[0].self_attn.qkv_proj.bias[:24] for rank in ranks])
     assert torch.equal(queries, theirs.layers[0].self_attn.q_proj.bias)
@@ -149,15 +137,14 @@ def test_ranks_that_do_not_divide_the_model_are_refused(
         load(make_checkpoint()[0], Shard(0, size))
 
 
-def test_more_ranks_than_kv_heads_share_them(
-    make_checkpoint: Any, load: Any, plain_weight: Any
-) -> None:
+@pytest.mark.usefixtures("unpacked")
+def test_more_ranks_than_kv_heads_share_them(make_checkpoint: Any, load: Any) -> None:
     path, reference = make_checkpoint(num_key_value_heads=2)
     for rank in range(4):
         qkv = load(path, Shard(rank, 4))[0].model.layers[0].self_attn.qkv_proj
         first = (rank // 2) * 12
         wanted = reference.model.layers[0].self_attn.k_proj.weight[first : first + 12]
-        assert torch.equal(plain_weight(qkv)[12:24], wanted)
+        assert torch.equal(qkv.weight[12:24], wanted)
 
 
 def test_missing_weights_are_named(checkpoint: Path, load: Any) -> None:
