@@ -459,7 +459,7 @@ CASES += [(damage, ["by expert", "fused"]) for damage in OF_EXPERTS]
 
 @pytest.mark.feature("S07")
 @pytest.mark.parametrize(
-    ("damage", "kinds"), CASES, ids=[f"{d.__name__} {'or '.join(kinds)}" for d, kinds in CASES]
+    ("damage", "kinds"), CASES, ids=[f"{d.__name__} {' or '.join(kinds)}" for d, kinds in CASES]
 )
 def test_damaged_checkpoints_are_refused_by_name(
     damage: Callable[[Checkpoint], None], kinds: list[str], good: dict[str, Path], tmp_path: Path
