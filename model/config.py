@@ -170,15 +170,11 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
 
     @property
     def has_dense_layers(self) -> bool:
-        """Return whether any layer has a dense MLP."""
+        """Whether any layer has a dense MLP."""
         return self.experts is None or not all(self.experts.is_sparse)
 
     def tensor_parallel_sizes(self, data_parallel_size: int = 1) -> list[int]:
-        """Return how many ranks can hold the model together, with so many of them that do.
-
-        Query heads and dense MLPs are split evenly. So are KV heads, or each lives on several
-        ranks. Whole experts are spread over the ranks of all data-parallel ranks.
-        """
+        """Return how many ranks can hold the model together, with so many of them that do."""
         kv_heads = self.num_kv_heads
         num_split = self.intermediate_size if self.has_dense_layers else 0
         num_experts = 0 if self.experts is None else self.experts.num_experts
@@ -220,9 +216,6 @@ class ModelConfig(_Kept, frozen=True, kw_only=True):
         Args:
             source: the file, for messages.
             eos_token_id: end tokens that beat those of `values`; None where there are none.
-
-        Raises:
-            FieldError: names the field and the file.
         """
         with _named(source):
             architecture = _architecture(values.get("architectures"))
@@ -339,10 +332,10 @@ def _experts(file: _File, given: Mapping[str, Any]) -> Experts | None:
 
 
 def fingerprint(checkpoint_dir: Path) -> bytes:
-    """Return a digest of a checkpoint: equal for copies, another one for another model.
+    """Return a digest of a checkpoint's configuration, tokenizer and weights: equal for copies.
 
-    It covers configuration, tokenizer and weights. Weights are sampled: two that were trained on
-    from the same model differ in nearly all of their numbers; a change of a few is not noticed.
+    Weights are sampled: two that were trained on from the same model differ in nearly all of their
+    numbers; a change of a few is not noticed.
     """
     digest = hashlib.sha256()
     for path in sorted(checkpoint_dir.iterdir()):

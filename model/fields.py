@@ -221,5 +221,4 @@ def _fits(found: Any, kind: Any) -> bool:
 
 
 def is_struct(kind: Any) -> bool:
-    """Return whether a type is a struct."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

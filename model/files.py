@@ -1,8 +1,4 @@
-"""A checkpoint's JSON files, and the error for what in them cannot be used.
-
-A file comes from outside. It may be damaged or not be a file at all. All of it ends in a
-`FieldError` of one line that names the file.
-"""
+"""A checkpoint's JSON files. What cannot be used is a `FieldError` of one line with the file."""
 
 from __future__ import annotations
 
@@ -41,12 +37,7 @@ def _cut(text: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a regular file, or a link to one, holds.
-
-    Raises:
-        FieldError: the file cannot be read, is not JSON, holds something else, or names a key
-            twice.
-    """
+    """Return the JSON object that a regular file, or a link to one, holds; no key comes twice."""
     check_file(path)
     try:
         size = path.stat().st_size
@@ -69,9 +60,6 @@ def check_file(path: Path) -> None:
     """Refuse what is not a regular file: opening a pipe or a device might never return.
 
     Links are followed: caches store a checkpoint's files as links to their contents.
-
-    Raises:
-        FieldError: names the file.
     """
     try:
         path.stat()

@@ -3,9 +3,6 @@
 With one rank every method is the identity, so that layers are written once and never ask whether
 they are alone.
 
-`ExpertShard` is a rank's place in the grid of tensor-parallel and data-parallel ranks over which
-the experts of a model are spread.
-
 Collectives are opaque ops that find their group by a name. A traced graph holds a group's name,
 never the group, and the name is the same in every rank's process. So the graphs of all ranks are
 equal, and so is what is compiled from them. An op that sums writes into its argument: copying it
@@ -43,11 +40,7 @@ def register_group(kind: str, group: dist.ProcessGroup) -> str:
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """Return the group that ops call `name`.
-
-    Raises:
-        LookupError: no group has this name.
-    """
+    """Return the group that ops call `name`."""
     try:
         return _groups[name]
     except KeyError:
@@ -67,20 +60,17 @@ def _all_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, group_name: str
     if len(sizes) != group.size() or x.shape[dim] != sizes[group.rank()]:
         wanted = f"{group.size()} with {x.shape[dim]} at rank {group.rank()}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
-    longest = max(sizes)
-    shape = list(x.shape)
-    shape[dim] = longest
-    # Backends gather equal shapes alone.
-    padded = x.contiguous() if x.shape[dim] == longest else _padded(x, shape, dim)
-    parts = [x.new_empty(shape) for _ in sizes]
+    padded = _padded(x, max(sizes), dim)
+    parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
 
 
-def _padded(x: torch.Tensor, shape: Sequence[int], dim: int) -> torch.Tensor:
-    padded = x.new_zeros(shape)
-    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return padded
+def _padded(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Return `x` with zeros behind it up to `size`: backends take tensors of equal shapes alone."""
+    missing = list(x.shape)
+    missing[dim] = size - x.shape[dim]
+    return torch.cat((x, x.new_zeros(missing)), dim) if missing[dim] else x.contiguous()
 
 
 def _all_gather_fake(
@@ -111,13 +101,8 @@ def reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group_name: str) -> to
     if len(sizes) != group.size() or x.shape[0] != sum(sizes):
         wanted = f"{group.size()} with the sum {x.shape[0]}"
         raise ValueError(f"sizes: wanted {wanted}, found {list(sizes)}")
-    shape = [max(sizes), *x.shape[1:]]
-    # Backends scatter equal shapes alone.
-    parts = [
-        part if len(part) == shape[0] else _padded(part, shape, 0)
-        for part in x.contiguous().split(list(sizes))
-    ]
-    found = x.new_empty(shape)
+    parts = [_padded(part, max(sizes), 0) for part in x.split(list(sizes))]
+    found = torch.empty_like(parts[0])
     dist.reduce_scatter(found, parts, group=group)
     return found[: sizes[group.rank()]]
 
@@ -130,6 +115,10 @@ gather = direct_register_custom_op("gather", _gather, mutates_args=["parts"])
 @dataclass(frozen=True)
 class Shard:
     """Rank `rank` of `size` ranks that hold a model together.
+
+    Experts are spread over a grid: these ranks, which compute the same tokens, times the
+    data-parallel ranks, which compute others. Ranks of the grid are numbered data-parallel rank
+    first; each holds whole experts, as many as any other.
 
     Invariant: 0 <= rank < size. `group` carries the tensors where size > 1.
     """
@@ -146,19 +135,12 @@ class Shard:
     """What ops call the group."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise FieldError("shard", f"a rank from 0 to {self.size - 1}", self.rank)
         if self.group is not None:
-            name = register_group(self.kind, self.group)
-            object.__setattr__(self, "group_name", name)
+            object.__setattr__(self, "group_name", register_group(self.kind, self.group))
 
     @classmethod
     def named(cls, group_name: str) -> Shard:
-        """Return this rank's place in the group that ops call so; alone for no name.
-
-        Raises:
-            LookupError: no group has this name.
-        """
+        """Return this rank's place in the group that ops call so; alone for no name."""
         if not group_name:
             return cls()
         group = find_group(group_name)
@@ -173,6 +155,22 @@ class Shard:
         if total % self.size:
             raise FieldError(name, f"a multiple of tensor_parallel_size={self.size}", total)
         return total // self.size
+
+    def own_experts(self, num_experts: int) -> range:
+        """Return the numbers of the experts that this rank of the grid holds.
+
+        Raises:
+            FieldError: the experts are not a multiple of the ranks.
+        """
+        data = self.data or Shard()
+        if num_experts % (self.size * data.size):
+            sizes = f"tensor_parallel_size={self.size}"
+            if data.size > 1:
+                sizes += f" times data_parallel_size={data.size}"
+            raise FieldError("num_experts", f"a multiple of {sizes}", num_experts)
+        count = num_experts // (self.size * data.size)
+        first = (data.rank * self.size + self.rank) * count
+        return range(first, first + count)
 
     def slice(self, total: int) -> slice:
         """Return this rank's part of `total` items: equal parts, rounded up, the last one short.
@@ -207,93 +205,25 @@ class Shard:
             dist.broadcast(t, group=self.group, group_src=0)
         return t
 
-    def all_gather(
-        self, t: torch.Tensor, dim: int, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Return the ranks' tensors joined along `dim` in rank order.
-
-        Args:
-            sizes: each rank's extent along `dim`; None where all are equal.
-        """
+    def all_gather(self, t: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        """Return the ranks' tensors joined along `dim` in rank order; rank i's has `sizes[i]`."""
         if self.size == 1:
             return t
-        sizes = [t.shape[dim]] * self.size if sizes is None else sizes
         joined: torch.Tensor = all_gather(t, sizes, dim, self.group_name)
         return joined
 
     def reduce_scatter(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's rows of the sum of `t` over the ranks, which may overwrite `t`.
 
-        Args:
-            sizes: each rank's rows, in rank order; `t` has all of them.
+        Rank i's rows are `sizes[i]`; `t` has all of them.
         """
         return t if self.size == 1 else reduce_scatter(t, sizes, self.group_name)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank's part of a model is computed, and in which dtype: parameters' and
-    activations'."""
+    """Where one rank's part of a model is computed, and the dtype of parameters and activations."""
 
     dtype: torch.dtype
     device: torch.device
     shard: Shard = Shard()
-
-
-@dataclass(frozen=True)
-class ExpertShard:
-    """One rank's place among all ranks that hold a model's experts.
-
-    The ranks form a grid: `tensor` are those that compute the same tokens, `data` those that stand
-    at the same place in the other data-parallel ranks and compute other tokens.
-
-    1. Rank r of the grid holds whole experts, num_experts / size of them from r * num_experts /
-       size on.
-    2. `dispatch` brings the tokens of all data-parallel ranks here: an all-gather over `data`.
-       Ranks of one tensor-parallel group have the same tokens already.
-    3. Each rank computes what its experts add to all of these tokens.
-    4. `combine` sums over the grid and keeps this data-parallel rank's tokens: a reduce-scatter
-       over `data`, so that what is left to sum is short, then an all-reduce over `tensor`.
-
-    Every rank makes the same collectives, whatever tokens it has and wherever they are routed.
-    Invariant: ranks are numbered data-parallel rank first.
-    """
-
-    tensor: Shard
-    data: Shard
-
-    @classmethod
-    def of(cls, shard: Shard) -> ExpertShard:
-        """Return the grid in which a rank has this shard."""
-        return cls(shard, shard.data or Shard())
-
-    @property
-    def size(self) -> int:
-        """Ranks in the grid."""
-        return self.tensor.size * self.data.size
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the grid."""
-        return self.data.rank * self.tensor.size + self.tensor.rank
-
-    def divide(self, num_experts: int) -> int:
-        """Return how many experts a rank holds.
-
-        Raises:
-            FieldError: the experts are not a multiple of the ranks.
-        """
-        if num_experts % self.size:
-            sizes = f"tensor_parallel_size={self.tensor.size}"
-            if self.data.size > 1:
-                sizes += f" times data_parallel_size={self.data.size}"
-            raise FieldError("num_experts", f"a multiple of {sizes}", num_experts)
-        return num_experts // self.size
-
-    def dispatch(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the rows of all data-parallel ranks in rank order; rank i has `sizes[i]`."""
-        return self.data.all_gather(t, 0, sizes)
-
-    def combine(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return this data-parallel rank's rows, summed over the grid; may overwrite `t`."""
-        return self.tensor.all_reduce(self.data.reduce_scatter(t, sizes))

@@ -66,10 +66,9 @@ class LinearRope:
 class DynamicRope:
     """A base that grows with the sequence beyond `original_len` (dynamic NTK scaling).
 
-    A cached key keeps the angles of the length at which it was computed. In a single generation
-    that is the prompt's length for its tokens, and for a generated token its own. For prompts of
-    at most `original_len` tokens it follows from the position alone, so that keys can be shared,
-    moved and computed again; a longer prompt's would depend on its length, and is refused.
+    A cached key keeps the angles of the length at which it was computed: for prompts of at most
+    `original_len` tokens they follow from the position alone, so that keys can be shared, moved and
+    computed again; a longer prompt's would depend on its length, and is refused.
     """
 
     theta: float
@@ -131,15 +130,9 @@ def read_rope(
     original_len: int | None,
     head_dim: int,
 ) -> Rope:
-    """Return the embedding that parameters of a file describe.
+    """Return the embedding that parameters of a file, which it calls `name`, describe.
 
-    Args:
-        name: what the file calls the parameters.
-        theta, original_len: the file's own fields; the parameters' base beats the first, and their
-            length is beaten by the second.
-
-    Raises:
-        FieldError: names the field.
+    The file's own `theta` is beaten by the parameters' base; its `original_len` beats their length.
     """
     theta = given.rope_theta or theta
     original_len = original_len or given.original_max_position_embeddings or max_position_embeddings

@@ -222,21 +222,12 @@ def _filtered_probs(logits: torch.Tensor, tensors: SamplingTensors) -> torch.Ten
     relative = logits - logits.amax(dim=-1, keepdim=True)
     scaled = relative / torch.where(temperature > 0, temperature, 1.0)
     if tensors.any_min_p:
-        scaled = filter_min_p(scaled, tensors.min_p)
+        # Less likely than `min_p` times the likeliest (Nguyen et al., 2024).
+        scaled = scaled.masked_fill(scaled < tensors.min_p.log().unsqueeze(-1), -torch.inf)
     if tensors.any_top_k or tensors.any_top_p:
         kernels = kernels_for(scaled)
         scaled = kernels.filter_top_k_top_p(scaled, tensors.top_k, tensors.top_p)
     return scaled.softmax(dim=-1)
-
-
-def filter_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set tokens less likely than `min_p` times the likeliest to -inf (Nguyen et al., 2024).
-
-    Args:
-        logits: [B, V], relative to the row's maximum
-        min_p: [B], 0 keeps all
-    """
-    return logits.masked_fill(logits < min_p.log().unsqueeze(-1), -torch.inf)
 
 
 def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -274,9 +265,7 @@ def draw_uniform(
     state, advanced to `position`. Integer arithmetic modulo 2^64, then the upper 53 bits, so that
     every platform agrees. Mixing the seed first keeps the streams of neighbouring seeds apart.
 
-    Args:
-        seeds: uint64 [B]
-        positions: int64 [B], at least 0
+    seeds: uint64 [B]; positions: int64 [B], at least 0
     """
     counters = positions.astype(np.uint64) + np.uint64(1)
     bits = _mix(_mix(seeds.astype(np.uint64)) + _GOLDEN * counters)

@@ -1,7 +1,7 @@
 """Open a checkpoint: its configuration, an empty model, and its weights, each rank only its slices.
 
 The model says which tensors it wants and where they go (`WeightSlice`), and everything is compared
-before the first byte of weights is read. What is read is checked to be finite: a NaN would
+before the first byte of weights is read. What was read must be finite on its device: a NaN would
 otherwise show as nonsense, in one request or in all. A parameter takes memory when its first part
 is read, and its layer is told when the last one is in.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -30,22 +30,13 @@ from model.parallel import Placement, Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
+_FILE_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 COMPARED_ROWS = 8192
-
 # Others, such as float8, mean nothing without scales that no layer here knows.
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALVES = ("F16", "BF16")
 log = logging.getLogger("lockstep.model")
 ALONE = Shard()
-
-
-class Extremes(NamedTuple):
-    """The least and the greatest number of what was read of a tensor, on its device."""
-
-    name: str
-    low: torch.Tensor
-    high: torch.Tensor
 
 
 @torch.no_grad()
@@ -72,16 +63,25 @@ def load_weights(
     report(0, len(wanted))
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in by_file}
-        ordered = _largest_first(by_file)
-        unchecked = []
-        for done, (piece, path) in enumerate(ordered, 1):
-            unchecked += _read(piece, opened[path], path)
+        read, extremes = [], []
+        # The largest parameters first: one that is packed is there twice for a while.
+        pieces = [(piece, path) for path, pieces in by_file.items() for piece in pieces]
+        pieces.sort(key=lambda entry: -entry[0].layer.get_parameter(entry[0].parameter).nbytes)
+        for done, (piece, path) in enumerate(pieces, 1):
+            target = piece.target()
+            if piece.start < piece.stop:
+                target.copy_(_values(piece, opened[path], path))
+                read.append((piece, path))
+                extremes.append(torch.stack(target.aminmax()))
             missing[piece.home] -= 1
             if not missing[piece.home]:
                 piece.layer.loaded(piece.parameter)
             report(done, len(wanted))
-        for piece, path in _not_finite(unchecked, ordered):
-            _check_values(piece, _values(piece, opened[path], path), path)
+        # All at once: a GPU is waited for here alone.
+        is_finite = torch.stack(extremes).isfinite().all(1).tolist()
+        for (piece, path), is_good in zip(read, is_finite, strict=True):
+            if not is_good:
+                raise _not_finite(piece, _values(piece, opened[path], path), path)
 
 
 def has_own_head(checkpoint_dir: Path) -> bool:
@@ -135,16 +135,6 @@ def _plan(
     return by_file
 
 
-def _largest_first(by_file: dict[Path, list[WeightSlice]]) -> list[tuple[WeightSlice, Path]]:
-    """Order slices by the size of their parameters.
-
-    While a layer packs a parameter there are two copies of it. The largest should be packed while
-    the fewest others are there; parts of one parameter stay together.
-    """
-    pieces = [(piece, path) for path, pieces in by_file.items() for piece in pieces]
-    return sorted(pieces, key=lambda entry: -entry[0].parameter_bytes)
-
-
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Return the file of each tensor, from the index or the single file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
@@ -156,21 +146,16 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise refused("weight_map", "an object of tensor and file names", weight_map, index)
-    return {name: directory / _file_name(name, value, index) for name, value in weight_map.items()}
-
-
-def _file_name(tensor_name: str, value: object, index: Path) -> str:
-    """Return an index entry if it names a file beside the index, and nothing elsewhere."""
-    is_plain = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", value, re.ASCII)
-    if not is_plain:
-        wanted = "the name of a safetensors file beside the index"
-        raise refused(f"weight_map[{tensor_name}]", wanted, value, index)
-    return str(value)
+    for name, value in weight_map.items():
+        # Nothing elsewhere is opened, whatever the index says.
+        if not (isinstance(value, str) and _FILE_NAME.fullmatch(value)):
+            wanted = "the name of a safetensors file beside the index"
+            raise refused(f"weight_map[{name}]", wanted, value, index)
+    return {name: directory / value for name, value in weight_map.items()}
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; what is wrong with it is an error that names it."""
     check_file(path)
     try:
         file = safe_open(path, framework="pt", device="cpu")
@@ -209,20 +194,6 @@ def _check(
         raise refused(field, f"{other} as tensor {halves[other]}", dtype, path)
 
 
-def _read(piece: WeightSlice, file: Any, path: Path) -> list[Extremes]:
-    """Fill a slice; return what is to be checked on its device, where there is something."""
-    target = piece.target()
-    if piece.start == piece.stop:
-        return []
-    values = _values(piece, file, path)
-    if not _is_checked_there(target, values):
-        _check_values(piece, values, path)
-        target.copy_(values)
-        return []
-    target.copy_(values)
-    return [Extremes(piece.name, *target.aminmax())]
-
-
 def _values(piece: WeightSlice, file: Any, path: Path) -> torch.Tensor:
     part = slice(piece.start, piece.stop)
     try:
@@ -233,38 +204,14 @@ def _values(piece: WeightSlice, file: Any, path: Path) -> torch.Tensor:
     return values
 
 
-def _is_checked_there(target: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a GPU, which reads many times as fast, finds in its copy what is not finite.
-
-    Converted numbers are no longer those of the file.
-    """
-    return target.is_cuda and target.dtype == values.dtype
-
-
-def _not_finite(
-    unchecked: list[Extremes], ordered: list[tuple[WeightSlice, Path]]
-) -> list[tuple[WeightSlice, Path]]:
-    """Return the slices that have a number that is not finite; waits once for the device."""
-    if not unchecked:
-        return []
-    extremes = torch.stack([value for found in unchecked for value in found[1:]])
-    is_finite = extremes.isfinite().view(-1, 2).all(1).tolist()
-    names = {found.name for found, is_good in zip(unchecked, is_finite, strict=True) if not is_good}
-    return [entry for entry in ordered if entry[0].name in names]
-
-
-def _check_values(piece: WeightSlice, values: torch.Tensor, path: Path) -> None:
-    """Refuse what is not finite, or would not be after conversion; one pass without copies."""
+def _not_finite(piece: WeightSlice, values: torch.Tensor, path: Path) -> FieldError:
+    """Return the error for a tensor that is not finite, or is not once it is converted."""
     low, high = (float(value) for value in values.aminmax())
-    field = f"tensor {piece.name}"
+    field, dtype = f"tensor {piece.name}", str(piece.layer.dtype).removeprefix("torch.")
     if not (math.isfinite(low) and math.isfinite(high)):
         found = low if not math.isfinite(low) else high
-        raise refused(field, "finite numbers", found, path)
-    dtype = piece.layer.dtype
-    largest = torch.finfo(dtype).max
-    if max(-low, high) > largest:
-        wanted = f"numbers that {str(dtype).removeprefix('torch.')} holds"
-        raise refused(field, wanted, low if -low > largest else high, path)
+        return refused(field, "finite numbers", found, path)
+    return refused(field, f"numbers that {dtype} holds", low if -low > high else high, path)
 
 
 def load_model(
@@ -277,9 +224,7 @@ def load_model(
 ) -> tuple[CausalLM, ModelConfig]:
     """Return one rank's model in eval mode, without gradients, and its configuration.
 
-    Args:
-        dtype: of parameters and activations; the checkpoint's tensors are converted.
-        progress: called with (tensors done, tensors in all).
+    The checkpoint's tensors are converted to `dtype`, that of parameters and activations.
 
     Raises:
         FieldError: the checkpoint cannot be used, or not by this many ranks.
@@ -298,9 +243,6 @@ def blank_model(
 
     Its parameters are mappings that nothing has touched, and what layers made of them is freed
     again, so it takes memory for its largest parameter and no more.
-
-    Raises:
-        FieldError: the checkpoint cannot be used, or not by this many ranks.
     """
     place = Placement(dtype, torch.device("cpu"), shard)
     model, config = _described_model(checkpoint_dir, place)

@@ -14,10 +14,9 @@ from gpu_check_rows import Row, Setting, attempts, captured, error_of
 
 from cluster.kv.transport.store import BlockStore
 from model.kernels import paged_attention, sparse_mlp
-from model.kernels.dispatch import kernels_for
+from model.kernels.dispatch import kernels_for, silu_and_mul
 from model.kernels.filters import filter_top_k_top_p
 from model.kv_cache import KVCacheSpec
-from model.layers.mlp import silu_and_mul
 from model.layers.norm import RMSNorm
 from model.parallel import Placement
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from compile.custom_op import direct_register_custom_op
-from model.kernels import cpu
+from model.kernels import cpu, elementwise
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
@@ -29,7 +29,7 @@ def kernels_for(x: torch.Tensor) -> ModuleType:
 
 
 def uses_ops(x: torch.Tensor) -> bool:
-    """Return whether layers call the ops of this module on this tensor, not torch functions."""
+    """Return whether the functions below call their ops on this tensor, not torch functions."""
     return x.is_cuda or not torch.compiler.is_compiling()
 
 
@@ -40,27 +40,26 @@ def _triton() -> ModuleType:
     return triton
 
 
-def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Any:
-    """Register both devices' kernels of a name as one op."""
-    on_cpu = getattr(cpu, name)
+def _op(name: str, fake_impl: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Register both devices' kernels as one op; return what calls it or the torch function."""
+    on_cpu, reference = getattr(cpu, name), getattr(elementwise, name)
 
     @functools.wraps(on_cpu)
     def on_gpu(*args: Any) -> Any:
         return getattr(_triton(), name)(*args)
 
     direct_register_custom_op(name, on_cpu, fake_impl=fake_impl, dispatch_key="CPU")
-    return direct_register_custom_op(name, on_gpu, dispatch_key="CUDA")
+    op = direct_register_custom_op(name, on_gpu, dispatch_key="CUDA")
+    return lambda x, *others: (op if uses_ops(x) else reference)(x, *others)
 
 
-def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _silu_and_mul_fake(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-rms_norm = _op("rms_norm", _rms_norm_fake)
-silu_and_mul = _op("silu_and_mul", _silu_and_mul_fake)
+rms_norm = _op(
+    "rms_norm",
+    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+silu_and_mul = _op(
+    "silu_and_mul",
+    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+)
 # `compile.passes` defines it, because its pass writes it into graphs.
 fused_add_rms_norm = _op("fused_add_rms_norm")

@@ -1,7 +1,5 @@
-"""Norms and activations in torch functions: what a CPU's graph is traced from. `rotate` is a part
-of the attention op.
-
-A kernel on a GPU or in C++ rounds where these round, to the model's dtype.
+"""Norms and activations in torch functions: what a CPU's graph is traced from, and where a kernel
+rounds to the model's dtype. `rotate` is a part of the attention op.
 
 Shapes: T tokens, H heads, D head dim.
 """
@@ -19,8 +17,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (x32 * scale).to(x.dtype)
 
 
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of the sum, and the sum. x, residual: [T, n]"""
+    summed = residual + x
+    return rms_norm(summed, weight, eps), summed
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up. gate_up: [..., 2 * n], gate first. Returns [..., n]."""
+    """Return silu(gate) * up (SwiGLU; Shazeer, 2020).
+
+    gate_up: [..., 2 * n], gate first. Returns [..., n].
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

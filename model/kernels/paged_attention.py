@@ -7,6 +7,9 @@ So two invariants keep one sequence's values out of another's output, whatever t
 scratch block is zero, and so is every slot behind the last token of a sequence, because writing a
 block's first slot clears the block.
 
+Each call copies the keys and values that it attends to into memory of its own: of all sequences of
+a decode, as long as the longest, of one sequence of a prefill. Kernels copy nothing.
+
 Shapes: T tokens, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim, N blocks in
 the pool, B tokens per block, M columns of the block table, L gathered tokens (a multiple of B).
 """
@@ -131,11 +134,8 @@ def paged_prefill(
 
     Args:
         q, out: [T, H, D]
-        k_cache, v_cache: [N, B, Hkv, D], any strides
-        block_table: int32 [S, M]
         cu_seqlens_q: int32 [S + 1], where each sequence's queries start in q
-        seq_lens: int32 [S]
-        sliding_window: token j attends to token i where j - i < sliding_window; None: to all
+        k_cache, v_cache, block_table, seq_lens, sliding_window: as `paged_decode` takes them
     """
     bounds, block_size = cu_seqlens_q.tolist(), k_cache.shape[1]
     for i, seq_len in enumerate(seq_lens.tolist()):

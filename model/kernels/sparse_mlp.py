@@ -42,6 +42,11 @@ def route(
     return experts, weights
 
 
+def plain_products(matrices: torch.Tensor) -> Products:
+    """Return products with matrices [Xr, O, I]."""
+    return lambda rows, expert: F.linear(rows, matrices[expert])
+
+
 def expert_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -49,42 +54,28 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     first_expert: int,
+    products: Callable[[torch.Tensor], Products] = plain_products,
 ) -> torch.Tensor:
     """Return what this rank's experts add to each token; zero for a token of other experts.
+
+    Sums over a token's experts are float32.
 
     Args:
         x: [T, E]
         experts, weights: int64 and float32 [T, K], as `route` returns them
         gate_up: [Xr, 2 * I, E], gate first
         down: [Xr, E, I]
+        products: how to multiply with `gate_up` and `down`
     """
-    up, back = plain_products(gate_up), plain_products(down)
-    return by_expert(x, experts, weights, up, back, first_expert, len(down))
-
-
-def plain_products(matrices: torch.Tensor) -> Products:
-    """Return products with matrices [Xr, O, I]."""
-    return lambda rows, expert: F.linear(rows, matrices[expert])
-
-
-def by_expert(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    up: Products,
-    down: Products,
-    first_expert: int,
-    num_experts: int,
-) -> torch.Tensor:
-    """Run the MLP of each of this rank's experts on its tokens. Sums are float32."""
+    up, back = products(gate_up), products(down)
     numbers, order = experts.flatten().sort(stable=True)
-    own = torch.arange(first_expert, first_expert + num_experts + 1)
+    own = torch.arange(first_expert, first_expert + len(down) + 1)
     bounds = torch.searchsorted(numbers, own).tolist()
     tokens, scales = order // experts.shape[1], weights.flatten()[order].unsqueeze(1)
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start < stop:
             rows = tokens[start:stop]
-            result = down(silu_and_mul(up(x[rows], expert)), expert)
+            result = back(silu_and_mul(up(x[rows], expert)), expert)
             out.index_add_(0, rows, result * scales[start:stop])
     return out.to(x.dtype)

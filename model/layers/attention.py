@@ -48,16 +48,13 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         *,
         layer_name: str,
         sliding_window: int | None = None,
     ) -> None:
-        """Describe a layer; with a window a token attends to so many, itself the last."""
         super().__init__()
-        self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.layer_name = layer_name
@@ -115,22 +112,10 @@ def _unified_attention_with_output(
         output[n:].zero_()
 
 
-def _unified_attention_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    output: torch.Tensor,
-    layer_name: str,
-) -> None:
-    # Token ids and positions are two inputs: this tells a trace that their lengths are one.
-    torch._check(cos.shape[0] == q.shape[0])
-
-
 unified_attention_with_output = direct_register_custom_op(
     "unified_attention_with_output",
     _unified_attention_with_output,
     mutates_args=["output"],
-    fake_impl=_unified_attention_fake,
+    # Token ids and positions are two inputs: this tells a trace that their lengths are one.
+    fake_impl=lambda q, k, v, cos, *_: torch._check(cos.shape[0] == q.shape[0]),
 )

@@ -1,4 +1,4 @@
-"""Decoder-only models: the pre-norm layer, the stack of them, and the head.
+"""Decoder-only models: attention, gated MLP, the pre-norm layer, the stack of them, and the head.
 
 A configuration and the row of its family (`model.families`) say how they are built.
 
@@ -16,15 +16,74 @@ from compile.context import static_forward_context
 from compile.pieces.decorator import support_torch_compile
 from model.config import ModelConfig
 from model.families import FAMILIES
+from model.kernels import dispatch
 from model.layers.attention import Attention
-from model.layers.grouped_query import GroupedQueryAttention
-from model.layers.linear import VocabParallelEmbedding
-from model.layers.mlp import GatedMLP
+from model.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from model.layers.moe import SparseMLP
 from model.layers.norm import RMSNorm
 from model.layers.rotary import RotaryEmbedding
 from model.layers.slices import WeightedLayer, WeightSlice
 from model.parallel import Placement
+
+
+class GroupedQueryAttention(nn.Module):
+    """One rank's heads of a layer (Ainslie et al., 2023), with their projections."""
+
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        super().__init__()
+        family, head_dim = FAMILIES[config.architecture], config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            head_dim,
+            place,
+            bias=family.has_qkv_bias or config.attention_bias,
+        )
+        self.attn = Attention(
+            self.qkv_proj.num_kv_heads,
+            head_dim,
+            layer_name=f"model.layers.{layer}.self_attn.attn",
+            sliding_window=config.layer_windows[layer],
+        )
+        self.q_norm = self.k_norm = None
+        if family.has_head_norms:
+            # Every head has the same norm, so every rank holds all of it.
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, place)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, place)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * head_dim, config.hidden_size, place, bias=config.attention_bias
+        )
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: [T, E]; cos, sin: [T, 1, D / 2]"""
+        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        attended = self.attn(q, k, v, cos, sin)
+        out: torch.Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """Two projections up, one of which gates the other, and one down."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names = ("gate_proj", "up_proj")
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, size, names, place, bias=bias)
+        self.down_proj = RowParallelLinear(size, hidden, place, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, E]"""
+        out: torch.Tensor = self.down_proj(dispatch.silu_and_mul(self.gate_up_proj(x)))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -47,12 +106,11 @@ class DecoderLayer(nn.Module):
 
 
 def _mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | SparseMLP:
-    hidden, experts = config.hidden_size, config.experts
-    if experts is None or not experts.is_sparse[layer]:
-        return GatedMLP(hidden, config.intermediate_size, place, bias=config.mlp_bias)
+    if config.experts is None or not config.experts.is_sparse[layer]:
+        return GatedMLP(config, place)
     names = FAMILIES[config.architecture].expert_names
     assert names is not None
-    return SparseMLP(hidden, experts, names, place)
+    return SparseMLP(config.hidden_size, config.experts, names, place)
 
 
 @support_torch_compile

@@ -5,9 +5,8 @@ its inputs and sums the ranks' results. A pair of them costs one all-reduce.
 
 Token embedding and output head are split over the vocabulary, which is padded to a multiple of the
 ranks. Padding rows are zero, no token id reaches them, and their logits are cut off after
-gathering. A head is packed like any other weight. One that also looks tokens up is packed where
-rows can be read from packed memory, so that a tied model holds its largest matrix once; else it
-stays plain.
+gathering. A head that also looks tokens up is packed where rows can be read from packed memory, so
+that a tied model holds its largest matrix once; else it stays plain.
 
 Shapes: T tokens, I inputs, O outputs; weights are [O, I] as in `F.linear`. N rows, E hidden size,
 V vocabulary.
@@ -16,7 +15,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +65,10 @@ class Linear(WeightedLayer):
         return out
 
 
-@dataclass(frozen=True)
-class _Columns:
+class _Columns(NamedTuple):
     """The outputs [start, start + size) of `total` that this rank takes from one tensor."""
 
     name: str
-    """Of the tensor, beside the layer."""
     total: int
     start: int
     size: int
@@ -110,7 +107,6 @@ class MergedColumnParallelLinear(_ColumnSplit):
         out_features: int,
         names: Sequence[str],
         place: Placement,
-        *,
         bias: bool,
     ) -> None:
         size = place.shard.divide("intermediate_size", out_features)

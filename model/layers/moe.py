@@ -2,11 +2,14 @@
 
 1. The router scores the experts (a small product, traced like any other).
 2. The op `lockstep::routed_experts` brings the tokens of all data-parallel ranks here, a chunk at
-   a time, chooses each token's experts, computes this rank's, and sums over the ranks
-   (`ExpertShard`).
+   a time: an all-gather. Ranks of one tensor-parallel group have the same tokens already.
+3. It chooses each token's experts, and computes what this rank's own add.
+4. It sums over the data-parallel ranks and keeps this one's tokens, a reduce-scatter, so that what
+   is left to sum over the tensor-parallel ranks is short.
 
-The op's arguments are tensors and the names of groups, the same in every layer and on every rank. A
-traced graph does not depend on which experts a rank holds or how many.
+Every rank makes the same collectives, whatever tokens it has and wherever they are routed. The op's
+arguments are tensors and the names of groups, the same in every layer and on every rank: a traced
+graph does not depend on which experts a rank holds or how many.
 
 Shapes: T tokens, E hidden size, X experts, Xr experts of this rank, K experts of a token,
 I intermediate size.
@@ -27,7 +30,7 @@ from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.kernels.dispatch import kernels_for
 from model.layers.linear import Linear
 from model.layers.slices import WeightedLayer, WeightSlice, whole
-from model.parallel import ExpertShard, Placement, Shard
+from model.parallel import Placement, Shard
 
 CHUNK_TOKENS = 4096
 """Of each data-parallel rank at once: what all ranks' tokens take here is bounded, however long
@@ -75,18 +78,12 @@ class ExpertWeights(WeightedLayer):
         parts: Sequence[str],
         place: Placement,
     ) -> None:
-        """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each.
-
-        Args:
-            block: what the family calls a layer's sparse MLP.
-        """
+        """Describe matrices that join tensors, `parts` by name, of `out_features` outputs each."""
         super().__init__(place)
-        shard = ExpertShard.of(place.shard)
-        num_local = shard.divide(num_experts)
-        self.weight = self.declare(num_local, len(parts) * out_features, in_features)
+        self._own = place.shard.own_experts(num_experts)
+        self.weight = self.declare(len(self._own), len(parts) * out_features, in_features)
         self.register_buffer("handles", None, persistent=False)
         self._packed: list[PackedWeight] = []
-        self._own = range(shard.rank * num_local, (shard.rank + 1) * num_local)
         self._num_experts, self._out_features = num_experts, out_features
         self._block, self._parts = block, parts
 
@@ -130,8 +127,8 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self._experts = experts
-        grid = ExpertShard.of(place.shard)
-        self._groups = (grid.tensor.group_name, grid.data.group_name)
+        data = place.shard.data or Shard()
+        self._groups = (place.shard.group_name, data.group_name)
         count, size = experts.num_experts, experts.intermediate_size
         up, back = (names.gate, names.up), (names.down,)
         self.gate = Router(hidden_size, count, names, place)
@@ -173,18 +170,19 @@ def _routed_experts(
         group, data_group: names of this rank's tensor-parallel and data-parallel group; "" for one
             rank alone
     """
-    shard = ExpertShard(Shard.named(group), Shard.named(data_group))
+    tensor, data = Shard.named(group), Shard.named(data_group)
     num_tokens, num_columns = x.shape
-    kernels, first = kernels_for(x), shard.rank * gate_up.shape[0]
+    kernels = kernels_for(x)
+    first = (data.rank * tensor.size + tensor.rank) * gate_up.shape[0]
 
     def compute(x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         experts, weights = kernels.route(router_logits, top_k, norm_topk_prob)
         out: torch.Tensor = kernels.expert_mlp(x, experts, weights, gate_up, down, first)
         return out
 
-    if shard.data.size == 1:
-        return shard.tensor.all_reduce(compute(x, router_logits)) if num_tokens else x.clone()
-    metadata = _metadata_for(num_tokens, shard.data)
+    if data.size == 1:
+        return tensor.all_reduce(compute(x, router_logits)) if num_tokens else x.clone()
+    metadata = _metadata_for(num_tokens, data)
     # One collective instead of two: what travels is short where it happens most often.
     rows, done = torch.cat((x, router_logits), 1), []
     for index in range(-(-metadata.max_tokens_across_dp // CHUNK_TOKENS)):
@@ -192,22 +190,15 @@ def _routed_experts(
         chunk = rows[CHUNK_TOKENS * index :][:CHUNK_TOKENS]
         # A rank without a token left takes part with one of padding.
         sent = chunk if len(chunk) else rows.new_zeros(1, rows.shape[1])
-        everyones = shard.dispatch(sent, sizes)
+        everyones = data.all_gather(sent, 0, sizes)
         outputs = compute(everyones[:, :num_columns], everyones[:, num_columns:])
-        done.append(shard.combine(outputs, sizes)[: len(chunk)])
+        summed = tensor.all_reduce(data.reduce_scatter(outputs, sizes))
+        done.append(summed[: len(chunk)])
     return done[0] if len(done) == 1 else torch.cat([x[:0], *done])
 
 
-def _routed_experts_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _metadata_for(num_tokens: int, data: Shard) -> DPMetadata:
-    """Return how many tokens each data-parallel rank computes in this step, padding included.
-
-    Raises:
-        ValueError: the step's metadata does not say so, or says otherwise of this rank.
-    """
+    """Return how many tokens each data-parallel rank computes in this step, padding included."""
     metadata = get_forward_context().dp_metadata
     found = () if metadata is None else metadata.num_tokens_across_dp
     if metadata is None or len(found) != data.size or found[data.rank] != num_tokens:
@@ -217,5 +208,5 @@ def _metadata_for(num_tokens: int, data: Shard) -> DPMetadata:
 
 
 routed_experts = direct_register_custom_op(
-    "routed_experts", _routed_experts, fake_impl=_routed_experts_fake
+    "routed_experts", _routed_experts, fake_impl=lambda x, *_: x.new_empty(x.shape)
 )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from model.kernels import dispatch, elementwise
+from model.kernels import dispatch
 from model.layers.slices import WeightedLayer, WeightSlice, whole
 from model.parallel import Placement
 
@@ -21,18 +21,13 @@ class RMSNorm(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]"""
-        if dispatch.uses_ops(x):
-            normed: torch.Tensor = dispatch.rms_norm(x, self.weight, self.eps)
-            return normed
-        return elementwise.rms_norm(x, self.weight, self.eps)
+        normed: torch.Tensor = dispatch.rms_norm(x, self.weight, self.eps)
+        return normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of the sum, and the sum. x, residual: [T, hidden_size]"""
-        if dispatch.uses_ops(x):
-            normed, summed = dispatch.fused_add_rms_norm(x, residual, self.weight, self.eps)
-            return normed, summed
-        summed = residual + x
-        return self(summed), summed
+        normed, summed = dispatch.fused_add_rms_norm(x, residual, self.weight, self.eps)
+        return normed, summed
 
     def weight_slices(self, name: str, held: Collection[str]) -> Iterator[WeightSlice]:
         yield whole(f"{name}.weight", self, "weight")

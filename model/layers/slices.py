@@ -20,10 +20,7 @@ from model.parallel import Placement
 
 
 class WeightedLayer(nn.Module):
-    """A layer whose parameters come from a checkpoint.
-
-    Invariant: between construction and `allocate`, a parameter has its shape and dtype alone.
-    """
+    """A layer whose parameters come from a checkpoint; until `allocate` they have no memory."""
 
     def __init__(self, place: Placement) -> None:
         super().__init__()
@@ -98,11 +95,6 @@ class WeightSlice:
     def home(self) -> tuple[WeightedLayer, str]:
         """The parameter that this slice is a part of."""
         return self.layer, self.parameter
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the whole parameter."""
-        return self.layer.get_parameter(self.parameter).nbytes
 
     def target(self) -> torch.Tensor:
         """Return where the slice goes; the parameter takes memory if this is its first part."""

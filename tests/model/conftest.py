@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,9 @@ import transformers
 from compile.context import ForwardContext, forward_context
 from model.config import ModelConfig
 from model.kernels import dispatch
-from model.kernels.cpu import native
-from model.kernels.cpu.packed_linear import packed_products
 from model.kv_cache import KVCacheSpec
 from model.layers.attention import AttentionMetadata
 from model.layers.decoder import CausalLM
-from model.layers.moe import ExpertWeights
 from model.parallel import Shard
 from model.weights import load_model
 
@@ -100,6 +98,8 @@ class Paged:
     ) -> None:
         self.model = model
         self.dp_metadata: Any = None
+        self.watch: AbstractContextManager[Any] = nullcontext()
+        """Around each forward."""
         self.layers = model.attention_layers()
         first = next(iter(self.layers.values()))
         spec = KVCacheSpec(len(self.layers), first.num_kv_heads, first.head_dim, block_size, dtype)
@@ -167,7 +167,7 @@ class Paged:
         self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor | None:
         context = ForwardContext(self.layers, metadata, self.caches, dp_metadata=self.dp_metadata)
-        with forward_context(context):
+        with forward_context(context), self.watch:
             hidden = self.model(tokens, positions)
         assert hidden.isfinite().all()
         return self.model.compute_logits(hidden)
@@ -183,42 +183,6 @@ def paged() -> type[Paged]:
 def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that nothing traces call the functions that tracing sees: results equal to the bit."""
     monkeypatch.setattr(dispatch, "uses_ops", lambda _: False)
-
-
-@pytest.fixture(params=["-mno-avx512f", "-mno-avx"])
-def fewer_lanes(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Builds the kernels for a processor whose registers are narrower than this one's may be."""
-    if platform.machine() != "x86_64":
-        pytest.skip("the flags are x86's")
-    monkeypatch.setenv("LOCKSTEP_CACHE_ROOT", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, request.param])
-    cached = (native.native_library, native.native_function, native._prepared)
-    for each in cached:
-        each.cache_clear()
-    assert native.native_library() is not None
-    yield
-    monkeypatch.undo()
-    for each in cached:
-        each.cache_clear()
-
-
-def _run_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:
-    store = dist.HashStore()
-
-    def run(rank: int) -> Any:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
-        return work(Shard(rank, size, group))
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, range(size)))
-
-
-@pytest.fixture(scope="session")
-def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
-    """Run a function of a shard on `size` ranks, threads joined by gloo; return its results."""
-    return _run_ranks
 
 
 def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[list[Any]]:
@@ -243,37 +207,33 @@ def _run_grid(dp_size: int, tp_size: int, work: Callable[[Shard], Any]) -> list[
 
 @pytest.fixture(scope="session")
 def run_grid() -> Callable[[int, int, Callable[[Shard], Any]], list[list[Any]]]:
-    """Run a function of a shard on data-parallel times tensor-parallel ranks, all of them threads.
-
-    Each shard knows its place among the data-parallel ranks. Returns results [DP][TP].
-    """
+    """Run a function of a shard on data-parallel times tensor-parallel ranks, all of them threads
+    joined by gloo; return results [DP][TP]."""
     return _run_grid
 
 
-def _plain(layer: Any) -> torch.Tensor:
-    if isinstance(layer, ExpertWeights):
-        if layer.handles is None:
-            return layer.weight
-        multiply, ones = packed_products(layer.handles), torch.eye(layer.weight.shape[2])
-        matrices = [multiply(ones.to(layer.dtype), i).T for i in range(len(layer.handles))]
-        return torch.stack(matrices)
-    if layer.handle is None:
-        return torch.as_tensor(layer.weight)
-    ones = torch.eye(layer.weight.shape[1], dtype=layer.dtype)
-    return torch.as_tensor(layer.product(ones, None).T)
-
-
 @pytest.fixture(scope="session")
-def plain_weight() -> Callable[[Any], torch.Tensor]:
-    """Return a layer's weight to the bit, by products with ones where it is packed."""
-    return _plain
+def run_ranks() -> Callable[[int, Callable[[Shard], Any]], list[Any]]:
+    """Run a function of a shard on tensor-parallel ranks; return its results."""
+
+    def run(size: int, work: Callable[[Shard], Any]) -> list[Any]:
+        return _run_grid(1, size, lambda shard: work(replace(shard, data=None)))[0]
+
+    return run
 
 
 @pytest.fixture
-def load() -> Iterator[Callable[..., tuple[CausalLM, ModelConfig]]]:
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay as they are read."""
+    for layers in ("linear", "moe"):
+        monkeypatch.setattr(f"model.layers.{layers}.can_pack", lambda *_: False)
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[..., tuple[CausalLM, ModelConfig]]:
     """Load a checkpoint in float32 on the CPU."""
 
     def load_float32(path: Path, shard: Shard | None = None) -> Any:
         return load_model(path, shard=shard or Shard(), dtype=torch.float32, device="cpu")
 
-    yield load_float32
+    return load_float32

@@ -135,8 +135,3 @@ def test_a_process_that_has_one_group_calls_it_by_its_kind() -> None:
     gc.collect()
     third = Group()
     assert parallel.register_group("test", third) == "test"
-
-
-def test_an_unknown_group_is_an_error_that_names_it() -> None:
-    with pytest.raises(LookupError, match=r"group_name: wanted a registered group .*'nobody'"):
-        parallel.all_reduce(torch.zeros(1), "nobody")

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from compile.errors import FieldError
 from model.config import Experts, ModelConfig
 from model.families import FAMILIES
-from model.rope import DefaultRope
 
 FAMILY_NAMES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]
-ROPE_TYPES = "default, linear, dynamic, llama3 or yarn"
 FIELDS = sorted({name for family in FAMILIES.values() for name in family.defaults})
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
+LLAMA3 = {"type": "llama3", "factor": 2, "low_freq_factor": 4}
 
 
 def read(**values: Any) -> ModelConfig:
@@ -28,32 +27,6 @@ def read(**values: Any) -> ModelConfig:
 
 def write(directory: Path, name: str, value: object) -> None:
     (directory / name).write_text(value if isinstance(value, str) else json.dumps(value))
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_defaults_are_those_of_transformers(family: str) -> None:
-    theirs = getattr(transformers, f"{family}Config")()
-    ours = ModelConfig.from_dict({"architectures": [f"{family}ForCausalLM"]}, "config.json")
-    assert ours.vocab_size == theirs.vocab_size
-    assert ours.hidden_size == theirs.hidden_size
-    assert ours.intermediate_size == theirs.intermediate_size
-    assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    own_head_dim = getattr(theirs, "head_dim", None)
-    assert ours.head_dim == (own_head_dim or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope == DefaultRope(theirs.rope_parameters["rope_theta"])
-    assert theirs.rope_parameters["rope_type"] == "default"
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
-    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
-    assert ours.hidden_act == theirs.hidden_act
-    assert ours.bos_token_id == theirs.bos_token_id
-    assert ours.eos_token_ids == ((theirs.eos_token_id,) if theirs.eos_token_id else ())
-    assert ours.layer_windows == windows_of(theirs)
-    assert ours.experts == experts_of(theirs)
 
 
 def experts_of(theirs: Any) -> Experts | None:
@@ -179,6 +152,7 @@ def test_the_number_of_experts_is_read_in_both_spellings(family: str, name: str)
         {"head_dim": 80, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "eos_token_id": [5, 6], "bos_token_id": None},
         {"dtype": "bfloat16", "vocab_size": 509, "max_position_embeddings": 77},
+        {"eos_token_id": None},
     ],
 )
 def test_reads_what_transformers_writes(overrides: dict[str, Any], tmp_path: Path) -> None:
@@ -194,9 +168,11 @@ def test_reads_what_transformers_writes(overrides: dict[str, Any], tmp_path: Pat
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.dtype == overrides.get("dtype", "float32")
     eos = theirs.eos_token_id
-    assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
+    assert ours.eos_token_ids == ((eos,) if isinstance(eos, int) else tuple(eos or ()))
     assert ours.bos_token_id == theirs.bos_token_id
-    for name in ("vocab_size", "max_position_embeddings", "tie_word_embeddings", "mlp_bias"):
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act"):
         assert getattr(ours, name) == getattr(theirs, name)
 
 
@@ -241,145 +217,83 @@ def test_generation_config_decides_the_end_tokens(
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == wanted
 
 
-def test_null_end_token_means_none() -> None:
-    assert read(eos_token_id=None).eos_token_ids == ()
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_each_field_of_a_family_is_checked(family: str) -> None:
+    architecture = f"{family}ForCausalLM"
+    for name in FAMILIES[architecture].defaults:
+        with pytest.raises(FieldError, match=f"^{name}: wanted .*, found .* in config.json$"):
+            read(architectures=[architecture], **{name: {"odd": 1}})
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("family", "values", "message"),
     [
-        ({"hidden_size": "64"}, "hidden_size: wanted an integer from 1 to 268435456, found '64'"),
-        ({"hidden_size": -3}, "hidden_size: wanted an integer from 1 to 268435456, found -3"),
-        ({"hidden_size": None}, "hidden_size: wanted an integer from 1 to 268435456, found None"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: wanted an integer"),
-        ({"num_hidden_layers": True}, "num_hidden_layers: wanted an integer"),
-        ({"vocab_size": 1.5}, "vocab_size: wanted an integer"),
-        ({"hidden_size": 100}, "hidden_size: wanted a multiple of num_attention_heads=32"),
-        ({"head_dim": 33}, "head_dim: wanted an even number, found 33"),
+        ("Llama", {"hidden_size": "64"}, "hidden_size: wanted an integer from 1 to 268435456, fou"),
+        ("Llama", {"hidden_size": 100}, "hidden_size: wanted a multiple of num_attention_heads=32"),
+        ("Llama", {"head_dim": 33}, "head_dim: wanted an even number, found 33"),
+        ("Llama", {"head_dim": 1 << 20}, "head_dim: wanted an integer of at most 65536"),
+        ("Llama", {"num_key_value_heads": 5}, "num_key_value_heads: wanted a divisor of num_atten"),
+        ("Llama", {"rms_norm_eps": 10**400}, "rms_norm_eps: wanted a number above 0, found 1000"),
+        ("Llama", {"eos_token_id": [-1]}, "eos_token_id: wanted a token id or a list of them"),
+        ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config: wanted none"),
         (
-            {"num_key_value_heads": 5},
-            "num_key_value_heads: wanted a divisor of num_attention_heads=32, found 5",
-        ),
-        ({"rms_norm_eps": 0}, "rms_norm_eps: wanted a number above 0, found 0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: wanted a number above 0, found nan"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps: wanted a number above 0, found 1000"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings: wanted true or false, found 1"),
-        ({"hidden_act": "gelu"}, "hidden_act: wanted silu, found 'gelu'"),
-        ({"dtype": "float8"}, "dtype: wanted float32, bfloat16 or float16, found 'float8'"),
-        ({"eos_token_id": "2"}, "eos_token_id: wanted a token id or a list of them, found '2'"),
-        ({"eos_token_id": [-1]}, "eos_token_id: wanted a token id"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: wanted none"),
-        (
+            "Llama",
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-            f"rope_scaling.type: wanted {ROPE_TYPES}, found 'longrope'",
+            "rope_scaling.type: wanted default, linear, dynamic, llama3 or yarn, found 'longrope'",
         ),
         (
-            {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1.0}},
-            f"rope_parameters.rope_type: wanted {ROPE_TYPES}, found ['yarn']",
-        ),
-        (
+            "Llama",
             {"rope_scaling": {"type": "linear"}},
             "rope_scaling.factor: wanted a number above 0, found None",
         ),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}},
-            "rope_scaling.truncate: wanted true or false, found 1",
-        ),
-        (
+            "Llama",
             {"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1},
             "rope_theta: wanted other than 1 for rope_type yarn",
         ),
         (
-            {
-                "rope_scaling": {
-                    "type": "llama3",
-                    "factor": 2,
-                    "low_freq_factor": 4,
-                    "high_freq_factor": 4,
-                }
-            },
+            "Llama",
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 4}},
             "rope_scaling.high_freq_factor: wanted a number above low_freq_factor=4, found 4.0",
         ),
         (
+            "Llama",
             {"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2},
             "head_dim: wanted above 2 for rope_type dynamic, found 2",
         ),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: wanted an integer from 1 to 1024"),
-        ({"vocab_size": 10**12}, "vocab_size: wanted an integer from 1 to 268435456"),
-        ({"head_dim": 1 << 20}, "head_dim: wanted an integer of at most 65536"),
-        ({"rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta: wanted a number ab"),
         (
+            "Llama",
             {"rope_parameters": {"full_attention": {}}},
             "rope_parameters.full_attention: wanted one of rope_type, type, rope_theta, factor, ",
         ),
-        ({"rope_parameters": [1]}, "rope_parameters: wanted an object or null, found [1]"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: wanted 1"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: wanted 1"),
+        (
+            "Mistral",
+            {"layer_types": ["full_attention"]},
+            "layer_types: wanted none (the layers of this architecture are alike)",
+        ),
+        (
+            "Qwen2",
+            {"layer_types": ["sliding_attention"], "num_hidden_layers": 1},
+            "layer_types: wanted 1 of full_attention (sliding_window=None), found ['sliding_att",
+        ),
+        (
+            "Qwen3",
+            {"layer_types": ["full_attention"], "use_sliding_window": True},
+            "layer_types: wanted 32 of full_attention or sliding_attention (sliding_window=4096)",
+        ),
+        ("Qwen3", {"head_dim": None}, "head_dim: wanted an integer from 1 to 268435456, found No"),
+        ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: wanted at most the 8 expert"),
+        (
+            "Qwen3Moe",
+            {"num_experts": 128, "num_local_experts": 127},
+            "num_local_experts: wanted 128 like num_experts, found 127",
+        ),
+        ("Qwen3Moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: wanted a list of layers' number"),
+        ("Falcon", {}, f"architectures: wanted one of {', '.join(FAMILIES)}, found ['FalconForCa"),
     ],
 )
-def test_refuses_by_field_and_file(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        read(**values)
-    assert str(caught.value).startswith(message)
-    assert str(caught.value).endswith(" in config.json")
-
-
-REFUSED_WINDOWS = [
-    (
-        "Mistral",
-        {"layer_types": ["full_attention"]},
-        "layer_types: wanted none (the layers of this architecture are alike)",
-    ),
-    (
-        "Mistral",
-        {"sliding_window": 0},
-        "sliding_window: wanted an integer from 1 to 268435456, found 0",
-    ),
-    ("Mistral", {"num_key_value_heads": 0}, "num_key_value_heads: wanted an integer"),
-    ("Qwen2", {"use_sliding_window": 1}, "use_sliding_window: wanted true or false, found 1"),
-    (
-        "Qwen2",
-        {"layer_types": ["sliding_attention"], "num_hidden_layers": 1},
-        "layer_types: wanted 1 of full_attention (sliding_window=None), found ['sliding_att",
-    ),
-    (
-        "Qwen3",
-        {"layer_types": ["full_attention"], "use_sliding_window": True},
-        "layer_types: wanted 32 of full_attention or sliding_attention (sliding_window=4096)",
-    ),
-    (
-        "Qwen3",
-        {"layer_types": [[]], "num_hidden_layers": 1},
-        "layer_types: wanted full_attention or sliding_attention, found []",
-    ),
-    ("Qwen3", {"max_window_layers": -1}, "max_window_layers: wanted an integer from 0"),
-    ("Qwen3", {"head_dim": None}, "head_dim: wanted an integer from 1 to 268435456, found None"),
-]
-REFUSED_EXPERTS = [
-    ("Mixtral", {"num_local_experts": 0}, "num_local_experts: wanted an integer from 1 to 1024"),
-    ("Mixtral", {"num_local_experts": None}, "num_local_experts: wanted an integer from 1 to 1024"),
-    (
-        "Mixtral",
-        {"num_experts_per_tok": 9},
-        "num_experts_per_tok: wanted at most the 8 experts that there are, found 9",
-    ),
-    (
-        "Qwen3Moe",
-        {"num_experts": 128, "num_local_experts": 127},
-        "num_local_experts: wanted 128 like num_experts, found 127",
-    ),
-    ("Qwen3Moe", {"num_experts": 1 << 20}, "num_experts: wanted an integer from 1 to 1024"),
-    ("Qwen3Moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: wanted an integer from 1"),
-    ("Qwen3Moe", {"moe_intermediate_size": "8"}, "moe_intermediate_size: wanted an integer from 1"),
-    ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob: wanted true or false, found 1"),
-    ("Qwen3Moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: wanted an integer from 1"),
-    ("Qwen3Moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: wanted a list of layers' numbers"),
-    ("Qwen3Moe", {"mlp_only_layers": 3}, "mlp_only_layers: wanted a list of layers' numbers"),
-    ("Qwen3Moe", {"layer_types": ["full_attention"]}, "layer_types: wanted none (the layers of"),
-]
-
-
-@pytest.mark.parametrize(("family", "values", "message"), REFUSED_WINDOWS + REFUSED_EXPERTS)
-def test_a_familys_own_fields_are_checked(
+def test_what_cannot_be_used_is_refused_by_field(
     family: str, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FieldError) as caught:
@@ -387,24 +301,12 @@ def test_a_familys_own_fields_are_checked(
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("architectures", [None, [], ["FalconForCausalLM"], "LlamaForCausalLM"])
-def test_unsupported_architecture_names_the_supported(architectures: object) -> None:
-    wanted = (
-        "architectures: wanted one of LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, found"
-    )
-    with pytest.raises(FieldError, match=wanted):
-        ModelConfig.from_dict({"architectures": architectures}, "config.json")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"a": 1, "a": 2}', "config.json: wanted JSON, found 'a' named twice"),
         (None, "config.json: wanted a readable file, found No such file or directory in"),
-        ("{", "config.json: wanted JSON, found"),
         ("[1]", "config.json: wanted a JSON object, found [1] in"),
-        ("[" * 100_000, "config.json: wanted JSON, found"),
     ],
 )
 def test_files_that_are_not_configurations_are_named(

@@ -48,11 +48,6 @@ def test_storage_of_another_size_is_refused(size: int) -> None:
         SPEC.allocate(2, CPU, storage=memoryview(bytearray(size)))
 
 
-def test_num_blocks_for_counts_whole_blocks() -> None:
-    assert SPEC.num_blocks_for(10 * SPEC.block_bytes - 1) == 9
-    assert SPEC.num_blocks_for(-1) == 0
-
-
 def test_layout_differs_wherever_blocks_differ() -> None:
     assert SPEC.layout == "bfloat16:layers3:kv2:block4:heads2:dim8"
     others = [
@@ -61,10 +56,3 @@ def test_layout_differs_wherever_blocks_differ() -> None:
     ]
     others.append(dataclasses.replace(SPEC, dtype=torch.float16))
     assert len({spec.layout for spec in [SPEC, *others]}) == 6
-
-
-def test_empty_sizes_are_refused() -> None:
-    with pytest.raises(FieldError, match="head_dim: wanted an integer of at least 1, found 0"):
-        dataclasses.replace(SPEC, head_dim=0)
-    with pytest.raises(FieldError, match="layer_names: wanted 3 names, found 1"):
-        SPEC.views(SPEC.allocate(1, CPU), ["a"])

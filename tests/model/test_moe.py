@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from compile.context import DPMetadata, ForwardContext, forward_context
 from model.config import Experts
 from model.families import ExpertNames
-from model.kernels import sparse_mlp
-from model.kernels.cpu import experts as cpu_experts
+from model.kernels import cpu, sparse_mlp
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers import moe
 from model.layers.moe import SparseMLP
-from model.parallel import ExpertShard, Placement, Shard
+from model.parallel import Placement, Shard
 
 CPU = torch.device("cpu")
 NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
@@ -117,7 +116,7 @@ def test_grouped_experts_equal_tokens_one_by_one(
     assert_close(plain[0] + plain[1], wanted)
     packed = [[PackedWeight(m) for m in matrices] for matrices in (layer.gate_up, layer.down)]
     handles = [torch.stack([p.handle for p in matrices]) for matrices in packed]
-    found = cpu_experts.expert_mlp(x, experts, weights, *handles, 0)
+    found = cpu.expert_mlp(x, experts, weights, *handles, 0)
     assert found.dtype == x.dtype
     assert_close(found, wanted)
 
@@ -132,7 +131,7 @@ def test_experts_that_no_token_asks_for_are_not_read(
     mlp, x = layer.module(Shard()), torch.randn(num_tokens, 12)
     asked = F.linear(x, layer.router).topk(2).indices.flatten().unique().tolist()
     read: list[int] = []
-    products = cpu_experts.packed_products
+    products = cpu.packed_products
 
     def counting(handles: torch.Tensor) -> Any:
         multiply, indices = products(handles), handles.tolist()
@@ -143,7 +142,7 @@ def test_experts_that_no_token_asks_for_are_not_read(
 
         return counted
 
-    monkeypatch.setattr(cpu_experts, "packed_products", counting)
+    monkeypatch.setattr(cpu, "packed_products", counting)
     assert_close(run(mlp, x), layer.one_by_one(x))
     handles = (mlp.gate_up_proj.handles, mlp.down_proj.handles)
     wanted = [int(matrices[i]) for i in asked for matrices in handles if matrices is not None]
@@ -185,13 +184,13 @@ def test_a_grid_computes_what_one_rank_does(
     """Uneven tokens, ranks without any, steps without any at all, chunks that some lack."""
     monkeypatch.setattr(moe, "CHUNK_TOKENS", chunk_tokens)
     gathered: list[int] = []
-    dispatched = ExpertShard.dispatch
+    all_gather = Shard.all_gather
 
-    def dispatch(self: ExpertShard, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def counted(self: Shard, t: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         gathered.append(sum(sizes))
-        return dispatched(self, t, sizes)
+        return all_gather(self, t, dim, sizes)
 
-    monkeypatch.setattr(ExpertShard, "dispatch", dispatch)
+    monkeypatch.setattr(Shard, "all_gather", counted)
     torch.manual_seed(dp_size)
     rng = random.Random(tp_size)
     layer = Layer.random(12, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,22 +62,6 @@ def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_a_damaged_library_is_built_again(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that is cut off would kill its process with a bus error, at every start."""
-    path = native.build_library(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes({"cut": data[: len(data) // 2], "flipped": data, "empty": b""}[damage])
-    with caplog.at_level(logging.WARNING):
-        assert native.build_library(tmp_path) == path
-    assert "wanted its checksum" in caplog.text
-    ctypes.CDLL(str(path))
-
-
-@pytest.mark.usefixtures("_quick")
 def test_concurrent_builds_both_succeed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         paths = list(threads.map(native.build_library, [tmp_path, tmp_path]))
@@ -102,46 +86,46 @@ def test_what_decides_the_code_decides_the_key(
     assert native._key("g++ 12") != before
 
 
-@pytest.mark.usefixtures("_fresh")
-def test_without_a_compiler_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@pytest.mark.usefixtures("_quick")
+def test_a_damaged_library_is_built_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is cut off would kill its process with a bus error, at every start."""
+    path = native.build_library(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
     with caplog.at_level(logging.WARNING):
-        assert native.native_library() is None
-        assert native.native_library() is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "C++ kernels are off, torch functions stand in: "
-        "C++ compiler: wanted no-such-compiler, found none"
-    ]
-    assert native.native_function("paged_decode", torch.float32) is None
+        assert native.build_library(tmp_path) == path
+    assert "wanted its checksum" in caplog.text
+    ctypes.CDLL(str(path))
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_a_compiler_that_fails_is_no_reason_to_stop(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("compiler", "flags", "found"),
+    [
+        ("no-such-compiler", [], "C++ compiler: wanted no-such-compiler, found none"),
+        ("g++", ["--no-such-flag"], "wanted a build, found g++: error: .*no-such-flag"),
+    ],
+)
+def test_without_a_build_one_line_says_so(
+    compiler: str,
+    flags: list[str],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(native, "FLAGS", ["--no-such-flag"])
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(native, "FLAGS", flags)
     with caplog.at_level(logging.WARNING):
-        assert native.native_library() is None
+        assert native.native_library() is native.native_library() is None
     [record] = caplog.records
-    assert "no-such-flag" in record.getMessage()
-    assert "\n" not in record.getMessage()
+    wanted = f"C++ kernels are off, torch functions stand in: .*{found}".replace("C++", r"C\+\+")
+    assert re.fullmatch(wanted.replace("g++", r"g\+\+"), record.getMessage())
+    assert native.native_function("paged_decode", torch.float32) is None
 
 
 def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(PrivateDirectoryError, match="a directory that only its owner writes"):
-        native.build_library(tmp_path)
-
-
-def test_a_directory_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    monkeypatch.setattr("compile.machine.ROOT", owner + 2)
-    with pytest.raises(PrivateDirectoryError, match=f"wanted a directory of user {owner + 1}"):
         native.build_library(tmp_path)
 
 

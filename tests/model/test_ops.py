@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from compile.context import ForwardContext, KVCacheTensor, forward_context
-from model.kernels import dispatch
 from model.kernels.cpu.packed_linear import PackedWeight, can_pack
 from model.layers.attention import Attention, AttentionMetadata
-from model.layers.mlp import silu_and_mul
 from model.parallel import Shard
 
 T, E, H, HKV, D = 5, 48, 4, 2, 8
@@ -38,7 +36,7 @@ def shard() -> Shard:
 @pytest.fixture
 def attention_context() -> Iterator[None]:
     """The context of two decodes and a prompt of three tokens."""
-    layer = Attention(H, HKV, D, layer_name="layer")
+    layer = Attention(HKV, D, layer_name="layer")
     metadata = AttentionMetadata(
         num_decodes=2,
         cu_seqlens_q=torch.tensor([0, 1, 2, 5]).int(),
@@ -115,21 +113,3 @@ def test_every_op_of_the_model_is_checked(shard: Shard) -> None:
     assert done.returncode == 0, done.stderr
     names = {name.removeprefix("lockstep::") for name in done.stdout.split()}
     assert names == set(cases(shard, torch.float32)) - {""}
-
-
-@pytest.mark.feature("K02")
-@pytest.mark.parametrize("shape", [(7, 64), (1, 2), (2, 3, 64)])
-def test_the_gates_op_equals_the_traced_function(shape: tuple[int, ...]) -> None:
-    gate_up = torch.randn(*shape)
-    found = dispatch.silu_and_mul(gate_up)
-    assert torch.equal(found, silu_and_mul(gate_up))
-    fake = dispatch.silu_and_mul(gate_up.to("meta"))
-    assert (fake.shape, fake.stride(), fake.dtype) == (found.shape, found.stride(), found.dtype)
-
-
-def test_the_norms_ops_equal_the_traced_functions() -> None:
-    x, residual, weight = torch.randn(T, E), torch.randn(T, E), torch.randn(E)
-    fused, fused_sum = torch.ops.lockstep.fused_add_rms_norm(x, residual, weight, 1e-5)
-    alone = dispatch.rms_norm(x + residual, weight, 1e-5)
-    assert torch.equal(fused_sum, x + residual)
-    torch.testing.assert_close(fused, alone, rtol=1e-5, atol=1e-5)

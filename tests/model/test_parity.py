@@ -110,16 +110,6 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.feature("S07")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_single_prompt_equals_transformers(
-    shape: str, make_checkpoint: Any, load: Any, paged: Any
-) -> None:
-    path, reference = make_checkpoint(**SHAPES[shape])
-    model, _ = load(path)
-    ids = prompt(33)
-    assert_close(paged(model).step({"a": ids})["a"], expected(reference, ids))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 def test_mixed_batches_equal_transformers(
     shape: str, make_checkpoint: Any, load: Any, paged: Any
 ) -> None:
@@ -142,18 +132,6 @@ def test_mixed_batches_equal_transformers(
             logits[name].append(found)
     for name, parts in logits.items():
         assert_close(torch.cat(parts), expected(reference, ids[name]))
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7, 39, 40])
-def test_chunked_prefill_equals_unchunked(
-    chunk: int, make_checkpoint: Any, load: Any, paged: Any
-) -> None:
-    model, _ = load(make_checkpoint()[0])
-    ids = prompt(40)
-    whole = paged(model).step({"a": ids})["a"]
-    runner = paged(model)
-    parts = [runner.step({"a": part})["a"] for part in ids.split(chunk)]
-    assert_close(torch.cat(parts), whole)
 
 
 def test_greedy_decode_equals_transformers_generate(
@@ -193,13 +171,6 @@ def test_padding_does_not_change_other_sequences(
         )
     for name, alone in results[0].items():
         torch.testing.assert_close(results[1][name], alone, atol=1e-5, rtol=1e-5)
-
-
-def test_scratch_block_stays_zero(make_checkpoint: Any, load: Any, paged: Any) -> None:
-    runner = paged(load(make_checkpoint()[0])[0])
-    runner.step({"a": prompt(6)}, num_padding_tokens=3)
-    runner.step({"a": prompt(1)}, num_padding_decodes=3)
-    assert not runner.pool[0].any()
 
 
 # Where not all experts are asked, a rounded score may choose another one, and nothing is close.

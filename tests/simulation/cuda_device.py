@@ -62,17 +62,14 @@ class Event:
         self._end = self._stream.num_put
 
     def reach(self) -> None:
-        """Run the stream up to the mark."""
         if self._stream is not None:
             self._stream.run_to(self._end)
 
     def query(self) -> bool:
-        """Return whether the mark is reached."""
         self._device.let_run()
         return self._stream is None or self._stream.num_run >= self._end
 
     def synchronize(self) -> None:
-        """Keep the host waiting until the mark is reached."""
         self._device.wait(EVENT_WAITS)
         self.reach()
 
@@ -93,24 +90,20 @@ class Stream:
         simulated.streams.append(self)
 
     def put(self, work: Work) -> None:
-        """Put a piece of work behind all others."""
         self._queue.append(work)
         self.num_put += 1
         self._simulated.let_run()
 
     def run_to(self, end: int) -> None:
-        """Run until `end` pieces have run in all."""
         while self.num_run < end:
             self.num_run += 1
             self._queue.popleft()()
 
     def query(self) -> bool:
-        """Return whether all has run."""
         self._simulated.let_run()
         return self.num_run == self.num_put
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Mark the end of what the stream holds now."""
         event = event or Event(self._simulated)
         event.record(self)
         return event
@@ -124,7 +117,6 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """Keep the host waiting until all has run."""
         self._simulated.wait(STREAM_WAITS)
         self.run_to(self.num_put)
 
@@ -148,7 +140,6 @@ class Graph:
         self.pool: tuple[int, int] = (0, 0)
 
     def add(self, work: Work) -> None:
-        """Put a piece behind those that were captured."""
         self._work.append(work)
 
     def capture_begin(
@@ -163,15 +154,12 @@ class Graph:
         if pool is None:
             raise NotSimulated("a graph without a pool")
         self.pool, device.capture = pool, self
-        device.capture_modes.add(capture_error_mode)
         device.counts[CAPTURES] += 1
 
     def capture_end(self) -> None:
-        """Capture no more."""
         self._device.capture = None
 
     def replay(self) -> None:
-        """Put all of it into the current stream."""
         if self._device.capture is not None:
             raise NotSimulated("a replay inside of a capture")
         self._device.counts[REPLAYS] += 1
@@ -186,7 +174,6 @@ class Memory:
     _storages: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that the tensor's storage lies here."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self._storages[storage.data_ptr()] = StorageWeakRef(storage)
@@ -207,7 +194,6 @@ class CudaDevice:
         self.counts: Counter[str] = Counter()
         self.default = self.current = Stream(self)
         self.capture: Graph | None = None
-        self.capture_modes: set[str] = set()
         self.memory, self.pinned = Memory(), Memory()
         self._pools: dict[tuple[int, int], list[Block]] = {}
 
@@ -220,7 +206,6 @@ class CudaDevice:
         self._run_share = self._random.choice(RUN_SHARES)
 
     def let_run(self) -> None:
-        """Run what the order lets run now."""
         if self._order == "late":
             return
         for stream in self.streams:
@@ -231,11 +216,7 @@ class CudaDevice:
                 stream.run_to(stream.num_run + self._random.randint(0, left))
 
     def wait(self, what: str) -> None:
-        """Count a wait of the host.
-
-        Raises:
-            CaptureInvalid: in a capture nothing runs that could be waited for.
-        """
+        """Count a wait of the host. In a capture nothing runs that could be waited for."""
         if self.capture is not None:
             raise CaptureInvalid(f"{what}: not permitted while a stream is capturing")
         self.counts[what] += 1
@@ -245,20 +226,13 @@ class CudaDevice:
         self.wait(f"{HIDDEN_READS}: {what}")
         self.current.run_to(self.current.num_put)
 
-    @property
-    def num_hidden_reads(self) -> int:
-        """How often `read` was called."""
-        return sum(n for what, n in self.counts.items() if what.startswith(HIDDEN_READS))
-
     def synchronize(self, _device: Any = None) -> None:
-        """Keep the host waiting until all streams are empty."""
         self.wait(DEVICE_WAITS)
         for stream in self.streams:
             stream.run_to(stream.num_put)
 
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
-        """Make `stream` the current one."""
         before, self.current = self.current, stream or self.current
         try:
             yield
@@ -302,7 +276,6 @@ class CudaDevice:
         return blocks[-1]
 
     def new_pool(self) -> tuple[int, int]:
-        """Return the handle of an empty pool."""
         pool = (0, 1 + len(self._pools))
         self._pools[pool] = []
         return pool

@@ -8,12 +8,12 @@ two threads and their sockets, calls are answered between steps, in an order tha
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -48,6 +48,9 @@ COPIES_PER_STEP = 3
 SAMPLED_COPIES = 1
 """One more where other rows are sampled than in the step before, or a sequence has come."""
 EVENT_WAITS_PER_STEP = 1
+STEPS, COPIES, TRANSFERS = "steps", "copies", "transfers"
+"""What is called for: copies of pinned memory to the device, and times that a KV store copies
+blocks, in either direction."""
 LEASE_S = 30.0
 """Of a clock that stands still."""
 
@@ -60,55 +63,17 @@ class Request:
     params: SamplingParams
 
 
-@dataclass(frozen=True)
-class Called:
-    """What was called for since the start."""
-
-    num_steps: int = 0
-    num_copies: int = 0
-    """Of pinned memory to the device."""
-    num_transfers: int = 0
-    """Times that a KV store copied blocks, in either direction."""
-
-    def __add__(self, other: Called) -> Called:
-        return Called(
-            self.num_steps + other.num_steps,
-            self.num_copies + other.num_copies,
-            self.num_transfers + other.num_transfers,
-        )
-
-    def __sub__(self, other: Called) -> Called:
-        return Called(
-            self.num_steps - other.num_steps,
-            self.num_copies - other.num_copies,
-            self.num_transfers - other.num_transfers,
-        )
-
-
-class Serving(Protocol):
-    """What serves a trace."""
-
-    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return each request's tokens."""
-
-    def called(self) -> Called:
-        """Return what was called for since the start."""
-
-    def close(self) -> None:
-        """Let go of graphs."""
-
-
 class Watched:
     """Counts what the plans call for that a runner launches from now on."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.called = Called()
+        self.called: Counter[str] = Counter()
         self._sampled: list[int] | None = None
         """The rows whose parameters are on the device."""
         launch = runner.launch
 
         def watched(plan: StepPlan, *rest: Any) -> Any:
-            self.called += Called(1, self._num_copies(plan))
+            self.called.update({STEPS: 1, COPIES: self._num_copies(plan)})
             return launch(plan, *rest)
 
         runner.launch = watched  # type: ignore[method-assign]
@@ -142,8 +107,8 @@ class Single:
         outputs = self._llm.generate(prompts, [request.params for request in requests])
         return [output.outputs[0].token_ids for output in outputs]
 
-    def called(self) -> Called:
-        return self._watched.called
+    def called(self) -> Counter[str]:
+        return self._watched.called.copy()
 
     def close(self) -> None:
         self._llm.runner.close()
@@ -158,7 +123,7 @@ class Handover(KVPuller):
     """The real reader, but for its thread, what its reads need of the world, and the holder."""
 
     def __init__(self, source: BlockStore, target: BlockStore) -> None:
-        self.called = Called()
+        self.called: Counter[str] = Counter()
         self.holder = KVHolder(LEASE_S, _no_time)
         self._source, self._target = source, target
         block_bytes = self._target.block_bytes
@@ -187,7 +152,7 @@ class Handover(KVPuller):
         if isinstance(call, KVRead):
             assert alive, f"ticket {call.ticket}: wanted it alive"
             blocks = self._source.gather(call.block_ids)
-            self.called += Called(num_transfers=1)
+            self.called[TRANSFERS] += 1
         # As it leaves the sender: what is written into its memory later does not show.
         sent = [memoryview(bytes(block)) for block in blocks]
         answer = KVAnswer(call.ticket, type(call).__name__, alive)
@@ -201,7 +166,7 @@ class Handover(KVPuller):
 
     def write(self, ids: list[int], blocks: list[memoryview]) -> None:
         self._target.scatter(ids, blocks)
-        self.called += Called(num_copies=len(ids), num_transfers=1)
+        self.called.update({COPIES: len(ids), TRANSFERS: 1})
 
     def forget(self, source: KVSource) -> None:
         """Nothing is open."""
@@ -305,8 +270,8 @@ class Pair:
         name = str(self._num_requests)
         return GenerateRequest(name, request.prompt, [], sampling, "", b"")
 
-    def called(self) -> Called:
-        return sum((side.watched.called for side in self._sides), self._handover.called)
+    def called(self) -> Counter[str]:
+        return sum((side.watched.called for side in self._sides), self._handover.called.copy())
 
     def close(self) -> None:
         for side in self._sides:

@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 from cuda_device import DEVICE_WAITS, EVENT_WAITS, PAGEABLE, PINNED, STREAM_WAITS, Order
-from cuda_serving import EVENT_WAITS_PER_STEP, Called, Pair, Request, Serving, Single
+from cuda_serving import (
+    COPIES,
+    EVENT_WAITS_PER_STEP,
+    STEPS,
+    TRANSFERS,
+    Pair,
+    Request,
+    Single,
+)
 from cuda_torch import simulated
 
 from serve.requests.sampling import SamplingParams
@@ -152,7 +160,7 @@ def trace(seed: int) -> list[Request]:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def start(case: Case, model: Path, device: str = "cuda") -> Serving:
+def start(case: Case, model: Path, device: str = "cuda") -> Single | Pair:
     """Start what a case says."""
     torch._dynamo.reset()
     return (Pair if case.is_pair else Single)(model, device, case.options)
@@ -163,7 +171,7 @@ class Oracle:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._engines: dict[str, Serving] = {}
+        self._engines: dict[str, Single | Pair] = {}
         self._tokens: dict[tuple[str, int], list[list[int]]] = {}
 
     def tokens(self, family: str, seed: int) -> list[list[int]]:
@@ -182,12 +190,12 @@ def findings(wanted: list[list[int]], found: list[list[int]]) -> list[str]:
     return [f"tokens of request {i}: wanted {w}, found {f}" for i, (w, f) in pairs if w != f]
 
 
-def count_findings(called: Called, counts: Counter[str]) -> list[str]:
+def count_findings(called: Counter[str], counts: Counter[str]) -> list[str]:
     """Return what was waited for or copied more or less often than it was called for."""
     wanted = {
-        EVENT_WAITS: EVENT_WAITS_PER_STEP * called.num_steps,
-        STREAM_WAITS: called.num_transfers,
-        PINNED: called.num_copies,
+        EVENT_WAITS: EVENT_WAITS_PER_STEP * called[STEPS],
+        STREAM_WAITS: called[TRANSFERS],
+        PINNED: called[COPIES],
         PAGEABLE: 0,
     }
     waits = [name for name in counts if "wait" in name or "hidden" in name]

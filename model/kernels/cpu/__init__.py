@@ -1,22 +1,76 @@
-"""Kernels for a CPU: C++ where it is built, torch functions elsewhere.
+"""Kernels for a CPU: C++ where it is built and serves the tensors, the torch reference elsewhere
+(other dtypes, head dims above 256, rows that are not contiguous).
 
-`model.kernels.triton` has the same names, which take the same arguments.
+Each takes its reference's arguments and has its effect, but for the order of sums and the last bit
+of an exponential. `model.kernels.triton` has the same names.
 """
 
-from model.kernels.cpu.attention import paged_decode, paged_prefill, rope_and_write_kv
-from model.kernels.cpu.elementwise import fused_add_rms_norm, rms_norm, silu_and_mul
-from model.kernels.cpu.experts import expert_mlp
-from model.kernels.filters import filter_top_k_top_p
-from model.kernels.sparse_mlp import route
+from __future__ import annotations
 
-__all__ = [
-    "expert_mlp",
-    "filter_top_k_top_p",
-    "fused_add_rms_norm",
-    "paged_decode",
-    "paged_prefill",
-    "rms_norm",
-    "rope_and_write_kv",
-    "route",
-    "silu_and_mul",
-]
+from typing import Any
+
+import torch
+
+from compile.passes.fuse_add_rms_norm import add_rms_norm
+from model.kernels import elementwise, paged_attention, sparse_mlp
+from model.kernels.cpu import native
+from model.kernels.cpu.packed_linear import packed_products
+from model.kernels.filters import filter_top_k_top_p as filter_top_k_top_p
+from model.kernels.sparse_mlp import route as route
+
+
+def paged_decode(*args: Any) -> None:
+    """Attend, reading each byte of KV once."""
+    *tensors, scale, out, window = args
+    if not native.run("paged_decode", *tensors, out, scalar=scale, window=window or 0):
+        paged_attention.paged_decode(*args)
+
+
+def paged_prefill(*args: Any) -> None:
+    """Attend; rows behind the last sequence become zero."""
+    *tensors, scale, out, window = args
+    if not native.run("paged_prefill", *tensors, out, scalar=scale, window=window or 0):
+        paged_attention.paged_prefill(*args)
+        cu_seqlens_q = tensors[-2]
+        out[int(cu_seqlens_q[-1]) :].zero_()
+
+
+def rope_and_write_kv(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Rotate and write in one pass over the tokens."""
+    rotated = q.new_empty(q.shape)
+    if native.run("rope_and_write_kv", q, *others, rotated):
+        return rotated
+    return paged_attention.rope_and_write_kv(q, *others)
+
+
+def expert_mlp(*args: Any) -> torch.Tensor:
+    """Multiply with plain experts, or with packed ones, whose handles are int64 [Xr]."""
+    x, experts, weights, gate_up, down, first_expert = args
+    kind = sparse_mlp.plain_products if gate_up.ndim > 1 else packed_products
+    return sparse_mlp.expert_mlp(x, experts, weights, gate_up, down, first_expert, kind)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the norm of rows, contiguous. x: [T, E] or [T, H, D]; weight: [E] or [D]."""
+    normed = x.new_empty(x.shape)
+    if native.run("rms_norm", x, weight, normed, scalar=eps):
+        return normed
+    return elementwise.rms_norm(x, weight, eps).contiguous()
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of the sum, and the sum. x, residual: [T, E]; weight: [E]."""
+    normed, summed = x.new_empty(x.shape), x.new_empty(x.shape)
+    if native.run("fused_add_rms_norm", x, residual, weight, normed, summed, scalar=eps):
+        return normed, summed
+    return add_rms_norm(x, residual, weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, contiguous. gate_up: [T, 2 * n], gate first."""
+    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    if native.run("silu_and_mul", gate_up, out):
+        return out
+    return elementwise.silu_and_mul(gate_up).contiguous()

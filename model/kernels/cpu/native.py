@@ -79,17 +79,21 @@ def build_library(directory: Path) -> Path:
         PrivateDirectoryError: another user could place the code that we load.
         OSError: the directory cannot be written.
     """
-    compiler = _compiler()
+    compiler = shutil.which(cxx())
+    if compiler is None:
+        raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
     version = _run([compiler, "--version"]).splitlines()[0]
     make_private(directory)
     path = directory / f"kernels-{_key(version)}.so"
     if not _is_whole(path):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            library = _compile(compiler, Path(scratch))
-            with library.open(
-                "ab"
-            ) as file:  # behind what the ELF header names, where no loader reads
-                file.write(_digest(library.read_bytes()))
+            library, objects = Path(scratch) / "kernels.so", []
+            for source in sorted(SOURCES.glob("*.cpp")):
+                objects.append(str(library.with_name(f"{source.stem}.o")))
+                _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+            _run([compiler, "-shared", *objects, "-o", str(library)])
+            # Behind what the ELF header names, where no loader reads.
+            library.write_bytes(library.read_bytes() + _digest(library.read_bytes()))
             os.replace(library, path)
         logger.info("built C++ kernels: %s", path)
     return path
@@ -111,13 +115,6 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _compiler() -> str:
-    found = shutil.which(cxx())
-    if found is None:
-        raise NativeError(f"C++ compiler: wanted {cxx()}, found none")
-    return found
-
-
 def _key(version: str) -> str:
     """Return a hash of everything that decides the machine code."""
     parts = [version, *FLAGS, platform.machine(), processor()]
@@ -125,16 +122,6 @@ def _key(version: str) -> str:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def _compile(compiler: str, directory: Path) -> Path:
-    objects = []
-    for source in sorted(SOURCES.glob("*.cpp")):
-        objects.append(str(directory / f"{source.stem}.o"))
-        _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
-    library = directory / "kernels.so"
-    _run([compiler, "-shared", *objects, "-o", str(library)])
-    return library
 
 
 def _run(command: list[str]) -> str:
@@ -196,5 +183,4 @@ def _prepared(
 
 
 def int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
-    """Return values as a C array, whose address ctypes passes."""
     return (ctypes.c_int64 * len(values))(*values)

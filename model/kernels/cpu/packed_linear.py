@@ -40,18 +40,14 @@ from model.kernels.cpu.native import int64_array, native_function, native_librar
 from model.kernels.sparse_mlp import Products
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-"""Dtypes that can be packed. Plain products read a weight at a fraction of the memory's rate, and
-without AVX512 torch multiplies bfloat16 one by one (`examples/bench/packed_linear.py`)."""
-
 KERNEL_ROWS = 64
-"""Rows up to which the kernel multiplies what oneDNN packed. From there on both multiply at the
+"""Rows up to which the kernel multiplies what oneDNN packed: from there on both multiply at the
 processor's rate, and oneDNN's blocks suit larger products (`examples/bench/packed_linear.py`)."""
-
-logger = logging.getLogger(__name__)
-
 TILE_OUTPUTS: tuple[int, ...] = (64, 48, 32, 16)
 """Widths of the tiles between which oneDNN chooses, by dtype, instruction set and shape."""
 ROWS_COMPARED = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class PackedWeight:
 
     @property
     def has_rows(self) -> bool:
-        """Return whether single rows can be read, as an embedding does."""
+        """Whether single rows can be read, as an embedding does."""
         return _entry(self.handle).tiles is not None
 
 
@@ -174,19 +170,14 @@ def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
         if rest or padded % per_word or not num_inputs <= padded < num_inputs + 64:
             continue
         tiles = flat.view(blocks, padded // per_word, outputs, per_word)
-        if _holds(tiles, weight):
+        # Block by block: a copy of the whole weight would double what loading needs.
+        pairs = zip(tiles, weight.split(outputs), strict=True)
+        if all(
+            torch.equal(tile.transpose(0, 1).flatten(1)[: len(rows), :num_inputs], rows)
+            for tile, rows in pairs
+        ):
             return tiles
     return None
-
-
-def _holds(tiles: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Compare block by block: a copy of the whole weight would double what loading needs."""
-    outputs = tiles.shape[2]
-    for tile, rows in zip(tiles, weight.split(outputs), strict=True):
-        plain = tile.transpose(0, 1).flatten(1)[: rows.shape[0], : weight.shape[1]]
-        if not torch.equal(plain, rows):
-            return False
-    return True
 
 
 def _is_transposed(flat: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -247,12 +238,6 @@ def _product(x: torch.Tensor, entry: _Entry, bias: torch.Tensor | None) -> torch
     return out
 
 
-def _packed_linear_fake(
-    x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, out_features: int
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
 def _packed_rows(
     rows: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -263,13 +248,11 @@ def _packed_rows(
     return tiles[rows // outputs, :, rows % outputs].flatten(1)[:, :in_features].contiguous()
 
 
-def _packed_rows_fake(
-    rows: torch.Tensor, handle: torch.Tensor, in_features: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], in_features, dtype=dtype)
-
-
 packed_linear = direct_register_custom_op(
-    "packed_linear", _packed_linear, fake_impl=_packed_linear_fake
+    "packed_linear", _packed_linear, fake_impl=lambda x, handle, bias, n: x.new_empty(x.shape[0], n)
 )
-packed_rows = direct_register_custom_op("packed_rows", _packed_rows, fake_impl=_packed_rows_fake)
+packed_rows = direct_register_custom_op(
+    "packed_rows",
+    _packed_rows,
+    fake_impl=lambda rows, handle, n, dtype: rows.new_empty(rows.shape[0], n, dtype=dtype),
+)

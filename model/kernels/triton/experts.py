@@ -255,8 +255,7 @@ def expert_mlp(
     if not num_pairs:
         return x.new_empty(x.shape)
     tiles = product_tiles(num_pairs, num_experts, x.dtype)
-    pairs = sort_pairs(experts, num_experts, first_expert, tiles.rows)
-    where = (pairs.order, pairs.bounds, pairs.first_tile, num_experts)
+    where = (*sort_pairs(experts, num_experts, first_expert, tiles.rows), num_experts)
     # Each tile has a pair, and each expert may leave one tile unfilled.
     num_tiles = min(num_pairs, num_pairs // tiles.rows + num_experts)
     gated = x.new_empty(num_pairs, size)

@@ -199,15 +199,9 @@ def _filter_kernel(
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     is_kept = key >= tl.load(floors + row).to(tl.uint32)
     if p < 1:
+        of_row = masses + row * NUM_CHUNKS * NUM_DIGITS
         low, above, _, wanted, of_chunks = _next_digit(
-            states + row * 3,
-            masses + row * NUM_CHUNKS * NUM_DIGITS,
-            0,
-            k,
-            p,
-            NUM_CHUNKS,
-            BLOCK_C,
-            False,
+            states + row * 3, of_row, 0, k, p, NUM_CHUNKS, BLOCK_C, False
         )
         is_least = key == low.to(tl.uint32)
         highest = _highest(maxima + row * NUM_CHUNKS, NUM_CHUNKS, BLOCK_C)
@@ -238,11 +232,8 @@ def filter_top_k_top_p(
         (top_k.new_empty(num_rows, 3), top_k.new_empty(num_rows, num_chunks, NUM_DIGITS.value))
         for _ in range(2)
     ]
-    options = {
-        "CHUNK": CHUNK,
-        "NUM_CHUNKS": num_chunks,
-        "BLOCK_C": triton.next_power_of_2(num_chunks),
-    }
+    block = triton.next_power_of_2(num_chunks)
+    options = {"CHUNK": CHUNK, "NUM_CHUNKS": num_chunks, "BLOCK_C": block}
     rows = (logits, top_k, top_p, maxima, floors)
     grid = (num_rows, num_chunks)
     old, new = searches

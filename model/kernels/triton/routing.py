@@ -10,8 +10,6 @@ Shapes: T tokens, K experts of a token, P = T * K pairs, X experts of this rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -90,22 +88,6 @@ def route(
     return experts, weights
 
 
-@dataclass(frozen=True)
-class SortedPairs:
-    """Pairs by expert, all on the device.
-
-    Invariant: expert e has the pairs order[bounds[e]:bounds[e + 1]] in ascending order, in the
-    tiles from first_tile[e] on; what lies behind bounds[X] is unset.
-    """
-
-    order: torch.Tensor
-    """int64 [P]"""
-    bounds: torch.Tensor
-    """int32 [X + 1]"""
-    first_tile: torch.Tensor
-    """int32 [X + 1]"""
-
-
 @triton.jit
 def _numbers(
     experts: tl.tensor,
@@ -160,8 +142,13 @@ def _sort_kernel(
 
 def sort_pairs(
     experts: torch.Tensor, num_experts: int, first_expert: int, tile_rows: int
-) -> SortedPairs:
-    """Sort pairs by expert. experts: int64 [T, K], contiguous."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort pairs by expert. experts: int64 [T, K], contiguous.
+
+    Returns `order` int64 [P], `bounds` and `first_tile` int32 [X + 1]. Expert e has the pairs
+    order[bounds[e]:bounds[e + 1]] in ascending order, in the tiles from first_tile[e] on; what lies
+    behind bounds[X] is unset.
+    """
     num_pairs = experts.numel()
     order = experts.new_empty(num_pairs)
     bounds = experts.new_empty(num_experts + 1, dtype=torch.int32)
@@ -179,4 +166,4 @@ def sort_pairs(
         BLOCK=PAIRS_BLOCK,
         num_warps=4,
     )
-    return SortedPairs(order, bounds, first_tile)
+    return order, bounds, first_tile
