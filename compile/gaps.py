@@ -1,8 +1,7 @@
 """How much of a piecewise step is spent between its replayed pieces.
 
-Replaying pieces does not speed up what runs between them. In prefill that is attention with its
-metadata on the host, and its share of the step bounds what a faster replay could gain. Host
-seconds: on a GPU a replay takes as long as launching it.
+Replaying pieces does not speed up what runs between them, in prefill attention with its metadata.
+Host seconds: on a GPU a replay takes as long as launching it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,11 @@ from typing import Any
 
 
 class GapTimer:
-    """Sums up host time of piecewise steps. Belongs to the step thread; any thread may read it.
-
-    Invariant: 0 <= `last_share` <= 1, and likewise `share`.
-    """
+    """Sums up host time of piecewise steps. Belongs to the step thread; any thread may read it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.num_steps = 0
-        self.last_share = 0.0
-        """Of the last step that was timed."""
         self._replayed_s = 0.0
         self._steps_s = 0.0
         self._gaps_s = 0.0
@@ -45,8 +39,6 @@ class GapTimer:
         self._replayed_s, began = 0.0, self._clock()
         yield
         seconds = self._clock() - began
-        gaps = max(0.0, seconds - self._replayed_s)
         self.num_steps += 1
-        self.last_share = gaps / seconds if seconds else 0.0
         self._steps_s += seconds
-        self._gaps_s += gaps
+        self._gaps_s += max(0.0, seconds - self._replayed_s)

@@ -1,15 +1,13 @@
 """The key of compiled code: a list of named facts, each of which decides what is generated.
 
 1. `key_factors` gathers them: the machine, torch, Lockstep's own compiling code, the compiler, the
-   fields of the configuration that change code, and what the scope's owner adds (model, dtype,
-   parallel sizes).
-2. `traced_factor` adds the contents of the files that tracing went through. They are known only
-   afterwards, so a start that has not traced yet takes their names from an earlier one.
+   fields of the configuration that change code, and what the scope's owner adds.
+2. `traced_factor` adds the contents of the files that tracing went through, whose names a start
+   that has not traced yet takes from an earlier one.
 3. `hash_factors` makes the directory's name of it.
 
-Nothing is in the key by accident. A fact that is left out makes two different programs share code;
-one too many (a port, a rank, a path, the sizes that are captured) makes every start a cold one. So
-only the fields that `KEYED_FIELDS` names are part of it.
+A fact that is left out makes two different programs share code; one too many (a port, a rank, a
+path, the sizes that are captured) makes every start a cold one.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ HASH_DIGITS = 16
 def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[str, str]:
     """Return what decides the code that is generated in `scope`, except for traced files.
 
-    Args:
-        compiler: the compiler's name; `auto` is none.
-        compiler_hash: its own state, as `CompilerInterface.compute_hash` returns it.
+    `compiler` is its name, which `auto` is not; `compiler_hash` comes from its `compute_hash`.
     """
     factors = {
         "lockstep": OWN_SOURCES,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compile.config import CUDAGraphMode
-from compile.dispatch import BatchDescriptor, CapturedGraphs, decide, padded_size, within
+from compile.dispatch import BatchDescriptor, CapturedGraphs, decide
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 
@@ -192,21 +192,3 @@ def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
         assert batch.num_tokens == batch.num_seqs * query_len
     else:
         assert key == batch and key in graphs.mixed
-
-
-SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
-
-
-@given(SIZES, st.integers(0, 50))
-def test_sizes_are_dropped_and_never_moved(sizes: list[int], most: int) -> None:
-    kept, dropped = within(sorted(sizes), most)
-    assert [*kept, *dropped] == sorted(sizes)
-    assert all(n <= most for n in kept) and all(n > most for n in dropped)
-
-
-@given(SIZES, st.integers(1, 50))
-def test_padding_takes_the_smallest_size_that_holds_a_step(sizes: list[int], wanted: int) -> None:
-    holding = [n for n in sizes if n >= wanted]
-    assert padded_size(sorted(sizes), wanted) == (min(holding) if holding else None)
-    exact = wanted if wanted in sizes else None
-    assert padded_size(sorted(sizes), wanted, enable_padding=False) == exact
