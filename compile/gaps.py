@@ -18,6 +18,8 @@ class GapTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.num_steps = 0
+        self.last_share = 0.0
+        """Of the last step that was timed."""
         self._replayed_s = 0.0
         self._steps_s = 0.0
         self._gaps_s = 0.0
@@ -39,6 +41,8 @@ class GapTimer:
         self._replayed_s, began = 0.0, self._clock()
         yield
         seconds = self._clock() - began
+        gaps = max(0.0, seconds - self._replayed_s)
         self.num_steps += 1
+        self.last_share = gaps / seconds if seconds else 0.0
         self._steps_s += seconds
-        self._gaps_s += max(0.0, seconds - self._replayed_s)
+        self._gaps_s += gaps

@@ -12,7 +12,6 @@ path, the sizes that are captured) makes every start a cold one.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import platform
@@ -161,26 +160,19 @@ def describe(name: str, old: str, new: str) -> str:
     if name == TRACED_FILES:
         return f"{name}: {_changed_files(old, new)}"
     if max(len(old), len(new)) > 80:
-        old, new = _changed_words(old, new)
+        before, after = old.split(), new.split()
+        old = " ".join(word for word in before if word not in after) or "(nothing)"
+        new = " ".join(word for word in after if word not in before) or "(nothing)"
     return f"{name}: {old} -> {new}"
-
-
-def _changed_words(old: str, new: str) -> tuple[str, str]:
-    before, after = old.split(), new.split()
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
-    gone = [" ".join(before[i:j]) for _, i, j, _, _ in changes if i < j]
-    come = [" ".join(after[i:j]) for _, _, _, i, j in changes if i < j]
-    return " ... ".join(gone) or "(nothing)", " ... ".join(come) or "(nothing)"
 
 
 def _changed_files(old: str, new: str) -> str:
     before = dict(line.split(" ", 1) for line in old.splitlines() if " " in line)
     after = dict(line.split(" ", 1) for line in new.splitlines() if " " in line)
-    said = {name: "changed" for name in before.keys() & after.keys() if before[name] != after[name]}
-    said |= {name: "no longer traced" for name in before.keys() - after.keys()}
-    said |= {name: "newly traced" for name in after.keys() - before.keys()}
-    return ", ".join(f"{name} {said[name]}" for name in sorted(said))
+    said = dict.fromkeys(before.keys() & after.keys(), "changed")
+    said |= dict.fromkeys(before.keys() - after.keys(), "no longer traced")
+    said |= dict.fromkeys(after.keys() - before.keys(), "newly traced")
+    return ", ".join(f"{name} {said[name]}" for name in sorted(differing(before, after)))
 
 
 VERSION_TIMEOUT_S = 30.0

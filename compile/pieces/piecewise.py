@@ -180,12 +180,12 @@ def sized(example_inputs: Sequence[Any], tokens: TokenSource | None, count: int)
 def _sized(value: Any, values: Mapping[Any, int]) -> Any:
     if isinstance(value, torch.SymInt):
         return _number(value, values)
-    if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else ()
+    if all(type(size) is int for size in sizes):
         return value
     shape = [_number(size, values) for size in value.shape]
     stride = [_number(step, values) for step in value.stride()]
-    mode = value.fake_mode  # type: ignore[attr-defined]
-    with mode:
+    with value.fake_mode:
         return torch.empty_strided(
             shape,
             stride,
@@ -193,10 +193,6 @@ def _sized(value: Any, values: Mapping[Any, int]) -> Any:
             device=value.device,
             requires_grad=value.requires_grad,
         )
-
-
-def _is_symbolic(value: torch.Tensor) -> bool:
-    return any(type(size) is not int for size in (*value.shape, *value.stride()))
 
 
 def _number(size: Any, values: Mapping[Any, int]) -> int:

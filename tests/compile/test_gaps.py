@@ -49,6 +49,7 @@ def test_a_step_is_its_replays_and_its_gaps() -> None:
             wrapped(x)
             clock.now += gap
     assert timer.num_steps == 2
+    assert timer.last_share == pytest.approx(9 / 12)
     assert timer.share == pytest.approx(10 / 16)
 
 

@@ -256,14 +256,6 @@ def test_an_unknown_op_is_refused_by_name(split: Any, name: str) -> None:
     assert error.value.field == "compilation.splitting_ops" and name in str(error.value)
 
 
-def test_another_op_with_the_same_ending_does_not_split(split: Any) -> None:
-    direct_register_custom_op(
-        "toy_norm", _norm, fake_impl=torch.empty_like, target_lib="lockstep_other"
-    )
-    forward = torch.ops.lockstep_other.toy_norm
-    assert split(lambda x: forward(x) + 1, X, ops=("lockstep::toy_norm",)).kinds == "c"
-
-
 # --- keys -------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import math
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -87,32 +86,6 @@ def test_the_written_function_equals_the_stitching_graph(
     found = stitched(toy.forward, *given)
     (by_graph,), (by_text,) = found.root(*found.passed), found.run()
     assert torch.equal(by_text, by_graph) and torch.equal(by_text, toy(*given))
-
-
-def test_the_text_names_ops_and_pieces_and_drops_values_behind_their_last_use(
-    stitched: Any,
-) -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        q = x * 2
-        out = torch.empty_like(q)
-        torch.ops.lockstep.toy_attention(q, out, "layers.0")
-        return out + 1
-
-    source = re.sub(r"\bs\d+\b", "n", stitched(forward, X).code.source)
-    assert source == WRITTEN
-
-
-WRITTEN = """\
-def make_forward(submod_0, submod_2, toy_attention):
-    def forward(n, l_x):
-        (mul, empty_like,) = submod_0(l_x, n)
-        toy_attention(mul, empty_like, 'layers.0')
-        del mul
-        (add,) = submod_2(empty_like, n)
-        del empty_like
-        return (add, )
-    return forward
-"""
 
 
 def test_a_value_is_freed_before_the_piece_after_its_last_use(toys: Any, stitched: Any) -> None:
