@@ -215,7 +215,7 @@ def test_whichever_file_is_damaged_the_next_start_is_right(
     for path in root.rglob("*"):
         # No file names its place, and no other user reads a directory.
         if path.is_file():
-            assert str(tmp_path).encode() not in path.read_bytes(), path
+            assert str(root).encode() not in path.read_bytes(), path
         else:
             assert path.stat().st_mode & 0o077 == 0, path
     pristine = tmp_path / "pristine"
