@@ -35,26 +35,11 @@ _OP_NAME = re.compile(r"[A-Za-z_]\w*(::|\.)[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 """`namespace::name` or `namespace.name`, with or without an overload."""
 
 
-class Options(Mapping[str, Any]):
-    """A mapping that cannot be changed, unlike a dict, and can be pickled, unlike a proxy."""
+class Options(dict[str, Any]):
+    """Options by name, of one configuration and so never changed."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content = dict(content)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._content.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._content)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 @dataclass(frozen=True)
@@ -71,10 +56,6 @@ class Bound:
 
 def _are_sizes(sizes: tuple[int, ...]) -> bool:
     return all(1 <= size <= MAX_SIZE for size in sizes)
-
-
-def _are_ascending(sizes: tuple[int, ...]) -> bool:
-    return list(sizes) == sorted(set(sizes)) and all(size >= 1 for size in sizes)
 
 
 def _are_apart(ranges: tuple[tuple[int, int], ...]) -> bool:
@@ -130,9 +111,6 @@ CompileSizes = Annotated[
             size >= 1 if isinstance(size, int) else size == CAPTURE_SIZES for size in sizes
         ),
     ),
-]
-CapturedSizes = Annotated[
-    tuple[int, ...], Bound("ascending whole numbers of at least 1", _are_ascending)
 ]
 Ranges = Annotated[
     tuple[tuple[int, int], ...],
@@ -243,10 +221,7 @@ class CompilationConfig:
     Invariant: every field is legal by itself and with the others. Lists are kept as tuples and
     names as members, so what means the same is equal and hashes the same, and what `to_dict`
     returns builds an equal one. `resolve` fills in what is None here and drops sizes that no step
-    can have; `graph_bs` is set by it alone.
-
-    Raises:
-        FieldError: with the field, what was found and what is wanted.
+    can have; `graph_bs` is set by it alone. What is illegal is a FieldError.
     """
 
     level: Level = 0
@@ -319,7 +294,7 @@ class CompilationConfig:
     passes: PassNames | None = None
     """Graph passes by name, in order; None: those that the compiler does not do better itself."""
 
-    graph_bs: CapturedSizes = ()
+    graph_bs: Annotated[tuple[int, ...], Bound("batch sizes")] = ()
     """Ascending batch sizes that are captured. Filled in by `resolve`."""
 
     def __post_init__(self) -> None:
@@ -379,8 +354,7 @@ FIELDS = tuple(name for name in _KINDS if name != "graph_bs")
 def _kept(value: Any, kind: Any) -> Any:
     """Return a value, or what JSON has in its place, as a field of this type keeps it.
 
-    Raises:
-        ValueError: the value is not of this type or not within its bounds.
+    Raises ValueError if it is not of this type or not within its bounds.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:

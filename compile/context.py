@@ -46,8 +46,7 @@ class DPMetadata:
     ) -> DPMetadata | None:
         """Return the counts for a rank that runs `num_tokens`; None if it is alone.
 
-        Raises:
-            ValueError: the rank runs another number of tokens than the others believe.
+        Raises ValueError if it runs another number of tokens than the others believe.
         """
         if len(num_tokens_across_dp) == 1:
             return None
@@ -95,8 +94,7 @@ _Layer = TypeVar("_Layer")
 def static_forward_context(layers: Iterable[tuple[str, _Layer]]) -> dict[str, _Layer]:
     """Return layers by the names under which opaque ops look them up, in the given order.
 
-    Raises:
-        ValueError: two layers have one name, so that one would compute with the other's cache.
+    Raises ValueError if two have one name: one would compute with the other's cache.
     """
     by_name: dict[str, _Layer] = {}
     for name, layer in layers:
@@ -137,11 +135,7 @@ _state = _PerThread()
 
 
 def get_forward_context() -> ForwardContext:
-    """Return this thread's forward context.
-
-    Raises:
-        AssertionError: no forward context was ever set on this thread.
-    """
+    """Return this thread's forward context; AssertionError: none was ever set on it."""
     current = _state.current
     assert current is not None, "forward context: wanted one from forward_context(), found none"
     return current

@@ -41,18 +41,14 @@ def direct_register_custom_op(
     """Register `op_func` as `torch.ops.<target_lib>.<op_name>` and return the op.
 
     Registering the same name again returns the existing op, because a module may be imported under
-    two paths, and torch refuses a second definition. With another dispatch key, `op_func` becomes
-    its implementation for that key, next to those that it has.
+    two paths, and torch refuses a second definition; ValueError: it has another schema already.
+    With another dispatch key, `op_func` becomes its implementation for that key, next to those that
+    it has.
 
     Args:
         mutates_args: names of the tensor arguments that `op_func` writes into.
         fake_impl: shape function for tracing; only an op that returns nothing does without.
-        dispatch_key: the default serves every device with one implementation; "CPU" or "CUDA"
-            goes before it on that device.
-
-    Raises:
-        ValueError: the op returns something and has no shape function, or the name has another
-            schema already.
+        dispatch_key: the default serves every device; "CPU" or "CUDA" goes before it there.
     """
     schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args))
     name = f"{target_lib}::{op_name}"
@@ -72,10 +68,9 @@ def direct_register_custom_op(
 
 
 def function_of(op: Any, device_type: str) -> Callable[..., Any] | None:
-    """Return the function behind an op that was registered here, for tensors of a device.
+    """Return the function behind an op for tensors of a device, None if it was not registered here.
 
-    Calling it does what the dispatcher does when nothing else listens: in inference mode, without a
-    dispatch mode. None: the op was not registered here.
+    Calling it does what the dispatcher does in inference mode without a dispatch mode.
     """
     schema = getattr(op, "_schema", None)
     known = _registered.get(schema.name) if schema is not None else None

@@ -11,8 +11,6 @@ collective. This file imports no torch, because the ranks' agreement is computed
 4. The mode is FULL and they do not: the smallest captured full graph that holds the step.
 5. Nothing captured is large enough: eager, at the step's own size.
 
-How a graph was captured is no concern of this file.
-
 Sizes that graphs are captured for are only ever dropped, never added or moved. A size that no step
 can have would cost memory and time; one that was not asked for would surprise.
 """
@@ -87,17 +85,13 @@ def decide(
     query_len: int = 1,
     captured: CapturedGraphs,
 ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-    """Decide how all ranks run a step: NONE, PIECEWISE or FULL, and the sizes that they pad it to.
-
-    It does what ATOM's ForwardMode and vLLM's dispatcher do.
+    """Decide how all ranks run a step: NONE, PIECEWISE or FULL, and the sizes that they pad it to
+    (after ATOM's ForwardMode and vLLM's dispatcher).
 
     Args:
         is_uniform_decode: on every rank each sequence decodes `query_len` tokens: one, or several
-            if drafts are verified.
+            if drafts are verified. ValueError: tokens are not sequences x query length.
         num_tokens, num_seqs: the largest over the ranks.
-
-    Raises:
-        ValueError: a uniform decode step whose tokens are not sequences x query length.
     """
     if is_uniform_decode and num_tokens != num_seqs * query_len:
         wanted = f"{num_seqs} x {query_len} in a uniform decode step"
@@ -136,9 +130,7 @@ def _full_mixed(
 def capture_sizes(explicit: Sequence[int] | None, graph_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return batch sizes to capture, ascending and each once, before any is dropped (ATOM).
 
-    Args:
-        explicit: wins if it is not None.
-        graph_sizes: one value N stands for 1, 2, 4, 8 and every 16th up to N; several are listed.
+    One value N of `graph_sizes` stands for 1, 2, 4, 8 and every 16th up to N; `explicit` wins.
     """
     if explicit is not None:
         return ascending(explicit)

@@ -1,8 +1,8 @@
 """The environment variables of Lockstep: read here and nowhere else.
 
 A variable is read at each call, so changes that a process makes to its own environment before it
-starts ranks count. A field that is given explicitly wins over all of these; code that has such a
-field calls these functions only if it is absent.
+starts ranks count. A field that is given explicitly wins; a value that cannot be used is a
+FieldError.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ def cc() -> tuple[str, ...]:
 
 
 def is_compile_cache_disabled() -> bool:
-    """Return whether compiled code is neither read nor written; it is by default.
-
-    Raises:
-        FieldError: it is neither 0 nor 1.
-    """
+    """Return whether compiled code is neither read nor written; it is by default."""
     value = os.environ.get(DISABLE_COMPILE_CACHE) or "0"
     if value not in ("0", "1"):
         raise FieldError(DISABLE_COMPILE_CACHE, "0 or 1", value)
@@ -59,11 +55,7 @@ def is_compile_cache_disabled() -> bool:
 
 
 def compile_cache_save_format() -> str:
-    """Return how compiled code is kept if no field says so: `binary` by default.
-
-    Raises:
-        FieldError: it is no format.
-    """
+    """Return how compiled code is kept if no field says so: `binary` by default."""
     value = os.environ.get(COMPILE_CACHE_SAVE_FORMAT) or SAVE_FORMATS[0]
     if value not in SAVE_FORMATS:
         wanted = f"one of {', '.join(SAVE_FORMATS)}"
@@ -81,22 +73,14 @@ LOGGERS = ("lockstep", "serve", "cluster", "compile", "model")
 
 
 def apply_log_level() -> None:
-    """Set Lockstep's loggers to `log_level`.
-
-    Raises:
-        FieldError: as `log_level`.
-    """
+    """Set Lockstep's loggers to `log_level`."""
     level = log_level()
     for name in LOGGERS:
         logging.getLogger(name).setLevel(level)
 
 
 def log_level() -> int:
-    """Return the level of Lockstep's loggers: INFO by default.
-
-    Raises:
-        FieldError: the name is not one of logging's.
-    """
+    """Return the level of Lockstep's loggers: INFO by default."""
     name = os.environ.get(LOG_LEVEL) or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:

@@ -42,7 +42,6 @@ from compile.report import (
     REPORT,
     TRANSFORMED_CODE,
     CompileReport,
-    ReportError,
 )
 
 LAYERS = {
@@ -94,10 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _trace(
     model: Path | None, loader: str, compilation: Mapping[str, Any], cache_dir: Path
 ) -> Exception | None:
-    """Start a model, None for the bundled one, so that its report lies in `cache_dir`.
-
-    Returns why it cannot be started, if that is the model's fault or the configuration's.
-    """
+    """Start a model, None for the bundled one, so that its report lies in `cache_dir`; return why
+    it cannot be started, if that is the model's fault or the configuration's."""
     module, _, name = loader.partition(":")
     load = getattr(importlib.import_module(module), name)
     try:
@@ -172,7 +169,7 @@ def _forward(shared: Path, forward: Path) -> Iterator[str]:
         yield from _from_report(CompileReport.from_json((forward / REPORT).read_text()))
     except FileNotFoundError:
         yield "report: none was left"
-    except (OSError, UnicodeDecodeError, ReportError) as error:
+    except (OSError, ValueError) as error:
         yield str(error)
     entries = Index.read(forward / INDEX).places()
     for (shape, index, compiler), entry in entries:

@@ -22,9 +22,7 @@ class PrivateDirectoryError(RuntimeError):
 def make_private(directory: Path) -> Path:
     """Return `directory`, which is made if it is missing, once no other user can write to it.
 
-    Raises:
-        PrivateDirectoryError: it belongs to another user than us or root, or others may write.
-        OSError: it cannot be made.
+    Raises PrivateDirectoryError if it belongs to another user than us or root, or others may write.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()

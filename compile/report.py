@@ -1,8 +1,4 @@
-"""What compiling a forward found out, as plain data for people and for `compile.explain`.
-
-Compiling a forward fills in one `CompileReport` and writes it next to the files named here. A later
-start reads none of them.
-"""
+"""What compiling a forward found out, for people and for `compile.explain`; no start reads it."""
 
 from __future__ import annotations
 
@@ -10,10 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
-VERSION = 1
 REPORT = "report.json"
 DYNAMO_GRAPH = "dynamo_graph.py"
 """Layer 1: the forward as one graph, as it was traced."""
@@ -23,10 +16,6 @@ TRANSFORMED_CODE = "transformed_code.py"
 """Layer 4: the function that runs the pieces. Layer 3 is the code in their artifacts."""
 
 logger = logging.getLogger(__name__)
-
-
-class ReportError(ValueError):
-    """Text is no report. The message is one line: `FIELD: wanted ..., found ...`."""
 
 
 @dataclass(frozen=True)
@@ -61,31 +50,18 @@ class CompileReport:
     """Why something was compiled although there is a cache."""
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CompileReport:
-        """Read a report.
-
-        Raises:
-            ReportError: it is none, or one of another version.
-        """
+        """Read a report; ValueError: it is none."""
         try:
-            data: dict[str, Any] = json.loads(text)
-            version = data.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ReportError(f"report: wanted JSON with a version, found {error!r}") from error
-        if version != VERSION:
-            raise ReportError(f"report: wanted version {VERSION}, found {version}")
-        try:
+            data = json.loads(text)
             pieces = tuple(PieceReport(**piece) for piece in data.pop("pieces"))
             lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
             return cls(**{**data, **lists}, pieces=pieces)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ReportError(f"report: wanted the fields of a report, found {error!r}") from error
-
-    def write(self, directory: Path) -> None:
-        (directory / REPORT).write_text(self.to_json())
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"report: wanted the fields of a report, found {error!r}") from error
 
     def log(self) -> None:
         """Log what was compiled and how long each phase took, in one line."""

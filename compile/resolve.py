@@ -94,15 +94,13 @@ def resolve(
     """Return the configuration with nothing left open.
 
     Args:
-        preset: the mode if the configuration names none; None: PIECEWISE. Below level 3 a mode
-            must be named, so the preset does not count there.
+        preset: the mode of level 3 if the configuration names none; None: PIECEWISE.
         enforce_eager: level 0 and mode NONE, overriding the configuration.
         attention: in which steps the attention backend `backend_name` can be captured.
         device: cpu or cuda; a CPU captures fewer sizes by default, and without warm-ups.
         is_served: the engine belongs to a server, which may answer before it has compiled.
 
-    Raises:
-        FieldError: no size is left to capture, or the result contradicts itself.
+    Raises FieldError if no size is left to capture, or the result contradicts itself.
     """
     if enforce_eager:
         level, mode = int(CompilationLevel.NO_COMPILATION), CUDAGraphMode.NONE

@@ -1,8 +1,7 @@
 """How the modules that are built inside a scope compile themselves.
 
 Models are built by families that know nothing of compilation. The code that builds one enters a
-scope around it, and the decorated module inside takes what it needs from there: compilers, a cache
-for its plan, and graphs.
+scope around it, and the decorated module inside takes what it needs from there.
 """
 
 from __future__ import annotations
@@ -11,12 +10,33 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from compile.config import CompilationConfig
+from compile.graphs.pools import GraphPools
 
-if TYPE_CHECKING:
-    from compile.cache.manager import Toolchain
+Shape: TypeAlias = int | tuple[int, int] | None
+"""What an artifact is for: one number of tokens, a range (first, last), or any number."""
+
+Runnable: TypeAlias = Callable[..., Any]
+"""A compiled piece: takes the piece's inputs in order, returns a tuple or a list of its outputs."""
+
+
+class ArtifactExchange(Protocol):
+    """Gives each piece's artifact to all that want it. Keys name what is computed, and for what."""
+
+    def claim(self, key: str) -> bytes | None:
+        """Return what another rank compiled, waiting for it; None if this one is to compile.
+
+        A caller that gets None must publish in the end, after an error too.
+        """
+
+    def publish(self, key: str, data: bytes | None) -> None:
+        """Hand out what was compiled; None if there is nothing to hand out."""
+
+
+class ModelTagError(ValueError):
+    """Two compiled modules of one scope would share a name."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +51,10 @@ class CompileScope:
     tp_rank: int = 0
     dp_rank: int = 0
     key_factors: Mapping[str, str] = field(default_factory=dict)
-    toolchain: Toolchain | None = None
-    """Compilers, cache and graphs of the modules built inside; needed from level 2 on."""
+    pools: GraphPools | None = None
+    """Where graphs of pieces lie, if some step replays pieces."""
+    progress: Callable[[int, int], None] | None = None
+    """Called with (pieces compiled or loaded, pieces in all) after each."""
     max_num_tokens: int | None = None
     """Most tokens of a step; None: the first step is the largest."""
     exchange: ArtifactExchange | None = None
@@ -44,18 +66,11 @@ class CompileScope:
 
         Of the modules of one scope at most one runs under a name. Others may have been built, as
         loading a checkpoint builds a model to look at.
-
-        Raises:
-            ModelTagError: another module of the scope took it.
         """
         if tag in self._claimed_tags:
             wanted = "one compiled module for each tag; enter model_tag(...) around the other"
             raise ModelTagError(f"model_tag: wanted {wanted}, found {tag!r} twice")
         self._claimed_tags.add(tag)
-
-
-class ModelTagError(ValueError):
-    """Two compiled modules of one scope would share a name."""
 
 
 _current: ContextVar[CompileScope | None] = ContextVar("compile_scope", default=None)
@@ -83,30 +98,9 @@ def model_tag(tag: str) -> Iterator[None]:
 
 
 def current_model_tag() -> str:
-    """Return the name of the module that is being built."""
     return _tag.get()
 
 
 def current_scope() -> CompileScope:
     """Return the innermost scope; outside of all, one that compiles nothing."""
     return _current.get() or CompileScope()
-
-
-Shape: TypeAlias = int | tuple[int, int] | None
-"""What an artifact is for: one number of tokens, a range (first, last), or any number."""
-
-Runnable: TypeAlias = Callable[..., Any]
-"""A compiled piece: takes the piece's inputs in order, returns a tuple or a list of its outputs."""
-
-
-class ArtifactExchange(Protocol):
-    """Gives each piece's artifact to all that want it. Keys name what is computed, and for what."""
-
-    def claim(self, key: str) -> bytes | None:
-        """Return what another rank compiled, waiting for it; None if this one is to compile.
-
-        A caller that gets None must publish in the end, after an error too.
-        """
-
-    def publish(self, key: str, data: bytes | None) -> None:
-        """Hand out what was compiled; None if there is nothing to hand out."""

@@ -318,9 +318,9 @@ def check_names(config: CompilationConfig) -> None:
     has_options = config.inductor_compile_config and config.level >= CompilationLevel.DYNAMO_ONCE
     if ops:
         import model.weights  # noqa: F401  (registers its ops)
-        from compile.pieces.split import SplittingOps
+        from compile.pieces.split import look_up_ops
 
-        SplittingOps(config.splitting_ops or ())
+        look_up_ops(config.splitting_ops or ())
     if has_options:
         from compile.cache.inductor import make_compiler
 

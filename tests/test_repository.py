@@ -209,8 +209,11 @@ while engine.has_unfinished:
     for out in engine.step():
         print(out.request_id, len(out.token_ids), out.error)
 runner.close()
+print("dynamo", "torch._dynamo" in sys.modules)
 """
     lines = run_python(code).splitlines()
+    # It takes a rank a second, and at level 0 nothing is traced.
+    assert lines[-1] == "dynamo False"
     assert [line.split()[:2] for line in lines if line.startswith("plain")] == [["plain", "1"]] * 3
     refused = [line for line in lines if line.startswith("constrained")]
     assert refused == [

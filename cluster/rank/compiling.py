@@ -20,13 +20,11 @@ from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from compile.cache.key import sources_hash
-from compile.cache.manager import Toolchain
 from compile.config import AttentionGraphSupport, CompilationConfig, CompilationLevel
 from compile.environment import cc, cxx
 from compile.errors import FieldError
 from compile.graphs.pools import GraphPools, new_graph_pool
-from compile.pieces.diagnose import GraphBreakError
-from compile.pieces.dynamo import TraceError
+from compile.pieces.diagnose import GraphBreakError, TraceError
 from compile.pieces.split import PieceInvariantError
 from compile.resolve import PRESETS, StepLimits, resolve
 from compile.scope import CompileScope
@@ -71,7 +69,8 @@ def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) 
         tp_rank=group.shard.rank,
         dp_rank=context.place.dp_rank,
         key_factors=_key_factors(config, group.shard),
-        toolchain=Toolchain(pools, None if progress is None else partial(progress, "compiling")),
+        pools=pools,
+        progress=None if progress is None else partial(progress, "compiling"),
         max_num_tokens=limits.max_num_batched_tokens,
         exchange=context.exchange,
     )

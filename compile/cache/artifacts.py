@@ -1,8 +1,7 @@
-"""Compiled pieces as files whose names are the hashes of their contents.
+"""Compiled pieces as files whose names are the hashes of their contents, compared when loaded.
 
-A file is hashed before it is loaded, so one that was cut short, changed or put there by accident is
-never run. An artifact is an uncompressed zip archive of everything that its
-code needs, machine code included: `unzip -p FILE output_code.py` reads it.
+An artifact is an uncompressed zip archive of everything that its code needs, machine code included:
+`unzip -p FILE output_code.py` reads it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ def pack(members: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """Return the members of an archive.
-
-    Raises:
-        ArtifactError: it is none, or a member's name leads out of a directory.
-    """
+    """Return the members of an archive; ArtifactError: it is none, or one leads out of it."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
@@ -76,11 +71,7 @@ class ArtifactStore:
             return None
 
     def get(self, name: str) -> bytes:
-        """Return an artifact.
-
-        Raises:
-            ArtifactError: it is missing or not what was written.
-        """
+        """Return an artifact; ArtifactError: it is missing or not what was written."""
         try:
             data = (self.directory / name).read_bytes()
         except OSError as error:

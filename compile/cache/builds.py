@@ -1,15 +1,14 @@
-"""Count the native builds that compiling and loading start: C++ and Triton.
+"""Count the native builds that compiling and loading start: runs of a C++ compiler, and Triton
+kernels that are not found in a cache.
 
-An artifact may hold source that a compiler turns into machine code while it is *loaded*, so a start
-that compiles nothing can still build for a minute. Each run of a C++ compiler and each Triton
-kernel that is not found in a cache counts.
+An artifact may hold source that is built when it is *loaded*, so a start that compiles nothing can
+still build for a minute.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from compile.cache.inductor_private import ORDER_KERNEL, RUN_COMPILER, missing_k
 from compile.counters import counter
 from compile.graphs.capture import note_late_compile
 
-logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 
 
@@ -78,11 +76,7 @@ def _count_inductor_builds() -> None:
 
 @functools.cache
 def _count_triton_builds() -> None:
-    knobs = getattr(sys.modules["triton"], "knobs", None)
-    compilation: Any = getattr(knobs, "compilation", None)
-    if not hasattr(compilation, "listener"):
-        logger.warning("Triton builds are not counted: wanted knobs.compilation, found none")
-        return
+    compilation: Any = sys.modules["triton"].knobs.compilation
     before = compilation.listener
 
     def listener(**facts: Any) -> None:

@@ -54,27 +54,18 @@ class CompilerInterface(ABC):
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
         key: str | None = None,
-    ) -> tuple[Runnable | None, Handle | None]:
-        """Compile a piece, which is left as it was.
+    ) -> tuple[Runnable, Handle | None]:
+        """Compile a piece, whose graph is left as it was.
 
-        Args:
-            example_inputs: fake tensors and symbols of the graph; for a fixed number of tokens
-                tensors of that size.
-            compiler_config: the compiler's own options.
-            key: names what is compiled; None: it is not to be saved.
+        `example_inputs` are the graph's fake tensors and symbols, or tensors of a fixed size;
+        `compiler_config` are the compiler's own options; without a key nothing is saved.
 
-        Returns:
-            The runnable, None if compiling failed; and its handle, None if it cannot be
-            saved and lives in this process alone.
+        Returns the runnable, and its handle, None if it is not saved.
         """
 
     @abstractmethod
     def load(self, handle: Handle) -> Runnable:
-        """Return what was compiled, without its graph.
-
-        Raises:
-            ArtifactError: it cannot be used, and must be compiled again.
-        """
+        """Return what was compiled, without its graph; ArtifactError: it cannot be used."""
 
     def _members(self, handle: Handle) -> dict[str, bytes]:
         assert self._store is not None, "cache: wanted initialize_cache first, found none"
@@ -106,7 +97,7 @@ class EagerAdaptor(CompilerInterface):
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
         key: str | None = None,
-    ) -> tuple[Runnable | None, Handle | None]:
+    ) -> tuple[Runnable, Handle | None]:
         counter.num_eager_compiles += 1
         if self._store is None or key is None or (source := graph_source(graph)) is None:
             return graph, None

@@ -1,11 +1,9 @@
 """`DirectCall`: a compiled piece that is called without torch's layers around it.
 
 An artifact's call passes five Python functions of torch before it reaches the code that Inductor
-generated, which take as long as a small piece computes: 12 us a piece on a CPU, 7 % of a decode
-step of the bundled model with its five pieces, also where a CPU's graph replays them. For a piece
-of an inference graph they pass everything through. `DirectCall` does not assume that but watches
-the first call, and leaves them out if it is so. A step outside of inference mode takes them, and so
-does one under the profiler.
+generated: 12 us a piece on a CPU, 7 % of a decode step of the bundled model. For a piece of an
+inference graph they pass everything through. `DirectCall` watches the first call, and leaves them
+out if it is so, except outside of inference mode and under the profiler.
 """
 
 from __future__ import annotations

@@ -25,10 +25,7 @@ class CorruptFileError(RuntimeError):
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole or not at all.
-
-    A process that is killed leaves at most a file whose name starts with `.tmp-`.
-    """
+    """Write a file that readers see whole; a process that is killed leaves one named `.tmp-*`."""
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -46,12 +43,7 @@ def write_checked(path: Path, text: str) -> None:
 
 
 def read_checked(path: Path) -> str:
-    """Return what `write_checked` wrote.
-
-    Raises:
-        CorruptFileError: the text is not the one that was written.
-        OSError: it cannot be read.
-    """
+    """Return what `write_checked` wrote; CorruptFileError: this is not it."""
     try:
         first, _, text = path.read_bytes().decode().partition("\n")
     except UnicodeDecodeError as error:
@@ -69,8 +61,7 @@ def _digest(text: str) -> str:
 def file_lock(path: Path, wait_s: float) -> Iterator[bool]:
     """Hold a lock that ends with its process; yield whether it was acquired within `wait_s`.
 
-    The caller proceeds without the lock as well: two processes then do the same work, which
-    costs time and nothing else.
+    Without it two processes do the same work, which costs time and nothing else.
     """
     try:
         file = path.open("ab")

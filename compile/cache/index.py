@@ -127,12 +127,7 @@ class CompileCache:
         prefix: str,
         names: Iterable[str] = (),
     ) -> None:
-        """Make the directories of a key. Call `open`, which knows whether a cache is wanted.
-
-        Raises:
-            PrivateDirectoryError: another user could place code there.
-            OSError: they cannot be made.
-        """
+        """Make the directories of a key. Call `open`, which knows whether a cache is wanted."""
         self.root, self.prefix, self.names = root, prefix, tuple(names)
         self.hash = hash_factors(factors)
         self.shared = root / self.hash
@@ -161,15 +156,10 @@ class CompileCache:
     def open(
         cls, scope: CompileScope, prefix: str, traced_files: Iterable[str] | None = None
     ) -> CompileCache | None:
-        """Return the cache of a forward; None if there is none to use.
+        """Return the cache of the forward called `prefix`; None if there is none to use.
 
-        Args:
-            prefix: names the module, such as `backbone`.
-            traced_files: paths of the files that tracing went through. None before tracing: then
-                the answer is a cache that an earlier start left, if nothing has changed since.
-
-        Raises:
-            FieldError: a setting cannot be used.
+        `traced_files` are those that tracing went through. None before tracing: then the answer is
+        a cache that an earlier start left, if nothing has changed since.
         """
         if is_compile_cache_disabled():
             return None
@@ -261,10 +251,7 @@ class CompileCache:
             logger.warning("compile cache: piece %d is not entered: %s", graph_index, error)
 
     def unpack(self, name: str, graph_index: int, shape: Shape) -> Path | None:
-        """Write an artifact's generated code for people to read, if so configured.
-
-        Returns where it lies. Nothing is ever loaded from there.
-        """
+        """Write an artifact's generated code for people to read, if so configured; return where."""
         if self.save_format != "unpacked":
             return None
         path = self.directory / UNPACKED / f"piece_{graph_index}_{shape_text(shape)}.py"
@@ -325,10 +312,8 @@ def read_factors(directory: Path) -> dict[str, str] | None:
 def nearest_factors(
     root: Path, factors: Mapping[str, str], *, before: float | None = None
 ) -> tuple[str, dict[str, str]] | None:
-    """Return name and factors of the directory that differs in the fewest factors.
-
-    Among equals it is the latest. `before` leaves out later directories.
-    """
+    """Return name and factors of the latest directory of those that differ in the fewest factors;
+    `before` leaves out later directories."""
     found = []
     for path in sorted(root.glob(f"*/{FACTORS}")):
         old = read_factors(path.parent)

@@ -101,7 +101,7 @@ class InductorAdaptor(CompilerInterface):
         example_inputs: Sequence[Any],
         compiler_config: Mapping[str, Any],
         key: str | None = None,
-    ) -> tuple[Runnable | None, Handle | None]:
+    ) -> tuple[Runnable, Handle | None]:
         """Compile a piece. What is saved is loaded again: a first start runs what later ones do."""
         counter.num_inductor_compiles += 1
         source = _Source(graph, example_inputs, compiler_config)
@@ -142,8 +142,7 @@ class InductorAdaptor(CompilerInterface):
     def _compiled(self, source: _Source, *, is_saved: bool = False) -> Any:
         """Return a compiled piece, as torch's `CompiledArtifact` if it is to be saved.
 
-        Raises:
-            NotSaveableError: it is to be saved and cannot be.
+        Raises NotSaveableError if it cannot be.
         """
         from torch._inductor import compile_fx
         from torch._inductor.standalone_compile import CacheCompiledArtifact
@@ -201,11 +200,7 @@ class StandaloneInductorAdaptor(InductorAdaptor):
 
 
 def make_compiler(config: CompilationConfig) -> CompilerInterface:
-    """Return the compiler that a configuration means.
-
-    Raises:
-        FieldError: it asks for an option that Inductor does not know; with the closest names.
-    """
+    """Return the compiler that a configuration means; FieldError: Inductor lacks an option."""
     name = compiler_name(config)
     if name == "eager":
         return EagerAdaptor()

@@ -34,8 +34,8 @@ from compile.cache.inductor_private import (
     PRECOMPILE_HEADER,
     RECHECK_TUNING,
     cleared_caches,
+    private,
     replaced,
-    required,
 )
 
 DIRECTORY = "inductor"
@@ -161,7 +161,7 @@ def _rebind(kernel: Any, directory: Path) -> None:
         return
     path = Path(kernel.filename)
     kernel.filename = str(directory / path.parent.name / path.name)
-    check = required(HEURISTICS, "check_autotune_cache")
+    check = private(HEURISTICS, "check_autotune_cache")
     configs = [result.config for result in kernel.compile_results]
     _, tuned, _ = check(configs, kernel.filename, kernel.inductor_meta)
 

@@ -1,20 +1,17 @@
 """The key of compiled code: a list of named facts, each of which decides what is generated.
 
 1. `key_factors` gathers them: the machine, torch, Lockstep's own compiling code, the compiler, the
-   fields of the configuration that change code, and what the scope's owner adds (model, dtype,
-   parallel sizes).
-2. `traced_factor` adds the contents of the files that tracing went through. They are known only
-   afterwards, so a start that has not traced yet takes their names from an earlier one.
+   fields of the configuration that change code, and what the scope's owner adds.
+2. `traced_factor` adds the contents of the files that tracing went through, whose names a start
+   that has not traced yet takes from an earlier one.
 3. `hash_factors` makes the directory's name of it.
 
-Nothing is in the key by accident. A fact that is left out makes two different programs share code;
-one too many (a port, a rank, a path, the sizes that are captured) makes every start a cold one. So
-only the fields that `KEYED_FIELDS` names are part of it.
+A fact that is left out makes two different programs share code; one too many (a port, a rank, a
+path, the sizes that are captured) makes every start a cold one.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import platform
@@ -55,9 +52,7 @@ HASH_DIGITS = 16
 def key_factors(scope: CompileScope, compiler: str, compiler_hash: str) -> dict[str, str]:
     """Return what decides the code that is generated in `scope`, except for traced files.
 
-    Args:
-        compiler: the compiler's name; `auto` is none.
-        compiler_hash: its own state, as `CompilerInterface.compute_hash` returns it.
+    `compiler` is its name, which `auto` is not; `compiler_hash` comes from its `compute_hash`.
     """
     factors = {
         "lockstep": OWN_SOURCES,
@@ -165,26 +160,19 @@ def describe(name: str, old: str, new: str) -> str:
     if name == TRACED_FILES:
         return f"{name}: {_changed_files(old, new)}"
     if max(len(old), len(new)) > 80:
-        old, new = _changed_words(old, new)
+        before, after = old.split(), new.split()
+        old = " ".join(word for word in before if word not in after) or "(nothing)"
+        new = " ".join(word for word in after if word not in before) or "(nothing)"
     return f"{name}: {old} -> {new}"
-
-
-def _changed_words(old: str, new: str) -> tuple[str, str]:
-    before, after = old.split(), new.split()
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
-    gone = [" ".join(before[i:j]) for _, i, j, _, _ in changes if i < j]
-    come = [" ".join(after[i:j]) for _, _, _, i, j in changes if i < j]
-    return " ... ".join(gone) or "(nothing)", " ... ".join(come) or "(nothing)"
 
 
 def _changed_files(old: str, new: str) -> str:
     before = dict(line.split(" ", 1) for line in old.splitlines() if " " in line)
     after = dict(line.split(" ", 1) for line in new.splitlines() if " " in line)
-    said = {name: "changed" for name in before.keys() & after.keys() if before[name] != after[name]}
-    said |= {name: "no longer traced" for name in before.keys() - after.keys()}
-    said |= {name: "newly traced" for name in after.keys() - before.keys()}
-    return ", ".join(f"{name} {said[name]}" for name in sorted(said))
+    said = dict.fromkeys(before.keys() & after.keys(), "changed")
+    said |= dict.fromkeys(before.keys() - after.keys(), "no longer traced")
+    said |= dict.fromkeys(after.keys() - before.keys(), "newly traced")
+    return ", ".join(f"{name} {said[name]}" for name in sorted(differing(before, after)))
 
 
 VERSION_TIMEOUT_S = 30.0

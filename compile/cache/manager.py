@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,8 @@ from compile.cache.artifacts import ArtifactError
 from compile.cache.compilers import CompilerInterface, EagerAdaptor
 from compile.cache.index import CompileCache, entry_key, shape_text
 from compile.cache.inductor import make_compiler
-from compile.config import CUDAGraphMode
 from compile.counters import UNREADABLE, cache_misses, counter
 from compile.graphs.capture import note_late_compile
-from compile.graphs.pools import GraphPools
-from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
 from compile.passes.manager import PassManager
 from compile.scope import CompileScope, Runnable, Shape
 
@@ -71,20 +68,13 @@ class CompilerManager:
         cache: CompileCache | None,
         *,
         compiler: CompilerInterface | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Take over a cache; without one nothing is read or written.
-
-        Args:
-            compiler: other than the one that the configuration means.
-            progress: called with (pieces compiled or loaded, pieces in all) after each.
-        """
-        self._progress = progress
+        """Take over a cache, None to read and write nothing; `compiler` in place of the configured
+        one."""
+        self._progress = scope.progress
         self.compiler = make_compiler(scope.config) if compiler is None else compiler
         self.misses: list[str] = list(cache.misses) if cache is not None else []
         """Why pieces were compiled although there is a cache."""
-        self.timings_s: dict[str, float] = {"compile": 0.0, "load": 0.0}
-        """Seconds spent compiling and loading, altogether."""
         self.cache = cache
         self._exchange = scope.exchange if scope.config.share_artifacts else None
         self.passes = PassManager.from_names(scope.config.passes or ())
@@ -95,6 +85,18 @@ class CompilerManager:
         self._unusable: set[str] = set()
         directory = "" if cache is None else str(cache.artifacts)
         self.compiler.initialize_cache(directory, disable_cache=cache is None)
+
+    @classmethod
+    def open(
+        cls, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
+    ) -> CompilerManager | None:
+        """Return compilers and cache of the forward called `prefix`.
+
+        Before tracing `traced_files` is None: the answer is None unless an earlier start left a
+        forward that a warm start can use.
+        """
+        cache = CompileCache.open(scope, prefix, traced_files)
+        return None if traced_files is None and cache is None else cls(scope, cache)
 
     def compile(
         self,
@@ -108,14 +110,9 @@ class CompilerManager:
     ) -> Runnable:
         """Return what runs a piece for a shape: an equal one, a stored one or a new one.
 
-        Args:
-            example_inputs: symbolic; for a fixed number of tokens of that size.
-            index: place of the piece among `num_graphs`.
-            key: names what the graph computes on symbolic inputs; by it `load` finds the piece for
-                any shape.
-
-        Raises:
-            RuntimeError: the compiler returned nothing.
+        `example_inputs` are symbolic, or of a fixed number of tokens; `index` is the place of the
+        piece among `num_graphs`; `key` names what the graph computes on symbolic inputs, and by it
+        `load` finds the piece for any shape.
         """
         piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key in self._runnables:
@@ -136,8 +133,7 @@ class CompilerManager:
     def load(self, key: str, *, index: int, shape: Shape, num_graphs: int) -> Runnable:
         """Return a stored piece by what its graph computes, without the graph.
 
-        Raises:
-            CacheMissError: there is none that can be used, so the forward must be traced.
+        Raises CacheMissError if none can be used, so that the forward must be traced.
         """
         piece = _Piece(index, shape, num_graphs, entry_key(key, shape))
         if piece.key not in self._runnables:
@@ -169,7 +165,7 @@ class CompilerManager:
             logger.warning("%s is compiled again: %s", piece, error)
             return None
         counter.num_compiled_artifacts_loaded += 1
-        logger.debug("loaded %s in %.2f s", piece, self._took("load", started))
+        logger.debug("loaded %s in %.2f s", piece, time.perf_counter() - started)
         self._record(piece, name, "load")
         return found
 
@@ -213,10 +209,7 @@ class CompilerManager:
         else:
             options |= self.passes.inductor_config()
         found, handle = self.compiler.compile(graph, inputs, options, key)
-        if found is None:
-            wanted = f"a runnable from {self.compiler.name}"
-            raise RuntimeError(f"{piece}: wanted {wanted}, found none")
-        logger.info("compiled %s in %.2f s", piece, self._took("compile", started))
+        logger.info("compiled %s in %.2f s", piece, time.perf_counter() - started)
         if handle is not None and self.cache is not None:
             counter.num_compiled_artifacts_saved += 1
             self._record(piece, handle[1], "store")
@@ -235,46 +228,9 @@ class CompilerManager:
         if unpacked := self.cache.unpack(name, piece.index, piece.shape):
             logger.debug("unpack %s: key %s, path %s", piece, piece.key, unpacked)
 
-    def _took(self, what: str, started: float) -> float:
-        took = time.perf_counter() - started
-        self.timings_s[what] += took
-        return took
-
 
 def _bytes_of(cache: CompileCache, name: str | None) -> bytes | None:
     try:
         return None if name is None else cache.store.get(name)
     except ArtifactError:
         return None
-
-
-class Toolchain:
-    """Opens a forward's compilers and cache, and captures its pieces into a process's pools."""
-
-    def __init__(
-        self, pools: GraphPools, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Capture into these pools; `progress` as for `CompilerManager`."""
-        self._pools = pools
-        self._progress = progress
-
-    def open(
-        self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None
-    ) -> CompilerManager | None:
-        """Return compilers and cache of the forward called `prefix`.
-
-        Before tracing `traced_files` is None: the answer is None unless an earlier start left a
-        forward that a warm start can use.
-        """
-        cache = CompileCache.open(scope, prefix, traced_files)
-        if traced_files is None and cache is None:
-            return None
-        return CompilerManager(scope, cache, progress=self._progress)
-
-    def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
-        """Return a piece that is captured and replayed depending on the forward context."""
-        return CUDAGraphWrapper(runnable, CUDAGraphMode.PIECEWISE, self._pools, trims_pool=is_first)
-
-    def keep_outputs(self, op: Runnable) -> Runnable:
-        """Return one call of an eager op between captured pieces; its outputs stay in place."""
-        return StableOutputs(op)

@@ -1,7 +1,7 @@
 """Capturing before a process serves, and the seal that ends it.
 
-Graphs are captured in one window, in the same order on every rank, and never again. A rank that
-captured in the middle of serving would leave its peers waiting in a collective.
+Graphs are captured in the same order on every rank, and never again: a rank that captured in the
+middle of serving would leave its peers waiting in a collective.
 
 1. `graphs_to_capture` lists the graphs of a configuration.
 2. `capture_all` warms each one up and captures it, largest first, so that the smaller ones find
@@ -64,11 +64,7 @@ _seal = _Seal()
 
 @contextmanager
 def capture_window() -> Iterator[None]:
-    """Let wrappers on this thread capture what they meet.
-
-    Raises:
-        LateCapture: the process is sealed, strictly.
-    """
+    """Let wrappers on this thread capture what they meet; LateCapture: a strict seal forbids it."""
     if is_sealed():
         note_late_capture("a capture window")
     _thread.num_windows += 1
@@ -99,11 +95,7 @@ def is_sealed() -> bool:
 
 
 def note_late_compile(what: str) -> None:
-    """Count and name a compilation after the seal; before it, do nothing.
-
-    Raises:
-        LateCompilation: the seal is strict.
-    """
+    """Count and name a compilation after the seal, and refuse it if that is strict."""
     if not is_sealed():
         return
     counter.num_late_compilations += 1
@@ -113,11 +105,7 @@ def note_late_compile(what: str) -> None:
 
 
 def note_late_capture(what: str) -> None:
-    """Count and name a step that runs eagerly because it may not be captured now.
-
-    Raises:
-        LateCapture: the process is sealed, strictly.
-    """
+    """Count and name what may not be captured now, and refuse it if a seal is strict."""
     counter.num_late_captures += 1
     _warn_once(f"runs eagerly, as it was not captured at the start: {what}")
     if _seal.policy == "strict":
@@ -137,9 +125,8 @@ def _warn_once(line: str) -> None:
 def graphs_to_capture(config: CompilationConfig, max_num_seqs: int) -> list[Graph]:
     """Return the graphs that a resolved configuration replays, in capture order.
 
-    Full graphs of decode steps have one token per sequence, piecewise graphs any number. A full
-    graph of mixed steps has as many sequences as its tokens and `max_num_seqs` allow, so any number
-    of sequences in such a step fits.
+    Full graphs of decode steps have one token per sequence, those of mixed steps as many sequences
+    as their tokens and `max_num_seqs` allow, and piecewise graphs any number.
     """
     mode, sizes, full = config.graph_mode, config.capture_num_tokens or (), []
     if mode.decode_mode() is CUDAGraphMode.FULL:
@@ -212,16 +199,13 @@ def capture_all(
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CaptureReport:
-    """Capture every case, largest first, and report.
-
-    All ranks of a group call it with the same cases.
+    """Capture every case, the same on all ranks, largest first, and report.
 
     Args:
         run: the forward on the inputs that a case prepared; its output is dropped.
         warmups: eager runs before a capture, by mode; see `warmups_of`.
         synchronize: waits for the device after each graph.
-        fits_on_all_ranks: waits for the other ranks before each graph; whether a graph of
-            this key fits on all of them.
+        fits_on_all_ranks: waits for the other ranks before each graph; whether it fits on all.
         progress: called with (graphs done, graphs in all), on rank 0 alone.
     """
     started, num_bytes = clock(), pools.num_bytes
@@ -343,13 +327,9 @@ def capture_trials(
     synchronize: Callable[[], None],
     used_bytes: Callable[[], int],
 ) -> list[CaptureTrial]:
-    """Capture the two largest graphs of each mode, measure, and forget them.
+    """Capture the two largest graphs of each mode, measure by `used_bytes`, and forget them.
 
-    All ranks of a group call it with the same cases: graphs may hold collectives.
-
-    Args:
-        cases: all graphs that are wanted, those of a mode side by side, largest first.
-        used_bytes: what the device, or the pools, hold now.
+    All ranks of a group call it with the same cases, those of a mode side by side, largest first.
     """
     trials = []
     for _, same_mode in groupby(cases, key=lambda case: case.mode):

@@ -100,15 +100,12 @@ class CudaStepGraph:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same elements that owns nothing.
-
-    Torch has a private function for this. If that is missing, the tensor itself is returned and its
-    memory stays in use.
-    """
-    construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
-    if construct is None or tensor.numel() == 0:
+    """Return a tensor of the same elements that owns nothing."""
+    if tensor.numel() == 0:
         return tensor
     storage = tensor.untyped_storage()
-    bare = construct(storage.data_ptr(), tensor.device, storage.nbytes())
+    bare = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())

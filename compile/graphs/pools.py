@@ -14,10 +14,10 @@ import torch
 
 from compile.config import PoolPolicy
 from compile.context import BatchDescriptor
-from compile.graphs.cpu.graph import CpuStepGraph
 from compile.graphs.cpu.pool import CpuGraphPool
+from compile.graphs.cpu.recorder import CpuStepGraph
 from compile.graphs.cuda import CudaGraphPool, CudaStepGraph
-from compile.graphs.errors import ForeignTensorError
+from compile.graphs.errors import CaptureError
 
 T = TypeVar("T")
 
@@ -25,9 +25,7 @@ T = TypeVar("T")
 class StepGraph(Protocol):
     """A step that can be repeated.
 
-    Invariant: a replay reads and writes the addresses of the capture, and owns none of them. A
-    caller that wants an output holds it; one that holds it weakly reads it before the pool is used
-    again.
+    Invariant: a replay reads and writes the addresses of the capture, and owns none of them.
     """
 
     def capture(self, fn: Callable[[], T]) -> T:
@@ -59,16 +57,12 @@ class GraphPool(Protocol):
 
 
 def new_graph_pool(device: torch.device, *, poison: bool = True) -> GraphPool:
-    """Return an empty pool; with `poison` one on CPU overwrites freed memory.
-
-    Raises:
-        ForeignTensorError: the device can hold no graphs.
-    """
+    """Return an empty pool; with `poison` one on CPU overwrites freed memory."""
     if device.type == "cpu":
         return CpuGraphPool(poison=poison)
     if device.type == "cuda":
         return CudaGraphPool(device)
-    raise ForeignTensorError("graph pool", "a device of type cpu or cuda", str(device))
+    raise CaptureError("graph pool", "a device of type cpu or cuda", str(device))
 
 
 def new_step_graph(pool: GraphPool) -> StepGraph:
@@ -77,13 +71,6 @@ def new_step_graph(pool: GraphPool) -> StepGraph:
         return CpuStepGraph(pool)
     assert isinstance(pool, CudaGraphPool), f"graph pool: wanted one of ours, found {pool!r}"
     return CudaStepGraph(pool)
-
-
-class GraphHolder(Protocol):
-    """What keeps graphs that lie in a pool."""
-
-    def forget(self) -> None:
-        """Let go of all of them."""
 
 
 class GraphPools:
@@ -97,7 +84,7 @@ class GraphPools:
         self._new_pool = new_pool
         self._is_shared = policy == "shared"
         self._pools: dict[int, GraphPool] = {}
-        self._users: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def num_bytes(self) -> int:
@@ -110,8 +97,8 @@ class GraphPools:
             self._pools[bucket] = self._new_pool()
         return self._pools[bucket]
 
-    def add_user(self, user: GraphHolder) -> None:
-        """Remember what keeps graphs that lie in these pools, for as long as it lives."""
+    def add_user(self, user: Any) -> None:
+        """Remember who keeps graphs that lie in these pools: its `forget` lets go of them."""
         self._users.add(user)
 
     def forget_graphs(self) -> None:

@@ -10,12 +10,10 @@ PIECEWISE ones, and the mode of the step selects which of them acts.
    different times would deadlock.
 
 Only the arguments' addresses are compared. A FULL graph also reads block tables, slot mapping and
-KV caches, which arrive by the forward context: `StaticBuffer` and a KV pool that is allocated once
-keep those in place.
+KV caches by the forward context; who allocates those keeps them in place.
 
 An eager op between two captured pieces that returns a new tensor would hand the next piece another
-address in every step, so `StableOutputs` copies its outputs to a fixed address. Attention needs
-none of that, since it writes into what the piece before it allocated.
+address in every step, so `StableOutputs` copies its outputs to a fixed one.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from compile.context import BatchDescriptor, get_forward_context
 from compile.counters import counter
 from compile.graphs.boundary import map_tensors, tensors_of
 from compile.graphs.capture import is_in_capture_window, note_late_capture
-from compile.graphs.errors import CaptureError, InputAddressError
+from compile.graphs.errors import CaptureError, ReplayError
 from compile.graphs.pools import GraphPools, StepGraph, new_step_graph
 
 
@@ -49,10 +47,7 @@ class CUDAGraphWrapper:
     """Captures and replays a runnable, once per key: the forward context's batch descriptor.
 
     Nothing is copied. The caller puts inputs where they were at the capture, and reads an output
-    before another graph of the pool runs. The capturing call's output is an exception: it
-    keeps its memory as long as it is held.
-
-    Graphs live in this process: a wrapper cannot be pickled or copied.
+    before another graph of the pool runs. Only the capturing call's output keeps its memory.
     """
 
     def __init__(
@@ -63,12 +58,10 @@ class CUDAGraphWrapper:
         *,
         trims_pool: bool = True,
     ) -> None:
-        """Wrap `runnable`.
+        """Wrap `runnable`, to be captured and replayed in steps of `mode`: PIECEWISE or FULL.
 
-        Args:
-            mode: PIECEWISE or FULL, the mode of steps in which this one captures and replays.
-            trims_pool: collect garbage before a capture, so that the pool can reuse what it holds.
-                One wrapper of a forward is enough: collecting takes longer than a capture.
+        With `trims_pool` garbage is collected before a capture, so that the pool can reuse what it
+        holds. One wrapper of a forward is enough: collecting takes longer than a capture.
         """
         assert mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL), mode
         self.runnable = runnable
@@ -89,9 +82,7 @@ class CUDAGraphWrapper:
     def __call__(self, *args: Any) -> Any:
         """Capture, replay or call, depending on the forward context.
 
-        Raises:
-            InputAddressError: a tensor lies elsewhere than when the graph was captured.
-            LateCapture: the key is unknown and the process is sealed, strictly.
+        Raises ReplayError if a tensor lies elsewhere than when the graph was captured.
         """
         context = get_forward_context()
         if context.cudagraph_runtime_mode is not self.mode:
@@ -117,9 +108,7 @@ class CUDAGraphWrapper:
         addresses = [tensor.data_ptr() for tensor in tensors_of(args)]
         if addresses != entry.addresses:
             wanted, found = (str([hex(a) for a in each]) for each in (entry.addresses, addresses))
-            raise InputAddressError(
-                f"inputs of the {self.mode.name} graph for {key}", wanted, found
-            )
+            raise ReplayError(f"inputs of the {self.mode.name} graph for {key}", wanted, found)
         replay(entry.graph)
         entry.num_replays += 1
         counter.num_cudagraph_replayed += 1
@@ -170,19 +159,12 @@ class StableOutputs:
         inputs = {t.untyped_storage().data_ptr() for t in tensors_of(args)}
         fresh = [t for t in tensors_of(output) if t.untyped_storage().data_ptr() not in inputs]
         if key not in self._slots and is_in_capture_window():
-            self._slots[key] = [_like(t) for t in fresh]
+            # `empty_like` would close gaps in the strides that readers expect.
+            self._slots[key] = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                for t in fresh
+            ]
         if key not in self._slots:
             return output
         slots = dict(zip(map(id, fresh), self._slots[key], strict=True))
-        return map_tensors(lambda t: _delivered(t, slots.get(id(t))), output)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory with the same strides; `empty_like` would close gaps that readers expect."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-
-
-def _delivered(tensor: torch.Tensor, slot: torch.Tensor | None) -> torch.Tensor:
-    return tensor if slot is None else slot.copy_(tensor)
+        return map_tensors(lambda t: slots[id(t)].copy_(t) if id(t) in slots else t, output)

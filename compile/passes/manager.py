@@ -7,7 +7,6 @@ if Inductor is not used. Its `uuid` belongs in every cache key.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,22 +22,14 @@ PASSES: dict[str, Callable[[], GraphPass]] = {FuseAddRMSNorm.name: FuseAddRMSNor
 
 
 class PassManager:
-    """Runs passes and counts their matches.
-
-    Invariant: `match_counts` has an entry for each pass, of all graphs that it ran on.
-    """
+    """Runs passes in order and counts their matches."""
 
     def __init__(self, passes: Sequence[GraphPass]) -> None:
         self.passes = tuple(passes)
-        self.match_counts: Counter[str] = Counter({entry.name: 0 for entry in self.passes})
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> PassManager:
-        """Return a manager of the named passes, in this order.
-
-        Raises:
-            FieldError: there is no pass of a name.
-        """
+        """Return a manager of the named passes, in this order; FieldError: there is none."""
         for name in names:
             if name not in PASSES:
                 wanted = f"names out of {', '.join(sorted(PASSES))}"
@@ -54,10 +45,7 @@ class PassManager:
         return total
 
     def __call__(self, graph: torch.fx.Graph) -> int:
-        """Rewrite a graph in place and return the number of matches of all passes.
-
-        The caller recompiles the graph's module, as Inductor does.
-        """
+        """Rewrite a graph in place, whose module the caller recompiles; return all matches."""
         total = 0
         for entry in self.passes:
             try:
@@ -65,7 +53,6 @@ class PassManager:
             except Exception as error:
                 error.add_note(f"in graph pass {entry.name!r}; compilation.passes turns it off")
                 raise
-            self.match_counts[entry.name] += count
             total += count
         counter.num_pass_matches += total
         return total

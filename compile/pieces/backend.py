@@ -1,14 +1,13 @@
-"""`PiecewiseCompiler`, the torch.compile backend: from one graph to the function that runs it.
+"""`PiecewiseCompiler`, the torch.compile backend: from one graph to its compiled pieces.
 
-1. Hash: the toolchain opens compilers and cache for the files that were traced.
+1. Hash: compilers and cache are opened for the files that were traced.
 2. Split at the splitting ops; below level 3 the whole graph is one piece.
 3. Compile every piece for every shape, under fake tensors.
 4. Wrap each compiled piece if steps replay pieces, and put it in place of its graph.
 5. Write the graphs for readers.
-6. Write the stitching function and make it callable.
-7. Put the copy layer in front, if asked for.
+6. Write the stitching function (`plan`), with which `bind` makes the forward.
 
-All of this is done before Dynamo gets its answer, so no request waits for a compiler.
+All of this is done before the first call returns, so no request waits for a compiler.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 
+from compile.cache.manager import CompilerManager
 from compile.config import DEFAULT_SPLITTING_OPS, CompilationConfig, CompilationLevel
 from compile.counters import counter
 from compile.pieces.diagnose import (
@@ -41,19 +39,15 @@ from compile.pieces.diagnose import (
 )
 from compile.pieces.piecewise import PieceShapes, PiecewiseBackend, find_tokens
 from compile.pieces.plan import (
-    BackendError,
     ForwardPlan,
     Guard,
     PiecePlan,
     Weight,
     attribute,
     forward_name,
-    kept,
     kind,
     layout,
     sources_of,
-    toolchain_of,
-    with_copies,
     wrapped,
 )
 from compile.pieces.split import (
@@ -65,7 +59,7 @@ from compile.pieces.split import (
     placeholders,
     split_graph,
 )
-from compile.pieces.stitch import bind_ops, compile_execution_fn, generate_execution_code
+from compile.pieces.stitch import generate_execution_code
 from compile.report import (
     COMPUTATION_GRAPH,
     DYNAMO_GRAPH,
@@ -77,7 +71,6 @@ from compile.report import (
 from compile.scope import CompileScope, Runnable
 
 if TYPE_CHECKING:
-    from compile.cache.manager import CompilerManager
     from compile.pieces.dynamo import Trace
 
 logger = logging.getLogger(__name__)
@@ -97,12 +90,7 @@ class PiecewiseCompiler:
     the oracle of the written function.
     """
 
-    def __init__(
-        self,
-        scope: CompileScope,
-        prefix: str,
-        traced_files: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, scope: CompileScope, prefix: str, traced_files: Sequence[str] = ()) -> None:
         """Prepare to compile the forward called `prefix`, traced from these files."""
         self.manager: CompilerManager | None = None
         self.graph: fx.GraphModule
@@ -111,33 +99,30 @@ class PiecewiseCompiler:
         self.pieces: dict[str, Runnable] = {}
         self.backends: dict[str, PiecewiseBackend] = {}
         self.guards: tuple[Guard, ...] = ()
-        self._scope = scope
+        self.scope = scope
         self._prefix = prefix
-        self._toolchain = toolchain_of(scope)
         self._traced_files = tuple(traced_files)
-        self._was_called = False
         self.split_s = 0.0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Runnable:
-        """Compile. Returns a function of the graph's inputs.
+        """Compile; return what runs the pieces by the stitching graph.
 
-        Raises:
-            BackendError: a graph was compiled before; the forward was traced a second time.
-            GraphBreakError: the graph reads values, or the number of tokens is a constant.
+        Raises GraphBreakError if the graph reads values or the number of tokens is a constant.
         """
-        if self._was_called:
-            wanted = "one graph for each module"
-            raise BackendError(f"PiecewiseCompiler: wanted {wanted}, found a second one")
-        self._was_called = True
+        assert self.manager is None, (
+            "PiecewiseCompiler: wanted one graph for each module, found two"
+        )
         counter.num_graphs_seen += 1
-        config = self._scope.config
-        self._read(graph)
-        self.manager = self._toolchain.open(self._scope, self._prefix, self._traced_files)
-        if self.manager is None:
-            raise BackendError("toolchain: wanted compilers for traced files, found None")
+        self.graph = graph
+        check_stays_on_device(graph)
+        self.symbol = find_token_symbol(graph)
+        unify_token_symbols(graph, self.symbol)
+        self.guards = shape_guards(self.symbol)
+        warn_unrolled(graph)
+        self._open()
         self.write_readable(DYNAMO_GRAPH, lambda: readable(graph))
         started = time.perf_counter()
-        self.split_gm, self.items = split_graph(graph, splitting_ops(config))
+        self.split_gm, self.items = split_graph(graph, splitting_ops(self.scope.config))
         self.split_s = time.perf_counter() - started
         self._check()
         PiecewiseCompileInterpreter(self).compile_all()
@@ -146,39 +131,27 @@ class PiecewiseCompiler:
             found = f"that their compiler fixed it at {self.symbol}"
             raise SpecialisedError(f"{self._prefix}: wanted {wanted}, found {found}")
         self.write_readable(COMPUTATION_GRAPH, lambda: readable(self.split_gm))
-        code = generate_execution_code(self.split_gm, self.items)
-        bound = {name: self.pieces[submod] for name, submod in code.pieces.items()}
-        bound |= bind_ops(code.ops, partial(kept, self._scope))
-        call = compile_execution_fn(code.source, bound)
-        dims = [_symbolic_dims(example_value(node)) for node in placeholders(self.split_gm)]
-        return with_copies(self._scope, call, dims)
+        run: Runnable = self.split_gm.forward
+        return run
 
-    # --- the steps ---
-
-    def _read(self, graph: fx.GraphModule) -> None:
-        """Take from the graph what later steps no longer find in it."""
-        self.graph = graph
-        check_stays_on_device(graph)
-        self.symbol = find_token_symbol(graph)
-        unify_token_symbols(graph, self.symbol)
-        self.guards = shape_guards(self.symbol)
-        warn_unrolled(graph)
+    def _open(self) -> None:
+        self.manager = CompilerManager.open(self.scope, self._prefix, self._traced_files)
 
     def _check(self) -> None:
-        captured = self._scope.config.graph_mode.requires_piecewise_compilation()
+        captured = self.scope.config.graph_mode.requires_piecewise_compilation()
         compiled = [item for item in self.items if not item.is_splitting]
         counter.num_piecewise_graphs_seen += len(self.items)
         counter.num_piecewise_capturable_graphs_seen += len(compiled)
         check_pieces(self.items, self.symbol.node.expr, captured=captured)
         for item in self.items:
-            kind = "eager" if item.is_splitting else "compiled"
-            logger.debug("%s: %s, %d nodes", item.name, kind, len(item.graph.graph.nodes))
+            how = "eager" if item.is_splitting else "compiled"
+            logger.debug("%s: %s, %d nodes", item.name, how, len(item.graph.graph.nodes))
 
     # --- what readers and later starts get ---
 
     def report(self, trace: Trace) -> CompileReport:
         assert self.manager is not None
-        keeps_guards = self._scope.config.evaluate_guards
+        keeps_guards = self.scope.config.evaluate_guards
         conditions = tuple(f"{guard.expression} ({guard.where})" for guard in self.guards)
         others = tuple(f"{number} x {kind}" for kind, number in trace.dropped_guards.items())
         return CompileReport(
@@ -206,8 +179,8 @@ class PiecewiseCompiler:
 
     def report_break(self, error: GraphBreakError) -> None:
         """Write down what tracing broke on, in place of a graph that could be compiled."""
+        self._open()
         files = self._traced_files
-        self.manager = self._toolchain.open(self._scope, self._prefix, files)
         report = CompileReport(self._prefix, traced_files=files, graph_breaks=(str(error),))
         self.write_readable(REPORT, report.to_json)
 
@@ -220,8 +193,8 @@ class PiecewiseCompiler:
         directories = []
         if self.manager is not None and self.manager.cache is not None:
             directories.append(self.manager.cache.directory)
-        if dump := self._scope.config.debug_dump_path:
-            rank = f"rank_{self._scope.tp_rank}_{self._scope.dp_rank}"
+        if dump := self.scope.config.debug_dump_path:
+            rank = f"rank_{self.scope.tp_rank}_{self.scope.dp_rank}"
             directories.append(Path(dump) / rank / self._prefix)
         content = text() if directories else ""
         for directory in directories:
@@ -238,26 +211,22 @@ class PiecewiseCompiler:
     ) -> ForwardPlan:
         """Write down how the forward runs, for this process and later ones.
 
-        Args:
-            module: whose attributes the weights are.
-            dims: the dimensions of tokens of its arguments.
-
-        Raises:
-            PlanError: an input of the graph is no argument and no tensor of the module.
+        `module` holds the weights, `dims` has the dimensions of tokens of the arguments. Raises
+        PlanError if an input of the graph is no argument and no tensor of the module.
         """
         given = {name: value for name, value in trace.arguments.items() if value is not None}
-        names = list(given)
         inputs = sources_of(trace.inputs, module, given, dims)
+        assert trace.returns is not None
         code = generate_execution_code(
-            self.split_gm, self.items, arguments=names, inputs=inputs, returns=trace.returns
+            self.split_gm, self.items, list(given), inputs, trace.returns
         )
         backends = {name: self.backends[submod] for name, submod in code.pieces.items()}
         return ForwardPlan(
             forward=forward_name(module),
-            arguments=tuple(names),
+            arguments=tuple(given),
             absent=tuple(name for name in trace.arguments if name not in given),
             kinds=tuple(kind(value) for value in given.values()),
-            symbolic_dims=tuple(dims.get(name, ()) for name in names),
+            symbolic_dims=tuple(dims.get(name, ()) for name in given),
             source=code.source,
             weights=tuple(
                 Weight(name, path, layout(attribute(module, path)))
@@ -278,27 +247,6 @@ class PiecewiseCompiler:
         self.write_readable(TRANSFORMED_CODE, lambda: _transformed(trace.code, plan))
         if self.manager.cache is not None:
             self.manager.cache.save_plan(plan.to_json())
-
-    def add(self, item: SplitItem, index: int, num_graphs: int, example_inputs: list[Any]) -> None:
-        """Compile one piece, wrap it, and put it in the place of its graph.
-
-        `__dict__` wins over the registered submodule, which stays where `state_dict` and
-        `named_children` look for it.
-        """
-        assert self.manager is not None
-        backend = PiecewiseBackend(
-            index=index,
-            num_graphs=num_graphs,
-            tokens=find_tokens(example_inputs, self.symbol.node.expr),
-            shapes=PieceShapes.of(self._scope.config),
-            key=canonical_key(item.graph, example_inputs),
-            manager=self.manager,
-            graph=item.graph,
-            example_inputs=example_inputs,
-        )
-        self.backends[item.name] = backend
-        self.pieces[item.name] = wrapped(self._scope, backend, index)
-        self.split_gm.__dict__[item.name] = self.pieces[item.name]
 
 
 def readable(graph: fx.GraphModule) -> str:
@@ -329,15 +277,30 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         # Decompositions of symbolic shapes are written in Python.
         with _fake_mode(args), enable_python_dispatcher():
             outputs = super().call_module(target, args, kwargs)
-        item = self._items[target]
-        if not item.is_splitting:
-            self._compiler.add(item, self._indices[target], len(self._indices), list(args))
+        if not self._items[target].is_splitting:
+            self._compile(self._items[target], list(args))
         return outputs
 
+    def _compile(self, item: SplitItem, example_inputs: list[Any]) -> None:
+        """Compile one piece, wrap it, and put it in the place of its graph.
 
-def _symbolic_dims(value: Any) -> tuple[int, ...]:
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return tuple(dim for dim, size in enumerate(sizes) if is_symbolic(size))
+        `__dict__` wins over the registered submodule, which stays where `state_dict` and
+        `named_children` look for it.
+        """
+        compiler, index = self._compiler, self._indices[item.name]
+        backend = PiecewiseBackend(
+            index=index,
+            num_graphs=len(self._indices),
+            tokens=find_tokens(example_inputs, compiler.symbol.node.expr),
+            shapes=PieceShapes.of(compiler.scope.config),
+            key=canonical_key(item.graph, example_inputs),
+            manager=compiler.manager,
+            graph=item.graph,
+            example_inputs=example_inputs,
+        )
+        compiler.backends[item.name] = backend
+        compiler.pieces[item.name] = wrapped(compiler.scope, backend, index)
+        compiler.split_gm.__dict__[item.name] = compiler.pieces[item.name]
 
 
 def _fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -18,13 +18,13 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from compile.config import CompilationLevel, CUDAGraphMode, DynamicShapes
+from compile.cache.manager import CompilerManager
+from compile.config import CompilationLevel, DynamicShapes
 from compile.pieces.plan import (
     TOKEN_ARGUMENT,
     ForwardPlan,
@@ -33,18 +33,14 @@ from compile.pieces.plan import (
     bind,
     check_guards,
     forward_name,
-    kept,
     kind,
     load_pieces,
-    toolchain_of,
-    with_copies,
 )
 from compile.report import REPORT
 from compile.scope import CompileScope, Runnable, current_model_tag, current_scope
 
 if TYPE_CHECKING:
     from compile.pieces.backend import PiecewiseCompiler
-    from compile.pieces.dynamo import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +94,11 @@ def support_torch_compile(
 ) -> Any:
     """Make a module class compile its forward as configured by the scope that it is built in.
 
-    Args:
-        dynamic_arg_dims: for each argument its dimensions of tokens, counted from the end if
-            negative. By default the first of every argument annotated as a tensor.
+    `dynamic_arg_dims` has for each argument its dimensions of tokens, counted from the end if
+    negative; by default the first of every argument annotated as a tensor.
 
-    Raises:
-        TypeError: the class is decorated already, itself or one of its bases.
-        ValueError: no argument has such dimensions, or the forward lacks one that is named.
+    Raises TypeError if the class or a base is decorated already, and ValueError if no argument has
+    such dimensions or the forward lacks one that is named.
     """
     if cls is None:
         return lambda decorated: support_torch_compile(decorated, dynamic_arg_dims=dynamic_arg_dims)
@@ -165,16 +159,12 @@ class TracedForward:
         parameters: Sequence[str],
         dims: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Prepare to compile a module built in `scope`.
-
-        `parameters` names the forward's arguments; `dims` has the dimensions of tokens of some.
-        """
+        """Prepare to compile a forward; `dims` has the dimensions of tokens of some arguments."""
         self.plan: ForwardPlan | None = None
         self.compiler: PiecewiseCompiler | None = None
         """What traced it; None after a warm start."""
         self.tag = current_model_tag()
         self._scope = scope
-        self._toolchain = toolchain_of(scope)
         self._parameters = tuple(parameters)
         self._dims = dims
         self._is_claimed = False
@@ -201,11 +191,32 @@ class TracedForward:
     def loading(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
+        """Bind the plan that an earlier process left, if there is one that fits."""
         if not self._is_claimed:
             self._scope.claim(self.tag)
             self._is_claimed = True
-        if self._run is None:
-            yield from self._loading(module, _arguments(module, args, kwargs))
+        if self._run is not None or self._scope.config.compile_lazily:
+            return
+        started, given = time.perf_counter(), _arguments(module, args, kwargs)
+        manager = CompilerManager.open(self._scope, self.tag, None)
+        text = manager.cache.load_plan() if manager is not None and manager.cache else None
+        if manager is None or text is None:
+            return
+        try:
+            plan = ForwardPlan.from_json(text)
+            present = {name: kind(value) for name, value in given.items() if value is not None}
+            wanted = forward_name(module), present
+            found = plan.forward, dict(zip(plan.arguments, plan.kinds, strict=True))
+            if wanted != found:
+                raise PlanError(f"plan: wanted one of {wanted}, found one of {found}")
+            pieces = yield from load_pieces(self._scope, manager, plan)
+            self._bind(plan, module, pieces)
+        except Exception as error:
+            logger.warning("%s: traced again, because its plan is of no use: %s", self.tag, error)
+            return
+        self._tell_guards(plan.guards)
+        took = time.perf_counter() - started
+        logger.info("%s: %d pieces loaded in %.2f s", self.tag, len(plan.pieces), took)
 
     def prepare(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,40 +241,22 @@ class TracedForward:
     def _token_dims(self, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return each tensor's dimensions of tokens, counted from the front.
 
-        Raises:
-            ForwardError: they differ in size, or nothing has one.
+        Raises ForwardError if they differ in size, or nothing has one.
         """
         dims: dict[str, tuple[int, ...]] = {}
         sizes: dict[str, int] = {}
         for name, wanted in self._dims.items():
             if (value := given[name]) is not None:
-                dims[name] = tuple(_from_the_front(name, dim, value) for dim in wanted)
+                for dim in wanted:
+                    if not -value.ndim <= dim < value.ndim:
+                        has = f"a dimension of {name}, which has {value.ndim}"
+                        raise ForwardError(f"dynamic_arg_dims: wanted {has}, found {dim}")
+                dims[name] = tuple(dim % value.ndim for dim in wanted)
                 sizes |= {f"{name} dim {dim}": value.shape[dim] for dim in dims[name]}
         if len(set(sizes.values())) != 1:
             wanted_sizes = "one number of tokens in all arguments"
             raise ForwardError(f"{self.tag}: wanted {wanted_sizes}, found {sizes}")
         return dims
-
-    def _loading(self, module: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
-        """Bind the plan that an earlier process left, if there is one that fits."""
-        if self._scope.config.compile_lazily:
-            return
-        started = time.perf_counter()
-        manager = self._toolchain.open(self._scope, self.tag, None)
-        text = manager.cache.load_plan() if manager is not None and manager.cache else None
-        if manager is None or text is None:
-            return
-        try:
-            plan = ForwardPlan.from_json(text)
-            _check_fits(plan, module, given)
-            pieces = yield from load_pieces(self._scope, manager, plan)
-            self._bind(plan, module, pieces)
-        except Exception as error:
-            logger.warning("%s: traced again, because its plan is of no use: %s", self.tag, error)
-            return
-        self._tell_guards(plan.guards)
-        took = time.perf_counter() - started
-        logger.info("%s: %d pieces loaded in %.2f s", self.tag, len(plan.pieces), took)
 
     def _trace(
         self, module: nn.Module, given: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]]
@@ -280,21 +273,13 @@ class TracedForward:
             logger.warning("%s: %s", self.tag, hazard)
         files = [place[0]]  # until there is a graph
 
-        def backend(trace: Trace) -> PiecewiseCompiler:
-            files[:] = trace.files
+        def new_compiler(traced: list[str]) -> PiecewiseCompiler:
+            files[:] = traced
             self.compiler = PiecewiseCompiler(self._scope, self.tag, files)
             return self.compiler
 
-        config = self._scope.config
         try:
-            trace = trace_once(
-                forward,
-                given,
-                dims,
-                backend,
-                mode=config.dynamic_shapes,
-                tolerates_side_effects=config.graph_mode is CUDAGraphMode.NONE,
-            )
+            trace = trace_once(forward, given, dims, new_compiler, self._scope.config)
         except GraphBreakError as error:
             PiecewiseCompiler(self._scope, self.tag, files).report_break(error)
             raise
@@ -327,8 +312,7 @@ class TracedForward:
     # --- every call ---
 
     def _bind(self, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]) -> None:
-        bound = bind(plan, module, pieces, partial(kept, self._scope))
-        run = with_copies(self._scope, bound, plan.symbolic_dims)
+        run = bind(self._scope, plan, module, pieces)
         self.plan = plan
         self._keep(run, plan.arguments, plan.absent, plan.guards)
 
@@ -343,25 +327,22 @@ class TracedForward:
         self._run = run
         if self._names == self._parameters[: len(self._names)]:
             self._num_positional = len(self._names)
-        if self._scope.config.evaluate_guards:
-            self._run = self._guarded(run, guards)
-
-    def _guarded(self, run: Runnable, guards: Sequence[Guard]) -> Runnable:
+        if not self._scope.config.evaluate_guards:
+            return
         position, dim = self._names.index(TOKEN_ARGUMENT), self._dims[TOKEN_ARGUMENT][0]
 
         def check_and_run(*args: Any) -> Any:
             check_guards(guards, args[position].shape[dim])
             return run(*args)
 
-        return check_and_run
+        self._run = check_and_run
 
     def _in_order(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Return the tensors that the compiled forward takes.
 
-        Raises:
-            ForwardError: others are None than when it was traced.
+        Raises ForwardError if others are None than when it was traced.
         """
         given = _arguments(module, args, kwargs)
         unexpected = [name for name in self._absent if given[name] is not None]
@@ -373,28 +354,12 @@ class TracedForward:
         return tuple(given[name] for name in self._names)
 
 
-def _from_the_front(name: str, dim: int, value: torch.Tensor) -> int:
-    if not -value.ndim <= dim < value.ndim:
-        wanted = f"a dimension of {name}, which has {value.ndim}"
-        raise ForwardError(f"dynamic_arg_dims: wanted {wanted}, found {dim}")
-    return dim % value.ndim
-
-
-def _check_fits(plan: ForwardPlan, module: nn.Module, given: Mapping[str, Any]) -> None:
-    present = {name: kind(value) for name, value in given.items() if value is not None}
-    wanted = (forward_name(module), present)
-    found = (plan.forward, dict(zip(plan.arguments, plan.kinds, strict=True)))
-    if wanted != found:
-        raise PlanError(f"plan: wanted one of {wanted}, found one of {found}")
-
-
 def _arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor | None]:
     """Return the arguments of a forward by name, in the order of its signature.
 
-    Raises:
-        ForwardError: one is neither a tensor nor None; it would be taken for a constant.
+    Raises ForwardError if one is neither a tensor nor None; it would be taken for a constant.
     """
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
@@ -404,9 +369,6 @@ def _arguments(
             wanted = "a tensor or None"
             raise ForwardError(f"{forward_name(module)}({name}): wanted {wanted}, found {value!r}")
     return given
-
-
-# --- level 1 ----------------------------------------------------------------------------------
 
 
 def compile_as_is(module: nn.Module) -> Callable[..., Any]:

@@ -102,6 +102,10 @@ class SpecialisedError(GraphBreakError):
     """Tracing took the number of tokens for a constant."""
 
 
+class TraceError(RuntimeError):
+    """A forward was traced, but cannot be run from what was traced."""
+
+
 # --- breaks -----------------------------------------------------------------------------------
 
 
@@ -154,11 +158,8 @@ def _source(frame: FrameSummary) -> str:
 
 
 def check_stays_on_device(graph: fx.GraphModule) -> None:
-    """Refuse a graph that reads values of tensors or has shapes that depend on them.
-
-    Raises:
-        GraphBreakError: with file and line of the first one.
-    """
+    """Raise GraphBreakError if a graph reads values of tensors or has shapes that depend on them,
+    with file and line of the first one."""
     for node in graph.graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         name = str(name).split(".")[0]
@@ -182,9 +183,7 @@ def traced_at(node: fx.Node) -> tuple[str, str]:
 def find_token_symbol(graph: fx.GraphModule) -> torch.SymInt:
     """Return the size of `input_ids`, by which the whole forward is sized.
 
-    Raises:
-        SpecialisedError: tracing took it for a constant.
-        GraphBreakError: the graph has no such input.
+    Raises SpecialisedError if tracing took it for a constant, GraphBreakError if it is no input.
     """
     for node in placeholders(graph):
         value = example_value(node)
@@ -213,7 +212,6 @@ def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
     """Make all symbolic sizes of the graph's inputs the one of `input_ids`.
 
     Dynamo gives each argument a symbol of its own; the caller checked that the sizes are equal.
-    Inputs that stand for a second symbol lose their uses and stay, unused, in the signature.
     """
     first = None
     for node in placeholders(graph):
@@ -231,8 +229,7 @@ def unify_token_symbols(graph: fx.GraphModule, symbol: torch.SymInt) -> None:
 def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
     """Return the conditions on the number of tokens under which the graph was traced.
 
-    With BACKED symbols, "two tokens or more" is part of the symbol and not a condition, so it is
-    not among these.
+    That of BACKED symbols, two tokens or more, is part of the symbol and not among these.
     """
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -250,8 +247,8 @@ def shape_guards(symbol: torch.SymInt) -> tuple[Guard, ...]:
 # --- loops ------------------------------------------------------------------------------------
 
 
-def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
-    """Return `file:line` and source of lines that one module repeats more than MAX_UNROLLED times.
+def warn_unrolled(graph: fx.GraphModule) -> None:
+    """Warn once for each line that one module repeats more than MAX_UNROLLED times.
 
     A loop over child modules is not counted: the children's nodes lie between its rounds.
     """
@@ -273,12 +270,7 @@ def unrolled_lines(graph: fx.GraphModule) -> list[tuple[str, str]]:
         times[key] += 1
         if times[key] > MAX_UNROLLED:
             found[where, source] = None
-    return list(found)
-
-
-def warn_unrolled(graph: fx.GraphModule) -> None:
-    """Warn once for each line that a loop repeated in the graph."""
-    for where, source in unrolled_lines(graph):
+    for where, source in found:
         logger.warning(
             "forward: wanted loops over layers alone, found `%s` at %s more than %d times in the "
             "graph; to change: %s",
@@ -290,13 +282,11 @@ def warn_unrolled(graph: fx.GraphModule) -> None:
 
 
 def recompile_hazards(function: Callable[..., Any]) -> list[str]:
-    """Return what in a function's source makes one graph for each value of an integer, by line.
+    """Return what in a function's source makes one graph for each value of an integer.
 
-    Each is one line: `FILE:LINE: wanted ..., found ...`.
-
-    Three patterns: `bit_length`, `min` or `max` of one list, and a branch or loop on a size. A
-    fourth, an op that wants plain integers, does not arise: `direct_register_custom_op` makes them
-    symbolic. A function without a source file has none.
+    Three patterns, each as `FILE:LINE: wanted ..., found ...`: `bit_length`, `min` or `max` of one
+    list, and a branch or loop on a size. Ops make no such graphs: `direct_register_custom_op` makes
+    their integers symbolic.
     """
     try:
         lines, first = inspect.getsourcelines(function)

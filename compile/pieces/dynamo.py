@@ -29,14 +29,13 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental import _config
 
-from compile.config import DynamicShapes
+from compile.config import CompilationConfig, CUDAGraphMode, DynamicShapes
 from compile.counters import counter
 from compile.graphs.capture import note_late_compile
 from compile.graphs.errors import LateCompilation
-from compile.pieces.diagnose import explained
+from compile.pieces.backend import PiecewiseCompiler
+from compile.pieces.diagnose import TraceError, explained
 from compile.pieces.stitch import Structure
-
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 _lock = threading.RLock()
 """Shape settings are the process's; ranks may be threads of one."""
@@ -50,17 +49,13 @@ _MUTATING_METHOD = re.compile(
 )
 
 
-class TraceError(RuntimeError):
-    """A forward was traced, but cannot be run from what was traced."""
-
-
 @dataclass
 class Trace:
     """What tracing a forward found out.
 
     Invariant: `code` is Dynamo's, which fetches the graph's inputs, calls the graph and builds
-    the result; `returns` says which of the graph's outputs that is. `returns` is None if the
-    code has side effects: then nothing but the code itself, as `run`, can run the forward.
+    the result; `returns` says which of the graph's outputs that is. If the code has side effects,
+    `returns` is None and nothing but the code itself, as `run`, can run the forward.
     """
 
     files: list[str]
@@ -91,24 +86,18 @@ def trace_once(
     forward: MethodType,
     arguments: Mapping[str, torch.Tensor | None],
     dims: Mapping[str, Sequence[int]],
-    backend: Callable[[Trace], Backend],
-    *,
-    mode: DynamicShapes,
-    tolerates_side_effects: bool,
+    new_compiler: Callable[[list[str]], PiecewiseCompiler],
+    config: CompilationConfig,
 ) -> Trace:
-    """Trace `forward` with these arguments, whose dimensions `dims` stay symbolic.
+    """Trace `forward` with these arguments, whose dimensions `dims` stay symbolic, and compile it.
 
-    Dynamo keeps nothing of it: another instance of the class traces for itself.
+    Dynamo keeps nothing of it: another instance of the class traces for itself. `new_compiler` gets
+    the files, which are known when the graph is.
 
-    Args:
-        backend: gets the trace, whose files are known when the graph is, and returns a backend.
-        tolerates_side_effects: accept a forward that changes Python state.
-
-    Raises:
-        GraphBreakError: the forward is not one graph.
-        TraceError: it has side effects, or returns what its graph does not compute.
+    Raises GraphBreakError if the forward is not one graph, TraceError if it returns what its graph
+    does not compute, or changes Python state while graphs are on.
     """
-    started = time.perf_counter()
+    started, mode = time.perf_counter(), config.dynamic_shapes
     with _lock, _settings(mode):
         marked = {
             name: _marked(value, dims.get(name, ()), mode) for name, value in arguments.items()
@@ -123,7 +112,7 @@ def trace_once(
             side_effects=side_effects(traced.bytecode),
             dropped_guards=Counter(g.create_fn_name() for g in traced.output_graph.guards),
         )
-        if trace.side_effects and not tolerates_side_effects:
+        if trace.side_effects and config.graph_mode is not CUDAGraphMode.NONE:
             found = "; ".join(trace.side_effects)
             wanted = "a forward that changes no Python state while graphs are on"
             raise TraceError(f"forward: wanted {wanted}, found {found}")
@@ -133,7 +122,7 @@ def trace_once(
         context = TracingContext(graph.fake_mode)
         context.tensor_to_context = graph.tensor_to_context
         with tracing(context):
-            compiled = backend(trace)(graph.graph_module, graph.example_inputs)
+            compiled = new_compiler(trace.files)(graph.graph_module, graph.example_inputs)
         trace.compile_s = time.perf_counter() - compiling
     counter.num_dropped_guards += trace.dropped_guards.total()
     if trace.side_effects:
@@ -259,11 +248,7 @@ def traced_as_is(module: nn.Module, dims: Mapping[str, Sequence[int]]) -> Callab
 
 
 class _Oblivious:
-    """Sizes 0 and 1 are not special while any thread is inside.
-
-    A lock around the whole call would not do, because ranks may be threads that wait for each
-    other.
-    """
+    """Sizes 0 and 1 are not special while any thread is inside; threads may be ranks that meet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -287,20 +272,14 @@ class _Oblivious:
 _oblivious = _Oblivious()
 
 
-# --- dimensions -------------------------------------------------------------------------------
-
-
 def _marked(value: torch.Tensor | None, dims: Sequence[int], mode: DynamicShapes) -> Any:
     """Return an alias whose dimensions are marked; the caller's tensor stays as it is."""
     if value is None:
         return None
-    alias, mark_unbacked = value.detach(), torch._dynamo.decorators.mark_unbacked
-    has_shape_id = "shape_id" in inspect.signature(mark_unbacked).parameters
+    alias = value.detach()
     for dim in dims:
-        if mode is not DynamicShapes.UNBACKED:
-            torch._dynamo.mark_dynamic(alias, dim)
-        elif has_shape_id:
-            mark_unbacked(alias, dim, shape_id="num_tokens")
+        if mode is DynamicShapes.UNBACKED:
+            torch._dynamo.decorators.mark_unbacked(alias, dim, shape_id="num_tokens")
         else:
-            mark_unbacked(alias, dim)
+            torch._dynamo.mark_dynamic(alias, dim)
     return alias

@@ -8,7 +8,6 @@ twice, and no guard is evaluated.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,16 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Range(NamedTuple):
-    """Token counts from `low` to `high`, both included. Without numbers: all there are."""
-
-    low: int = 1
-    high: int = sys.maxsize
-
-    def holds(self, num_tokens: int) -> bool:
-        return self.low <= num_tokens <= self.high
-
-
 @dataclass(frozen=True)
 class PieceShapes:
     """What each piece is compiled for besides the general shape.
@@ -47,7 +36,7 @@ class PieceShapes:
     """
 
     sizes: tuple[int, ...] = ()
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
     lazily: bool = False
     """A listed size is compiled when it is met for the second time."""
 
@@ -57,11 +46,10 @@ class PieceShapes:
         if config.level != CompilationLevel.PIECEWISE:
             return cls()
         sizes = tuple(size for size in config.compile_sizes or () if isinstance(size, int))
-        ranges = tuple(Range(*pair) for pair in config.compile_ranges)
-        return cls(sizes, ranges, config.compile_lazily)
+        return cls(sizes, config.compile_ranges, config.compile_lazily)
 
     def all(self) -> list[Shape]:
-        return [None, *self.sizes, *((low, high) for low, high in self.ranges)]
+        return [None, *self.sizes, *self.ranges]
 
 
 class TokenSource(NamedTuple):
@@ -70,10 +58,6 @@ class TokenSource(NamedTuple):
     argument: int
     dim: int | None
     """The dimension of a tensor; None: the argument is the number."""
-
-
-class PieceError(ValueError):
-    """A piece cannot be built from what it was given."""
 
 
 class PiecewiseBackend:
@@ -96,12 +80,8 @@ class PiecewiseBackend:
         example_inputs: Sequence[Any] = (),
         compiled_runnables: Mapping[Shape, Runnable] | None = None,
     ) -> None:
-        """Compile `graph` for all shapes, or take what was compiled before.
-
-        Raises:
-            PieceError: graph and runnables are both given or both missing, or the runnables leave
-                a number of tokens without an artifact.
-        """
+        """Compile `graph` for all shapes, or take what was compiled before, one for any number of
+        tokens included."""
         self.index = index
         self.key = key
         self.shapes = shapes
@@ -113,12 +93,9 @@ class PiecewiseBackend:
         self._calls: dict[int, int] = {}
         self.runnables: dict[Shape, Runnable] = {}
         self._by_count: dict[int, Runnable] = {}
-        if (graph is None) == (compiled_runnables is None):
-            found = "neither" if graph is None else "both"
-            raise PieceError(f"piece {index}: wanted a graph or compiled runnables, found {found}")
+        assert (graph is None) != (compiled_runnables is None), "piece: wanted a graph or runnables"
         if compiled_runnables is not None:
             self.runnables = {s: boundary(fn) for s, fn in compiled_runnables.items()}
-            self._check_coverage()
         else:
             for shape in shapes.all():
                 if not (shapes.lazily and isinstance(shape, int)):
@@ -126,13 +103,11 @@ class PiecewiseBackend:
         if not shapes.lazily:
             # Nothing is compiled any more, and the graph keeps every layer's nodes.
             self._manager, self._graph, self._example_inputs = None, None, []
-        self._only = self.runnables.get(None) if tokens is None else None
 
     def __call__(self, *args: Any) -> Any:
         """Run the piece; args: its inputs in order. Returns a tuple or list of its outputs."""
         if self.tokens is None:
-            assert self._only is not None
-            return self._only(*args)
+            return self.runnables[None](*args)
         argument, dim = self.tokens
         count = args[argument] if dim is None else args[argument].shape[dim]
         runnable = self._by_count.get(count)
@@ -153,7 +128,7 @@ class PiecewiseBackend:
         if count in self.runnables:
             return self.runnables[count]
         for shape, runnable in self.runnables.items():
-            if isinstance(shape, tuple) and Range(*shape).holds(count):
+            if isinstance(shape, tuple) and shape[0] <= count <= shape[1]:
                 return runnable
         return self.runnables[None]
 
@@ -178,25 +153,6 @@ class PiecewiseBackend:
             "graph %d, shape %s: key %s, ready in %.3f s", self.index, shape, self.key, took
         )
 
-    def _check_coverage(self) -> None:
-        if None in self.runnables:
-            return
-        count = first_gap([shape for shape in self.runnables if shape is not None])
-        if count is not None or self.tokens is None:
-            wanted = "an artifact for every number of tokens"
-            raise PieceError(f"piece {self.index}: wanted {wanted}, found none for {count}")
-
-
-def first_gap(shapes: Sequence[int | tuple[int, int]]) -> int | None:
-    """Return the smallest number of tokens that no shape holds; None if all are held."""
-    ranges = sorted(Range(s, s) if isinstance(s, int) else Range(*s) for s in shapes)
-    count = 1
-    for one in ranges:
-        if one.low > count:
-            return count
-        count = max(count, one.high + 1)
-    return None if count > sys.maxsize else count
-
 
 def find_tokens(example_inputs: Sequence[Any], symbol: Any) -> TokenSource | None:
     """Find the argument that has the number of tokens: `symbol` itself, or as a dimension."""
@@ -212,13 +168,9 @@ def find_tokens(example_inputs: Sequence[Any], symbol: Any) -> TokenSource | Non
 
 
 def sized(example_inputs: Sequence[Any], tokens: TokenSource | None, count: int) -> list[Any]:
-    """Return fake inputs with `count` tokens in place of the symbol.
-
-    Raises:
-        PieceError: the inputs carry no number of tokens.
-    """
+    """Return fake inputs with `count` tokens in place of the symbol."""
     if tokens is None:
-        raise PieceError(f"compile_sizes: wanted a piece with a token dimension, found {count}")
+        raise ValueError(f"compile_sizes: wanted a piece with a token dimension, found {count}")
     carrier = example_inputs[tokens.argument]
     size = carrier if tokens.dim is None else carrier.shape[tokens.dim]
     values = {size.node.expr: count}
@@ -228,12 +180,12 @@ def sized(example_inputs: Sequence[Any], tokens: TokenSource | None, count: int)
 def _sized(value: Any, values: Mapping[Any, int]) -> Any:
     if isinstance(value, torch.SymInt):
         return _number(value, values)
-    if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else ()
+    if all(type(size) is int for size in sizes):
         return value
     shape = [_number(size, values) for size in value.shape]
     stride = [_number(step, values) for step in value.stride()]
-    mode = value.fake_mode  # type: ignore[attr-defined]
-    with mode:
+    with value.fake_mode:
         return torch.empty_strided(
             shape,
             stride,
@@ -241,10 +193,6 @@ def _sized(value: Any, values: Mapping[Any, int]) -> Any:
             device=value.device,
             requires_grad=value.requires_grad,
         )
-
-
-def _is_symbolic(value: torch.Tensor) -> bool:
-    return any(type(size) is not int for size in (*value.shape, *value.stride()))
 
 
 def _number(size: Any, values: Mapping[Any, int]) -> int:

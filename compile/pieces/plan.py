@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from compile.cache.manager import CompilerManager
+from compile.config import CUDAGraphMode
+from compile.graphs.wrapper import CUDAGraphWrapper, StableOutputs
 from compile.pieces.piecewise import PieceShapes, PiecewiseBackend, TokenSource
 from compile.pieces.stitch import BoundInput, bind_ops, compile_execution_fn, make_copy_and_call
-from compile.scope import CompileScope, Runnable, Shape
-
-if TYPE_CHECKING:
-    from compile.cache.manager import CompilerManager, Toolchain
+from compile.scope import CompileScope, Runnable
 
 TOKEN_ARGUMENT = "input_ids"
 """The argument whose length is the number of tokens."""
@@ -29,13 +29,12 @@ TOKEN_ARGUMENT = "input_ids"
 VERSION = 1
 """Of the plan's format; a plan of another one is traced again."""
 
+_IN_GUARDS = {"__builtins__": {"min": min, "max": max, "int": int, "abs": abs}, "math": math}
+"""What the expression of a guard may name."""
+
 
 class GuardError(RuntimeError):
     """A step has a number of tokens for which the traced forward may be wrong."""
-
-
-_IN_GUARDS = {"__builtins__": {"min": min, "max": max, "int": int, "abs": abs}, "math": math}
-"""What the expression of a guard may name."""
 
 
 class PlanError(ValueError):
@@ -54,10 +53,8 @@ class PiecePlan:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the module: its name in the source, its path, and how it must be laid out.
-
-    The pieces were compiled for that layout and do not check it.
-    """
+    """A tensor of the module: its name in the source, its path, and the layout that pieces were
+    compiled for and do not check."""
 
     name: str
     path: str
@@ -66,10 +63,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on the number of tokens that tracing assumed.
-
-    `expression` is Python over `num_tokens`; `where` is the line that needed it.
-    """
+    """A condition on the number of tokens that tracing assumed, as Python over `num_tokens`, and
+    the line that needed it."""
 
     expression: str
     where: str
@@ -113,50 +108,42 @@ class ForwardPlan:
 
     @classmethod
     def from_json(cls, text: str) -> ForwardPlan:
-        """Read a plan.
-
-        Raises:
-            PlanError: it is no plan, or one of another format.
-        """
+        """Read a plan; PlanError: it is none, or one of another format."""
         try:
             data = json.loads(text)
-            if data.pop("version") != VERSION:
-                raise PlanError(f"plan: wanted version {VERSION}, found another")
+            if (version := data.pop("version")) != VERSION:
+                raise ValueError(f"version {version}")
             for piece in data["pieces"]:
                 piece["tokens"] = piece["tokens"] and TokenSource(*piece["tokens"])
-            data["pieces"] = tuple(PiecePlan(**piece) for piece in data["pieces"])
-            data["guards"] = tuple(Guard(**guard) for guard in data["guards"])
-            data["weights"] = tuple(Weight(**weight) for weight in data["weights"])
+            for name, kind in (("pieces", PiecePlan), ("guards", Guard), ("weights", Weight)):
+                data[name] = tuple(kind(**each) for each in data[name])
             data["symbolic_dims"] = tuple(map(tuple, data["symbolic_dims"]))
             lists = {name: tuple(data[name]) for name in ("arguments", "absent", "kinds")}
             return cls(**{**data, **lists})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"plan: wanted one of version {VERSION}, found {error!r}") from error
 
 
 def bind(
-    plan: ForwardPlan,
-    module: nn.Module,
-    pieces: Mapping[str, Callable[..., Any]],
-    kept: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda op: op,
-) -> Callable[..., Any]:
+    scope: CompileScope, plan: ForwardPlan, module: nn.Module, pieces: Mapping[str, Runnable]
+) -> Runnable:
     """Return the planned forward of `module` as a function of the plan's arguments.
 
     Weights are looked up here and never again: assigning a new tensor to an attribute later is
-    not seen, writing into the tensor is.
+    not seen, writing into the tensor is. `pieces` run each compiled piece, by its name in the plan.
 
-    Args:
-        pieces: what runs each compiled piece, by its name in the plan.
-        kept: put around each eager op that returns something.
-
-    Raises:
-        PlanError: the module lacks a tensor, or it is laid out differently.
-        StitchError: an op is not registered.
+    Raises PlanError if the module lacks a tensor or it is laid out differently, and StitchError if
+    an op is not registered.
     """
+    config = scope.config
+    has_graphs = config.graph_mode.requires_piecewise_compilation()
     values: dict[str, Any] = {piece.name: pieces[piece.name] for piece in plan.pieces}
-    values |= bind_ops(plan.ops, kept)
+    values |= bind_ops(plan.ops, StableOutputs if has_graphs else lambda op: op)
     values |= {weight.name: _checked(module, weight) for weight in plan.weights}
-    return compile_execution_fn(plan.source, values)
+    run = compile_execution_fn(plan.source, values)
+    if not (config.cudagraph_copy_inputs and has_graphs):
+        return run
+    return make_copy_and_call(run, plan.symbolic_dims, scope.max_num_tokens)
 
 
 def _checked(module: nn.Module, weight: Weight) -> torch.Tensor:
@@ -183,20 +170,13 @@ def layout(value: torch.Tensor) -> str:
 
 
 def attribute(module: nn.Module, path: str) -> torch.Tensor:
-    """Walk to a tensor below a module.
-
-    Raises:
-        PlanError: the path ends early or at something else.
-    """
+    """Walk to a tensor below a module; PlanError: the path ends early or at something else."""
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, torch.Tensor):
         raise PlanError(f"{path}: wanted a tensor of {type(module).__name__}, found {found!r}")
     return found
-
-
-# --- where a graph's inputs come from ---------------------------------------------------------
 
 
 def sources_of(
@@ -212,9 +192,8 @@ def sources_of(
         given: the arguments of the forward that were traced with.
         dims: the dimensions of tokens of some of them, counted from the front.
 
-    Raises:
-        PlanError: an input is none of an argument, its number of tokens, and a tensor of `module`
-            or of a module below it.
+    Raises PlanError if an input is none of an argument, its number of tokens, and a tensor of
+    `module` or of a module below it.
     """
     arguments = {id(value): name for name, value in given.items()}
     weights = {id(tensor): path for path, tensor in _tensors(module)}
@@ -243,64 +222,32 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}".removeprefix("."), value
 
 
-class BackendError(RuntimeError):
-    """A compiler was used in a way that it cannot serve."""
-
-
-def toolchain_of(scope: CompileScope) -> Toolchain:
-    """Return the toolchain that a scope brings.
-
-    Raises:
-        BackendError: it brings none.
-    """
-    if scope.toolchain is None:
-        wanted = "a scope with a toolchain to compile with"
-        raise BackendError(f"compilation.level: wanted {wanted}, found {scope.config.level}")
-    return scope.toolchain
-
-
-def wrapped(scope: CompileScope, backend: Runnable, index: int) -> Runnable:
+def wrapped(scope: CompileScope, piece: Runnable, index: int) -> Runnable:
     """Return a piece as steps call it: behind a graph wrapper if some step replays pieces."""
     if not scope.config.graph_mode.requires_piecewise_compilation():
-        return backend
-    return toolchain_of(scope).wrap(backend, is_first=index == 0)
-
-
-def kept(scope: CompileScope, op: Runnable) -> Runnable:
-    """Return one call of an eager op that returns something, as steps make it."""
-    if not scope.config.graph_mode.requires_piecewise_compilation():
-        return op
-    return toolchain_of(scope).keep_outputs(op)
-
-
-def with_copies(scope: CompileScope, call: Runnable, dims: Sequence[tuple[int, ...]]) -> Runnable:
-    """Return a forward behind the copy layer, if pieces are replayed and it is asked for."""
-    config = scope.config
-    if not (config.cudagraph_copy_inputs and config.graph_mode.requires_piecewise_compilation()):
-        return call
-    return make_copy_and_call(call, dims, scope.max_num_tokens)
+        return piece
+    assert scope.pools is not None, "scope: wanted pools for the graphs of pieces, found none"
+    return CUDAGraphWrapper(piece, CUDAGraphMode.PIECEWISE, scope.pools, trims_pool=index == 0)
 
 
 def load_pieces(
     scope: CompileScope, manager: CompilerManager, plan: ForwardPlan
 ) -> Generator[None, None, dict[str, Runnable]]:
-    """Load every artifact of a plan, and pause after each.
+    """Load every artifact of a plan, and pause after each; return the pieces by name.
 
-    Returns what runs each piece, by its name in the plan. Raises what the manager raises if an
-    artifact is missing or cannot be used.
+    Raises what the manager raises if an artifact is missing or cannot be used.
     """
-    shapes, num_graphs = PieceShapes.of(scope.config), len(plan.pieces)
-    loaded = {}
+    shapes, loaded = PieceShapes.of(scope.config), {}
     for piece in plan.pieces:
-        runnables: dict[Shape, Runnable] = {}
+        runnables = {}
         for shape in shapes.all():
             runnables[shape] = manager.load(
-                piece.key, index=piece.index, shape=shape, num_graphs=num_graphs
+                piece.key, index=piece.index, shape=shape, num_graphs=len(plan.pieces)
             )
             yield
         backend = PiecewiseBackend(
             index=piece.index,
-            num_graphs=num_graphs,
+            num_graphs=len(plan.pieces),
             tokens=piece.tokens,
             shapes=shapes,
             compiled_runnables=runnables,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,6 @@ class SplitItem:
     """It holds splitting ops and runs eagerly."""
     graph: fx.GraphModule
 
-    def placeholders(self) -> list[fx.Node]:
-        return placeholders(self.graph)
-
 
 def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -56,22 +53,16 @@ def example_value(node: fx.Node) -> Any:
 
 
 def split_graph(
-    graph: fx.GraphModule, splitting_ops: Iterable[str]
+    graph: fx.GraphModule, splitting_ops: Sequence[str]
 ) -> tuple[fx.GraphModule, list[SplitItem]]:
-    """Cut `graph` before and after each run of splitting ops.
+    """Cut `graph` before and after each run of splitting ops; return the root, and its pieces by
+    ascending index. FieldError: a name of `splitting_ops` is no registered op.
 
     Splitting ops that follow one another share one piece. Elements of a tuple stay with the op
     that returns it, so neither tuples nor a `torch.Size` pass between pieces. Memory reserved
-    between two splitting ops is reserved by the compiled piece before them. `graph` itself is
-    rewritten only where it passes whole sizes.
-
-    Returns:
-        The root, and its pieces by ascending index.
-
-    Raises:
-        FieldError: a name of `splitting_ops` is no registered op.
+    between two splitting ops is reserved by the compiled piece before them.
     """
-    names = SplittingOps(splitting_ops)
+    names = look_up_ops(splitting_ops)
     _spell_sizes_out(graph)
     parts, eager = _partition(graph.graph, names)
     unused: Any = None
@@ -89,34 +80,25 @@ def split_graph(
 # --- which op splits --------------------------------------------------------------------------
 
 
-class SplittingOps:
-    """The ops at which graphs are cut, by name: `library::op`, with or without an overload."""
+def look_up_ops(names: Sequence[str]) -> set[str]:
+    """Return ops as torch prints them; FieldError: one does not exist.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """Look the names up.
-
-        Raises:
-            FieldError: an op does not exist. One of the defaults may be missing: a
-                model without attention does not register it.
-        """
-        self._names: set[str] = set()
-        for name in names:
-            if name not in DEFAULT_SPLITTING_OPS and not _is_registered(name):
-                wanted = "names of registered ops such as lockstep::unified_attention_with_output"
-                raise FieldError("compilation.splitting_ops", wanted, name)
-            self._names.add(name.replace("::", ".").removesuffix(".default"))
-
-    def __contains__(self, node: object) -> bool:
-        if not isinstance(node, fx.Node) or node.op != "call_function":
-            return False
-        return bool(self._names.intersection(_spellings(node.target)))
+    One of the defaults may be missing: a model without attention does not register it.
+    """
+    for name in names:
+        if name not in DEFAULT_SPLITTING_OPS and find_op(name) is None:
+            wanted = "names of registered ops such as lockstep::unified_attention_with_output"
+            raise FieldError("compilation.splitting_ops", wanted, name)
+    return {name.replace("::", ".").removesuffix(".default") for name in names}
 
 
-def _is_registered(name: str) -> bool:
+def find_op(name: str) -> Any:
+    """Return the op `library::op`, with or without an overload; None if this process has none."""
     library, _, rest = name.partition("::")
-    op, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, library), op, None) if op else None
-    return packet is not None and (not overload or overload in packet.overloads())
+    found: Any = getattr(torch.ops, library)
+    for part in rest.split("."):
+        found = getattr(found, part, None) if part else None
+    return found
 
 
 def _spellings(target: Any) -> set[str]:
@@ -131,7 +113,7 @@ def _spellings(target: Any) -> set[str]:
 # --- which node goes where --------------------------------------------------------------------
 
 
-def _partition(graph: fx.Graph, splitting: SplittingOps) -> tuple[dict[fx.Node, int], set[int]]:
+def _partition(graph: fx.Graph, splitting: set[str]) -> tuple[dict[fx.Node, int], set[int]]:
     """Number the piece of each node; return also the numbers of the eager ones."""
     parts: dict[fx.Node, int] = {}
     eager: set[int] = set()
@@ -142,7 +124,7 @@ def _partition(graph: fx.Graph, splitting: SplittingOps) -> tuple[dict[fx.Node, 
             continue
         if _is_element_of_tuple(node) and node.args[0] in parts:
             parts[node] = parts[node.args[0]]
-        elif node in splitting:
+        elif splitting & _spellings(node.target):
             if waiting and not _hoist(waiting, parts, current):
                 current = _open(waiting, parts, current)
             if current not in eager:
@@ -360,17 +342,11 @@ class PieceInvariantError(ValueError):
 
 
 def check_pieces(items: Sequence[SplitItem], num_tokens: Any, *, captured: bool) -> None:
-    """Check that attention returns nothing, that every compiled piece gets a tensor with the
-    token dimension, and that nothing but the number of tokens is dynamic.
+    """Check that nothing but the number of tokens is dynamic, and of pieces that become graphs that
+    attention returns nothing and that every compiled one gets a tensor with the token dimension.
 
-    Other splitting ops may return something, which is copied to where the graphs read it.
-
-    Args:
-        num_tokens: the symbol of the number of tokens.
-        captured: pieces become graphs, which read what eager pieces write at fixed addresses.
-
-    Raises:
-        PieceInvariantError: naming the piece and the value that breaks a rule.
+    Other splitting ops may return something, which is copied to where the graphs read it. Raises
+    PieceInvariantError, naming the piece and the value that breaks a rule.
     """
     for item in items:
         values = [example_value(node) for node in item.graph.graph.nodes if node.op != "output"]
@@ -382,7 +358,8 @@ def check_pieces(items: Sequence[SplitItem], num_tokens: Any, *, captured: bool)
         if not captured:
             continue
         if not item.is_splitting:
-            tensors = [v for v in map(example_value, item.placeholders()) if torch.is_tensor(v)]
+            given = map(example_value, placeholders(item.graph))
+            tensors = [value for value in given if torch.is_tensor(value)]
             if not any(num_tokens in _symbols(value) for value in tensors):
                 wanted, found = "an input with the token dimension", f"{len(tensors)} without"
                 raise PieceInvariantError(f"{item.name}: wanted {wanted}, found {found}")

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from compile.pieces.split import SplitItem, placeholders
+from compile.pieces.split import SplitItem, find_op, placeholders
 
 Structure: TypeAlias = int | tuple["Structure", ...]
 """What a forward returns: an output of its graph by number, or a tuple of such."""
@@ -49,16 +49,12 @@ class StitchError(ValueError):
 
 @dataclass(frozen=True)
 class BoundInput:
-    """How written code obtains one input of the graph.
-
-    Invariant: exactly one of `argument` and `weight` is set. `dim` makes it the size of that
-    dimension of the argument.
-    """
+    """How written code obtains one input of the graph: an argument, the size of one of its
+    dimensions, or a weight by its path below the module."""
 
     argument: str | None = None
     dim: int | None = None
     weight: str | None = None
-    """The path of an attribute below the module."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +97,18 @@ class _Names:
 def generate_execution_code(
     root: fx.GraphModule,
     items: Sequence[SplitItem],
-    *,
-    arguments: Sequence[str] | None = None,
-    inputs: Sequence[BoundInput] | None = None,
-    returns: Structure | None = None,
+    arguments: Sequence[str],
+    inputs: Sequence[BoundInput],
+    returns: Structure,
 ) -> StitchCode:
     """Write the stitching function of a split graph.
 
     Args:
-        arguments: parameters of the function; by default one for each input of the graph.
-        inputs: how each input of the graph is obtained; by default the parameter of its place.
-        returns: what of the graph's output is returned; by default all, as a tuple.
+        arguments: parameters of the function.
+        inputs: how each input of the graph is obtained.
+        returns: what of the graph's output is returned.
 
-    Raises:
-        StitchError: a splitting op takes a constant that has no literal form.
+    Raises StitchError if a splitting op takes a constant that has no literal form.
     """
     return _Writer(root, items).write(arguments, inputs, returns)
 
@@ -131,10 +125,7 @@ class _Writer:
         self.weights: dict[str, str] = {}
 
     def write(
-        self,
-        arguments: Sequence[str] | None,
-        inputs: Sequence[BoundInput] | None,
-        returns: Structure | None,
+        self, arguments: Sequence[str], inputs: Sequence[BoundInput], returns: Structure
     ) -> StitchCode:
         parameters = self._bind_inputs(arguments, inputs)
         for node in self._root.graph.nodes:
@@ -152,17 +143,10 @@ class _Writer:
 
     # --- inputs and outputs ---
 
-    def _bind_inputs(
-        self, arguments: Sequence[str] | None, inputs: Sequence[BoundInput] | None
-    ) -> list[str]:
-        nodes = placeholders(self._root)
-        if arguments is None or inputs is None:
-            parameters = [self._names.fresh(node.name) for node in nodes]
-            self._values.update(zip(nodes, parameters, strict=True))
-            return parameters
+    def _bind_inputs(self, arguments: Sequence[str], inputs: Sequence[BoundInput]) -> list[str]:
         parameters = [self._names.fresh(name) for name in arguments]
         of_argument = dict(zip(arguments, parameters, strict=True))
-        for node, source in zip(nodes, inputs, strict=True):
+        for node, source in zip(placeholders(self._root), inputs, strict=True):
             if node.users:
                 self._values[node] = self._input(source, of_argument)
         return parameters
@@ -187,9 +171,7 @@ class _Writer:
         self.weights[name] = path
         return name
 
-    def _returned(self, outputs: Any, returns: Structure | None) -> str:
-        if returns is None:
-            return self._literal(outputs)
+    def _returned(self, outputs: Any, returns: Structure) -> str:
         if isinstance(returns, int):
             return self._literal(outputs[returns])
         return "(" + "".join(f"{self._returned(outputs, part)}, " for part in returns) + ")"
@@ -304,27 +286,13 @@ def _name_of(target: Any) -> str:
 # --- from text to a function ------------------------------------------------------------------
 
 
-def find_op(name: str) -> Callable[..., Any]:
-    """Return the op that a plan names.
-
-    Raises:
-        StitchError: this process registered no such op.
-    """
-    library, _, rest = name.partition("::")
-    found: Any = getattr(torch.ops, library)
-    for part in rest.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise StitchError(f"op: wanted {name}, found no such op registered")
-    op: Callable[..., Any] = found
-    return op
-
-
 def bind_ops(
     ops: Mapping[str, str], kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> dict[str, Callable[..., Any]]:
     """Look ops up, and put `kept` around each one that returns something."""
     found = {name: find_op(op) for name, op in ops.items()}
+    if missing := [ops[name] for name, op in found.items() if op is None]:
+        raise StitchError(f"op: wanted {missing[0]}, found no such op registered")
     return {name: kept(op) if _returns(op) else op for name, op in found.items()}
 
 
@@ -334,11 +302,7 @@ def _returns(op: Callable[..., Any]) -> bool:
 
 
 def compile_execution_fn(source: str, values: Mapping[str, Any]) -> Callable[..., Any]:
-    """Execute written code and return its function.
-
-    Args:
-        values: what each name that the code is given stands for; bound once, here.
-    """
+    """Execute written code and return its function; `values` are bound to its names once, here."""
     # A name of its own for each text lets tracebacks show the lines.
     filename = f"<stitched forward {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -360,12 +324,8 @@ def make_copy_and_call(
 ) -> Callable[..., Any]:
     """Return `call` behind a layer that gives its inputs fixed addresses.
 
-    Args:
-        dims: for each argument its dimensions of tokens; one without any is handed on as it is.
-        max_num_tokens: size of the buffers; None: as many as the first call has, which then must
-            be the largest.
-
-    The layer raises CopyError for more tokens than its buffers hold.
+    `dims` has for each argument its dimensions of tokens; one without any is handed on as it is.
+    Buffers hold `max_num_tokens`, or as many as the first call has; CopyError for more.
     """
     buffers: dict[int, torch.Tensor] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 
@@ -74,15 +73,6 @@ def test_another_thread_sees_nothing_of_it() -> None:
         assert get_forward_context().attn_metadata == "ours"
 
 
-def test_a_replay_puts_back_the_context_that_it_replaced() -> None:
-    earlier, now = ForwardContext(attn_metadata="earlier"), ForwardContext(attn_metadata="now")
-    with forward_context(now):
-        with pytest.raises(RuntimeError, match="inside"), resumed_context(earlier):
-            assert get_forward_context() is earlier
-            raise RuntimeError("inside")
-        assert current_context() is now
-
-
 def test_a_replay_leaves_a_thread_that_had_no_context_without_one() -> None:
     def replay() -> None:
         with resumed_context(ForwardContext(attn_metadata="earlier")):
@@ -90,44 +80,6 @@ def test_a_replay_leaves_a_thread_that_had_no_context_without_one() -> None:
         assert current_context() is None
 
     on_new_thread(replay)
-
-
-def test_an_empty_context_shares_nothing_with_another_one() -> None:
-    first, second = ForwardContext(), ForwardContext()
-    assert first.no_compile_layers is not second.no_compile_layers
-    assert first.kv_cache_data is not second.kv_cache_data
-
-
-@pytest.mark.parametrize("value", [ForwardContext(), Context()], ids=["forward", "step"])
-def test_a_context_cannot_be_changed_by_an_op(value: ForwardContext | Context) -> None:
-    name = dataclasses.fields(value)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, name, None)
-
-
-@pytest.mark.feature("L01")
-def test_a_context_has_the_fields_that_ops_and_graphs_ask_for() -> None:
-    assert {
-        f.name: getattr(ForwardContext(), f.name) for f in dataclasses.fields(ForwardContext)
-    } == {
-        "no_compile_layers": {},
-        "attn_metadata": None,
-        "kv_cache_data": {},
-        "context": None,
-        "dp_metadata": None,
-        "spec_decode_metadata": None,
-        "batch_descriptor": None,
-        "cudagraph_runtime_mode": CUDAGraphMode.NONE,
-        "replay": ForwardContext().replay,
-    }
-    assert {f.name: getattr(Context(), f.name) for f in dataclasses.fields(Context)} == {
-        "is_prefill": False,
-        "is_dummy_run": False,
-        "batch_size": 0,
-        "graph_bs": 0,
-        "is_draft": False,
-        "positions": None,
-    }
 
 
 @pytest.mark.feature("L02")
@@ -144,11 +96,6 @@ def test_a_nested_context_restores_the_outer_one_even_after_an_error() -> None:
 
 
 # --- layers ------------------------------------------------------------------
-
-
-def test_layers_keep_their_order_under_their_names() -> None:
-    layers = static_forward_context([("b", 1), ("a", 2)])
-    assert list(layers.items()) == [("b", 1), ("a", 2)]
 
 
 @pytest.mark.feature("K06")

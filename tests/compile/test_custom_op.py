@@ -41,14 +41,6 @@ def double_fake(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.feature("K01")
-def test_the_op_is_found_in_the_project_library(name: str) -> None:
-    op = direct_register_custom_op(name, double, fake_impl=double_fake)
-    assert op is getattr(getattr(torch.ops, LIBRARY), name)
-    assert not op.default._schema.is_mutable
-    assert torch.equal(op(torch.ones(3)), torch.full((3,), 2.0))
-
-
-@pytest.mark.feature("K01")
 def test_registering_twice_returns_the_op_that_exists(name: str) -> None:
     first = direct_register_custom_op(name, double, fake_impl=double_fake)
     second = direct_register_custom_op(name, double_on_cpu, fake_impl=double_fake)
@@ -74,18 +66,13 @@ def test_a_name_with_another_schema_is_refused(name: str) -> None:
 @pytest.mark.feature("K01")
 def test_a_dispatch_key_has_its_own_implementation(name: str) -> None:
     op = direct_register_custom_op(name, double, fake_impl=double_fake)
+    assert op is getattr(getattr(torch.ops, LIBRARY), name)
+    assert op(torch.ones(1)).tolist() == [2.0]
     again = direct_register_custom_op(name, double_on_cpu, dispatch_key="CPU")
     assert again is op
     assert op(torch.ones(1)).tolist() == [102.0]
     # Tracing computes shapes alone, whatever the device.
     assert op(torch.ones(3, device="meta")).shape == (3,)
-
-
-@pytest.mark.feature("K01")
-def test_an_op_for_one_device_is_refused_on_another(name: str) -> None:
-    op = direct_register_custom_op(name, double, fake_impl=double_fake, dispatch_key="CUDA")
-    with pytest.raises(NotImplementedError, match="CPU"):
-        op(torch.ones(1))
 
 
 @pytest.mark.feature("K01")
@@ -96,25 +83,13 @@ def test_an_op_that_returns_something_needs_a_shape_function(name: str) -> None:
     direct_register_custom_op(name, double, fake_impl=double_fake)
 
 
-@pytest.mark.feature("K01")
+@pytest.mark.feature("K01", "J05")
 def test_integers_are_symbolic_in_the_schema(name: str) -> None:
     def repeat(x: torch.Tensor, n: int, sizes: Sequence[int]) -> torch.Tensor:
         return x.repeat(n + sum(sizes))
 
-    def repeat_fake(x: torch.Tensor, n: int, sizes: Sequence[int]) -> torch.Tensor:
-        return x.new_empty(x.shape[0] * (n + sum(sizes)))
-
-    op = direct_register_custom_op(name, repeat, fake_impl=repeat_fake)
+    op = direct_register_custom_op(name, repeat, fake_impl=double_fake)
     assert str(op.default._schema).endswith("(Tensor x, SymInt n, SymInt[] sizes) -> Tensor")
-
-
-@pytest.mark.feature("K01")
-def test_one_name_in_two_libraries_is_two_ops(name: str) -> None:
-    ours = direct_register_custom_op(name, double, fake_impl=double_fake)
-    other = direct_register_custom_op(
-        name, double, fake_impl=double_fake, target_lib=f"{LIBRARY}_test"
-    )
-    assert ours.default.name() != other.default.name()
 
 
 @pytest.mark.feature("K01")
@@ -128,14 +103,6 @@ def test_the_schema_names_the_arguments_that_are_written(name: str) -> None:
     out = torch.zeros(2, 3)
     assert op(torch.ones(2, 3), out, 3.0, "layer.0") is None
     assert torch.equal(out, torch.full((2, 3), 3.0))
-
-
-@pytest.mark.feature("K01")
-def test_tags_reach_the_op(name: str) -> None:
-    op = direct_register_custom_op(
-        name, double, fake_impl=double_fake, tags=(torch.Tag.needs_fixed_stride_order,)
-    )
-    assert torch.Tag.needs_fixed_stride_order in op.default.tags
 
 
 @pytest.mark.feature("K01")

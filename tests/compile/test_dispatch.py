@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compile.config import CUDAGraphMode
-from compile.dispatch import BatchDescriptor, CapturedGraphs, decide, padded_size, within
+from compile.dispatch import BatchDescriptor, CapturedGraphs, decide
 
 NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH = CUDAGraphMode
 
@@ -142,71 +140,3 @@ def test_a_decode_step_whose_numbers_disagree_is_an_error(
             query_len=query_len,
             captured=captured(FULL),
         )
-
-
-@st.composite
-def captured_graphs(draw: st.DrawFn) -> CapturedGraphs:
-    sizes = st.lists(st.integers(1, 40), unique=True, max_size=6).map(sorted).map(tuple)
-    pairs = st.tuples(st.integers(1, 40), st.integers(1, 40))
-    mixed = draw(st.lists(pairs, unique=True, max_size=4).map(sorted))
-    descriptors = tuple(BatchDescriptor(*pair, False) for pair in mixed)
-    mode = draw(st.sampled_from(CUDAGraphMode))
-    return CapturedGraphs(mode, draw(sizes), draw(sizes), descriptors, draw(st.booleans()))
-
-
-@given(
-    captured_graphs(),
-    st.booleans(),
-    st.integers(0, 50),
-    st.integers(1, 4),
-    st.integers(0, 20),
-)
-def test_only_captured_graphs_are_replayed_and_they_hold_the_step(
-    graphs: CapturedGraphs,
-    is_decode: bool,
-    seqs: int,
-    query_len: int,
-    more: int,
-) -> None:
-    tokens = seqs * query_len if is_decode else seqs + more
-    mode, batch = decide(
-        is_uniform_decode=is_decode,
-        num_tokens=tokens,
-        num_seqs=seqs,
-        query_len=query_len,
-        captured=graphs,
-    )
-    key = batch.graph_key(mode)
-    assert batch.uniform_decode is is_decode
-    assert batch.num_tokens >= tokens
-    assert batch.num_seqs is None or batch.num_seqs >= seqs
-    if mode is NONE:
-        assert key is None
-        assert batch == BatchDescriptor(tokens, seqs if is_decode else None, is_decode)
-    elif mode is PIECEWISE:
-        assert key == BatchDescriptor(batch.num_tokens, None, False)
-        assert batch.num_tokens in graphs.token_counts
-        assert batch.num_seqs == (seqs if is_decode else None)
-    elif is_decode:
-        assert key == batch and batch.num_seqs in graphs.batch_sizes
-        assert batch.num_tokens == batch.num_seqs * query_len
-    else:
-        assert key == batch and key in graphs.mixed
-
-
-SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
-
-
-@given(SIZES, st.integers(0, 50))
-def test_sizes_are_dropped_and_never_moved(sizes: list[int], most: int) -> None:
-    kept, dropped = within(sorted(sizes), most)
-    assert [*kept, *dropped] == sorted(sizes)
-    assert all(n <= most for n in kept) and all(n > most for n in dropped)
-
-
-@given(SIZES, st.integers(1, 50))
-def test_padding_takes_the_smallest_size_that_holds_a_step(sizes: list[int], wanted: int) -> None:
-    holding = [n for n in sizes if n >= wanted]
-    assert padded_size(sorted(sizes), wanted) == (min(holding) if holding else None)
-    exact = wanted if wanted in sizes else None
-    assert padded_size(sorted(sizes), wanted, enable_padding=False) == exact

@@ -18,13 +18,6 @@ def test_the_cache_root_is_below_the_users_cache_by_default(
     assert environment.cache_root() == Path.home() / ".cache" / "lockstep"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert environment.cache_root() == tmp_path / "lockstep"
-
-
-def test_a_given_cache_root_is_taken_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(environment.CACHE_ROOT, str(tmp_path))
-    assert environment.cache_root() == tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(environment.CACHE_ROOT, "below")
     assert environment.cache_root() == tmp_path / "below"

@@ -34,37 +34,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 # --- the order ----------------------------------------------------------------------------------
 
 
-def test_steps_are_taken_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="lockstep.compile")
-    config = CompilationConfig(
-        level=3, cudagraph_capture_sizes=(4, 1), compile_sizes=(7, "cudagraph_capture_sizes")
-    )
-    resolve(config, LIMITS, preset=BOTH)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"compilation.splitting_ops: {list(DEFAULT_SPLITTING_OPS)}",
-        "compilation.graph_bs: [1, 4]",
-        "compilation.cudagraph_copy_inputs: False",
-        "compilation.cudagraph_mode: FULL_AND_PIECEWISE",
-        "compilation.compile_sizes: [1, 4, 7]",
-        f"compilation.capture_num_tokens: {list(DEFAULT_NUM_TOKENS)}",
-        "compilation.num_warmups_full: 1",
-        "compilation.num_warmups_piecewise: 3",
-        "compilation.passes: ['fuse_add_rms_norm']",
-        "compilation.capture_logits: True",
-        "compilation.serve_while_compiling: off",
-        "compilation.cudagraph_capture_sizes: [1, 4]",
-    ]
-
-
-def test_a_cpu_scores_no_padding_unless_asked_to() -> None:
-    config = CompilationConfig(level=3)
-    assert resolve(config, LIMITS, device="cpu").capture_logits is False
-    assert resolve(config, LIMITS, device="cuda").capture_logits is True
-    for asked in (True, False):
-        config = CompilationConfig(level=3, capture_logits=asked)
-        assert resolve(config, LIMITS, device="cpu").capture_logits is asked
-
-
 @pytest.mark.feature("C05")
 @pytest.mark.parametrize("field", ["num_warmups_full", "num_warmups_piecewise"])
 def test_a_gpu_captures_nothing_that_did_not_run_before(field: str) -> None:
@@ -117,25 +86,6 @@ def test_the_fullest_steps_without_a_graph_are_told(
 # --- mode ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("A10")
-@pytest.mark.parametrize(
-    ("level", "wanted"),
-    [
-        *(
-            (n, {None: NONE, **{mode: mode for mode in (NONE, FULL, DECODE_ONLY)}})
-            for n in range(3)
-        ),
-        (3, {None: PIECEWISE, **{mode: mode for mode in CUDAGraphMode}}),
-    ],
-)
-def test_an_explicit_mode_is_kept_and_none_follows_the_level(
-    level: int, wanted: dict[CUDAGraphMode | None, CUDAGraphMode]
-) -> None:
-    for given_mode, mode in wanted.items():
-        config = CompilationConfig(level=level, cudagraph_mode=given_mode)
-        assert resolve(config, LIMITS).cudagraph_mode is mode
-
-
 @pytest.mark.feature("Q02")
 @pytest.mark.parametrize("pool", PRESETS)
 def test_a_pools_preset_counts_at_level_3_where_no_mode_is_given(pool: str) -> None:
@@ -150,27 +100,6 @@ def test_a_pools_preset_counts_at_level_3_where_no_mode_is_given(pool: str) -> N
         assert resolve(config, LIMITS, preset=preset).cudagraph_mode is mode
 
 
-@pytest.mark.feature("Q02")
-@pytest.mark.parametrize(
-    ("leaf", "fields", "enforce_eager", "level", "mode"),
-    [
-        ("not supported by torch.compile", {"level": 3}, True, 0, NONE),
-        ("debugging or profiling", {"level": 0}, False, 0, NONE),
-        ("quick compatibility check", {"level": 1}, False, 1, NONE),
-        ("Inductor without graphs", {"level": 2}, False, 2, NONE),
-        ("standard serving", {"level": 3}, False, 3, PIECEWISE),
-        ("uniform batches", {"level": 3, "cudagraph_mode": "FULL"}, False, 3, FULL),
-        ("decode", {"level": 3, "cudagraph_mode": "FULL_DECODE_ONLY"}, False, 3, DECODE_ONLY),
-        ("fastest", {"level": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}, False, 3, BOTH),
-    ],
-)
-def test_each_leaf_of_the_decision_tree_can_be_had(
-    leaf: str, fields: dict[str, Any], enforce_eager: bool, level: int, mode: CUDAGraphMode
-) -> None:
-    config = resolve(CompilationConfig(**fields), LIMITS, enforce_eager=enforce_eager)
-    assert (config.level, config.graph_mode) == (level, mode), leaf
-
-
 @pytest.mark.parametrize("preset", [None, *CUDAGraphMode])
 def test_a_graph_that_is_not_split_is_not_captured_in_pieces(preset: CUDAGraphMode | None) -> None:
     config = resolve(CompilationConfig(level=3, splitting_ops=()), LIMITS, preset=preset)
@@ -179,19 +108,16 @@ def test_a_graph_that_is_not_split_is_not_captured_in_pieces(preset: CUDAGraphMo
     assert config.splitting_ops == ()
 
 
+@pytest.mark.feature("A10")
 @pytest.mark.parametrize("level", range(4))
 def test_use_cudagraph_off_means_mode_none_and_leaves_compilation_alone(level: int) -> None:
     for mode in (None, FULL):
         config = CompilationConfig(level=level, cudagraph_mode=mode, use_cudagraph=False)
         found = resolve(config, LIMITS, preset=BOTH)
         assert (found.cudagraph_mode, found.graph_mode, found.level) == (NONE, NONE, level)
-
-
-def test_use_cudagraph_off_leaves_no_copy_layer() -> None:
-    config = CompilationConfig(level=3, cudagraph_copy_inputs=True)
-    assert resolve(config, LIMITS).cudagraph_copy_inputs
-    assert not resolve(replace(config, use_cudagraph=False), LIMITS).cudagraph_copy_inputs
-    assert not resolve(config, LIMITS, preset=DECODE_ONLY).cudagraph_copy_inputs
+    found = resolve(CompilationConfig(level=level), LIMITS)
+    assert found.graph_mode is (PIECEWISE if level == 3 else NONE)
+    assert resolve(CompilationConfig(), LIMITS).level == 0
 
 
 @pytest.mark.parametrize("mode", [None, *CUDAGraphMode])
@@ -243,12 +169,6 @@ def test_a_mode_becomes_the_nearest_that_attention_can_be_part_of(
         assert warnings_of(caplog) == ([] if mode is nearest else warned)
 
 
-def test_a_graph_that_is_not_split_follows_attention_without_pieces() -> None:
-    config = CompilationConfig(level=3, splitting_ops=(), cudagraph_mode=FULL)
-    assert resolve(config, LIMITS, attention=UNIFORM).cudagraph_mode is DECODE_ONLY
-    assert resolve(config, LIMITS, attention=NEVER).cudagraph_mode is NONE
-
-
 # --- sizes --------------------------------------------------------------------------------------
 
 
@@ -267,15 +187,6 @@ def test_a_graph_that_is_not_split_follows_attention_without_pieces() -> None:
 )
 def test_batch_sizes_follow_the_rule(fields: dict[str, Any], wanted: tuple[int, ...]) -> None:
     assert resolve(CompilationConfig(level=3, **fields), LIMITS).graph_bs == wanted
-
-
-@given(st.integers(1, 100), st.integers(1, 300), st.integers(1, 5))
-def test_the_largest_decode_step_fills_neither_rows_nor_budget_too_far(
-    max_num_seqs: int, budget: int, query_len: int
-) -> None:
-    most = StepLimits(max_num_seqs, budget, query_len).max_decode_seqs
-    assert most <= max_num_seqs and most * query_len <= budget
-    assert most == max_num_seqs or (most + 1) * query_len > budget
 
 
 @pytest.mark.feature("C03")
@@ -303,23 +214,6 @@ def test_what_was_dropped_is_not_mentioned_again(caplog: pytest.LogCaptureFixtur
     assert warnings_of(caplog) == []
 
 
-def test_a_warning_stays_short(caplog: pytest.LogCaptureFixture) -> None:
-    resolve(CompilationConfig(level=3, cuda_graph_sizes=(1024,)), StepLimits(64, 2048))
-    assert warnings_of(caplog) == [
-        "compilation.cuda_graph_sizes: dropped 80 to 1024 (60 sizes): a step has at most "
-        "64 decoding sequences"
-    ]
-
-
-def test_a_listed_size_is_missed_though_it_is_the_default_of_another_field(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = CompilationConfig(level=3, cudagraph_mode=FULL, cudagraph_capture_sizes=(512,))
-    with pytest.raises(FieldError):
-        resolve(config, StepLimits(64, 2048))
-    assert len(warnings_of(caplog)) == 1
-
-
 @pytest.mark.feature("C03")
 @pytest.mark.parametrize("mode", [FULL, DECODE_ONLY, BOTH])
 def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> None:
@@ -331,20 +225,6 @@ def test_no_size_left_is_an_error_that_names_the_bound(mode: CUDAGraphMode) -> N
         "(decoding sequences of the largest step), found [65, 100]"
     )
     assert resolve(replace(config, use_cudagraph=False), StepLimits(64, 2048)).graph_bs == ()
-
-
-def test_a_budget_below_one_decoding_sequence_is_an_error() -> None:
-    config = CompilationConfig(level=3, cudagraph_mode=FULL)
-    with pytest.raises(FieldError, match=r"^compilation\.cuda_graph_sizes: .* most 0"):
-        resolve(config, StepLimits(64, 2, query_len=3))
-
-
-def test_sizes_that_nobody_asked_for_are_dropped_in_silence(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = resolve(CompilationConfig(level=3), StepLimits(8, 100))
-    assert (config.graph_bs, config.capture_num_tokens) == ((1, 2, 4, 8), DEFAULT_NUM_TOKENS[:7])
-    assert warnings_of(caplog) == []
 
 
 @pytest.mark.feature("C03")
@@ -388,14 +268,6 @@ def test_token_counts_are_sorted_deduped_and_bounded_by_the_budget(
     for sizes in ((0,), (-1,), ()):
         with pytest.raises(FieldError, match=r"^compilation\.capture_num_tokens: "):
             CompilationConfig(capture_num_tokens=sizes)
-
-
-def test_token_counts_matter_only_where_steps_with_prompts_are_captured() -> None:
-    config = CompilationConfig(level=3, cudagraph_mode=DECODE_ONLY, capture_num_tokens=(100,))
-    assert resolve(config, StepLimits(4, 8)).graph_bs == (1, 2, 4)
-    for mode in (FULL, PIECEWISE, BOTH):
-        with pytest.raises(FieldError, match=r"capture_num_tokens: wanted a size of"):
-            resolve(replace(config, cudagraph_mode=mode), StepLimits(4, 8))
 
 
 def test_listed_batch_sizes_are_token_counts_where_only_pieces_were_asked_for() -> None:
@@ -457,17 +329,24 @@ def test_the_name_of_capture_sizes_stands_for_their_tokens(
 # --- all together -------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("A11")
+@pytest.mark.feature("A11", "Q02")
 @pytest.mark.parametrize(
     ("fields", "enforce_eager", "changes"),
     [
+        *(
+            ({"level": level}, False, {"level": level, "splitting_ops": (), "cudagraph_mode": NONE})
+            for level in (1, 2)
+        ),
+        *(
+            ({"level": 3, "cudagraph_mode": mode.name}, False, {"cudagraph_mode": mode})
+            for mode in (FULL, DECODE_ONLY, BOTH)
+        ),
         ({"level": 3}, False, {}),
         ({"level": 3, "cudagraph_capture_sizes": [1, 2, 4, 8]}, False, {"graph_bs": (1, 2, 4, 8)}),
         ({}, True, {"level": 0, "splitting_ops": (), "cudagraph_mode": NONE}),
         ({"level": 0}, False, {"level": 0, "splitting_ops": (), "cudagraph_mode": NONE}),
         ({"level": 3, "debug_dump_path": "/tmp/d"}, False, {"debug_dump_path": "/tmp/d"}),
     ],
-    ids=["production", "custom sizes", "enforce_eager", "level 0", "dump"],
 )
 def test_common_configurations_give_what_the_guide_says(
     fields: dict[str, Any], enforce_eager: bool, changes: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,45 +10,25 @@ import torch
 
 from compile.config import CompilationConfig, DynamicShapes
 from compile.counters import counter
+from compile.environment import DISABLE_COMPILE_CACHE
 from compile.pieces.decorator import compile_as_is
 from compile.pieces.split import placeholders
-from compile.scope import CompileScope, Runnable, compile_scope
+from compile.scope import CompileScope, compile_scope
 
 pytestmark = pytest.mark.usefixtures("torch_functions")
 
 
-class Tools:
-    """A toolchain that runs pieces as they were traced."""
-
-    def __init__(self) -> None:
-        self.misses: list[str] = []
-        self.cache = None
-
-    def open(self, scope: CompileScope, prefix: str, traced_files: Any) -> Any:
-        return None if traced_files is None else self
-
-    def compile(self, graph: Any, example_inputs: Sequence[Any], **_: Any) -> Runnable:
-        found: Runnable = graph.forward
-        return found
-
-    def load(self, key: str, **_: Any) -> Runnable:
-        raise KeyError(key)
-
-    def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
-        return runnable
-
-    def keep_outputs(self, op: Runnable) -> Runnable:
-        return op
-
-
 @pytest.fixture
-def build(load: Any, make_checkpoint: Any) -> Callable[..., tuple[Any, Any]]:
-    """Load a family as it is written, and again with a decoder that compiles itself."""
+def build(
+    load: Any, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, Any]]:
+    """Load a family as it is written, and again with a decoder whose pieces run as traced."""
+    monkeypatch.setenv(DISABLE_COMPILE_CACHE, "1")
 
     def do(family: str = "Llama", **config: Any) -> tuple[Any, Any]:
         path, _ = make_checkpoint(family=family)
         plain, _ = load(path)
-        scope = CompileScope(CompilationConfig(**config), toolchain=Tools())
+        scope = CompileScope(CompilationConfig(compiler="eager", **config))
         with compile_scope(scope):
             compiled, _ = load(path)
         return plain, compiled

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from compile.cache.manager import Toolchain
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.pools import GraphPools, new_graph_pool
@@ -49,9 +48,8 @@ def scope(path: Path, shard: Shard) -> CompileScope:
     config = resolve(CompilationConfig(level=2), limits, device="cuda")
     assert config.passes == ("fuse_add_rms_norm",) and config.use_inductor
     pools = GraphPools(partial(new_graph_pool, torch.device("cpu")))
-    tools = Toolchain(pools)
     factors = {"model": str(path), "group": shard.group_name}
-    return CompileScope(config, tp_rank=shard.rank, key_factors=factors, toolchain=tools)
+    return CompileScope(config, tp_rank=shard.rank, key_factors=factors, pools=pools)
 
 
 def logits(paged: Any, model: Any) -> list[torch.Tensor]:

@@ -355,7 +355,7 @@ MUTATIONS = (
     Mutation(
         "A report says of conditions that every call checks that none does (Q04, J01).",
         "compile/pieces/backend.py",
-        {"keeps_guards = self._scope.config.evaluate_guards": "keeps_guards = False"},
+        {"keeps_guards = self.scope.config.evaluate_guards": "keeps_guards = False"},
         ("tests/compile/test_explain.py",),
     ),
     Mutation(

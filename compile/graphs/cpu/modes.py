@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile.graphs.errors import ValueReadError
+from compile.graphs.errors import CaptureError
 
 
 class Modes:
@@ -119,9 +119,9 @@ class _Reads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def value_read(name: str) -> ValueReadError:
+def value_read(name: str) -> CaptureError:
     """Return the error of a step that reads a value by `name`."""
-    return ValueReadError(f"{name} at {where()}", "tensors that stay tensors", "a value read")
+    return CaptureError(f"{name} at {where()}", "tensors that stay tensors", "a value read")
 
 
 def where() -> str:

@@ -1,8 +1,8 @@
-"""Records a step on CPU, call by call, so that it can be replayed.
+"""Step graphs on CPU: a step is run once, recorded call by call, and replayed from fixed addresses.
 
-What a replay repeats is a flat list of calls with frozen arguments. Ops are seen through a dispatch
-mode, compiled pieces through `boundary`; the inside of a piece or of an opaque op is one call, runs
-without modes and may read what it likes.
+The speed of a replay says nothing about CUDA graphs. What it repeats is a flat list of calls with
+frozen arguments. Ops are seen through a dispatch mode, compiled pieces through `boundary`; the
+inside of a piece or of an opaque op is one call, runs without modes and may read what it likes.
 
 1. Each op that is not an allocation or a view becomes a call. Composite ops are taken apart first.
 2. Fresh outputs move into the pool. A replay writes there again: by the op's `out=` form if it
@@ -19,21 +19,21 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from compile.context import ForwardContext, current_context
+from compile.context import ForwardContext, current_context, resumed_context
 from compile.custom_op import function_of
 from compile.graphs import boundary
 from compile.graphs.boundary import map_tensors, rebuild, tensors_of
 from compile.graphs.cpu.modes import Modes, value_read, where
 from compile.graphs.cpu.pool import Block, CpuGraphPool, poison_value, view_of
-from compile.graphs.errors import CaptureError, ForeignTensorError
+from compile.graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
 
@@ -50,18 +50,72 @@ COPIES = {"aten::clone", "aten::_to_copy"}
 COLLECTIVES = {"c10d", "_c10d_functional"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
+T = TypeVar("T")
 Call = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What a replay needs. Invariant: `constants` are the only tensors that it owns."""
+class _PerThread(threading.local):
+    is_capturing = False
 
-    groups: list[tuple[ForwardContext | None, list[Call]]]
-    """Calls in order, by the forward context that they run under."""
-    watch: Watch
-    constants: list[torch.Tensor]
-    """Scalars that the step made from host values: a graph has them by value."""
+
+_state = _PerThread()
+
+
+class CpuStepGraph:
+    """One captured step: calls in order, by the forward context that they run under.
+
+    A replay behaves like that of a CUDA graph, down to its mistakes. Arguments, host values and the
+    forward context are those of the capture. Nothing that changed since is followed, except the
+    contents of tensors.
+
+    Invariant: it owns no tensor but scalars that the step made from host values.
+    """
+
+    def __init__(self, pool: CpuGraphPool) -> None:
+        self._pool = pool
+        self._recorder: Recorder | None = None
+        self._is_inference = False
+
+    def capture(self, fn: Callable[[], T]) -> T:
+        """Run `fn` and record it; return its result, whose fresh tensors lie in the pool.
+
+        Raises CaptureError if `fn` does what a replay cannot repeat, and ReplayError if a tensor
+        that it made outside of the pool is gone already.
+        """
+        recorder = Recorder(self._pool)
+        with _capturing(), torch.no_grad(), recorder.active():
+            result = fn()
+        recorder.collect()
+        self._recorder, self._is_inference = recorder, torch.is_inference_mode_enabled()
+        recorder.check_alive()
+        return result
+
+    def replay(self) -> None:
+        """Run the step again on what its tensors hold now.
+
+        Raises ReplayError if nothing was captured, or a tensor from outside of the pool is gone.
+        """
+        if _state.is_capturing:
+            raise CaptureError("replay", "no capture around it", "one on this thread")
+        if self._recorder is None:
+            raise ReplayError("replay", "a captured step", "none")
+        self._recorder.check_alive()
+        with torch.inference_mode(self._is_inference), torch.no_grad():
+            for context, calls in self._recorder.groups:
+                with resumed_context(context):
+                    for call in calls:
+                        call()
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    if _state.is_capturing:
+        raise CaptureError("capture", "no capture around it", "one on this thread")
+    _state.is_capturing = True
+    try:
+        yield
+    finally:
+        _state.is_capturing = False
 
 
 class Recorder:
@@ -71,10 +125,11 @@ class Recorder:
         self._pool = pool
         self._freezer = Freezer(pool)
         self._modes = Modes(self.op)
-        self._groups: list[tuple[ForwardContext | None, list[Call]]] = []
+        self.groups: list[tuple[ForwardContext | None, list[Call]]] = []
         self._context: ForwardContext | None = None
         self._placed: dict[Block, torch.dtype] = {}
         self._constants: list[torch.Tensor] = []
+        """Scalars that the step made from host values: a graph has them by value."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -83,12 +138,14 @@ class Recorder:
             with boundary.recording(self), self._modes.on():
                 yield
         finally:
-            # It may hold tensors, and garbage may not be collected soon.
+            # They may hold tensors, and garbage may not be collected soon.
             self._context = None
+            del self._modes
 
-    def finish(self) -> Recording:
-        self._collect()
-        return Recording(self._groups, self._freezer.watch, self._constants)
+    def check_alive(self) -> None:
+        if self._freezer.dead:
+            wanted = "tensors from outside of the pool to outlive the graph"
+            raise ReplayError("replay", wanted, f"{self._freezer.dead[0]} is gone")
 
     # --- what is recorded -------------------------------------------------------------------
 
@@ -105,7 +162,7 @@ class Recorder:
         _check(func, name, args, kwargs)
         with self._modes.off(), boundary.recording(None):
             if name in ALLOCATIONS:
-                self._collect()
+                self.collect()
                 return self._place(func(*args, **kwargs), set())[0]
             if name == "aten::lift_fresh":
                 return self._lifted(func(*args, **kwargs))
@@ -122,7 +179,7 @@ class Recorder:
     def _record(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Any:
-        self._collect()
+        self.collect()
         inputs = tensors_of((args, kwargs))
         for tensor in inputs:
             check_addressable(tensor, self._pool.device, f"an argument of {name}")
@@ -171,7 +228,7 @@ class Recorder:
             self._poison(block)()
         return storage
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Free what the step let go of since the last call, and poison it in replays."""
         for block in self._pool.reclaim():
             if block in self._placed and self._pool.poison:
@@ -186,10 +243,10 @@ class Recorder:
 
     def _append(self, call: Call) -> None:
         context = current_context()
-        if not self._groups or context is not self._context:
-            self._groups.append((self._freezer.context(context), []))
+        if not self.groups or context is not self._context:
+            self.groups.append((self._freezer.context(context), []))
             self._context = context
-        self._groups[-1][1].append(call)
+        self.groups[-1][1].append(call)
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -304,48 +361,28 @@ def _composite(func: Any) -> Callable[..., Any] | None:
     """Return the kernel of an ATen op that calls other ops, if it has such a one for all devices.
 
     In inference mode these ops arrive whole, otherwise in parts. `OpOverload.decompose` would
-    prefer Python kernels, whose sums may run in another order. Both names are private: without
-    them such an op is one call, which is right too.
+    prefer Python kernels, whose sums may run in another order.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-    run = getattr(func, "_op_dk", None)
-    if run is None or has_kernel is None or func.namespace != "aten":
-        return None
-    return functools.partial(run, key) if has_kernel(func.name(), key) else None
-
-
-class Watch:
-    """Notices deaths of tensors. Invariant: `dead` describes the watched ones that are gone."""
-
-    def __init__(self) -> None:
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.dead: list[str] = []
-
-    def add(self, tensor: torch.Tensor, name: str) -> None:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._watched:
-            dead, found = self.dead, f"{name}: {describe(tensor)}"
-            # Torch keeps a storage's Python object as long as the storage: this is its death.
-            self._watched[address] = weakref.ref(storage, lambda _: dead.append(found))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return functools.partial(func._op_dk, key) if has_kernel and func.namespace == "aten" else None
 
 
 class Freezer:
-    """Freezes the arguments and contexts of one graph."""
+    """Freezes the arguments and contexts of one graph.
+
+    Invariant: `dead` describes the tensors from outside of the pool that are gone.
+    """
 
     def __init__(self, pool: CpuGraphPool) -> None:
         self._pool = pool
-        self.watch = Watch()
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.dead: list[str] = []
 
     def freeze(self, value: Any, name: str) -> Any:
         """Return `value` as a replay will see it.
 
-        Containers and dataclasses are copied, tensors become aliases; other objects stay as they
-        are and are followed.
-
-        Raises:
-            ForeignTensorError: a tensor lies on another device, or is no strided one.
+        Containers and dataclasses are copied, tensors become aliases; other objects are followed.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
@@ -372,20 +409,24 @@ class Freezer:
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         check_addressable(tensor, self._pool.device, name)
-        if tensor.numel() and not self._pool.owns(tensor):
-            self.watch.add(tensor, name)
+        storage, dead = tensor.untyped_storage(), self.dead
+        address = storage.data_ptr()
+        if tensor.numel() and address not in self._watched and not self._pool.owns(tensor):
+            found = f"{name}: {describe(tensor)}"
+            # Torch keeps a storage's Python object as long as the storage: this is its death.
+            self._watched[address] = weakref.ref(storage, lambda _: dead.append(found))
         return self._pool.alias(tensor)
 
 
 def check_addressable(tensor: torch.Tensor, device: torch.device, name: str) -> None:
     """Raise if a tensor has no address on `device`."""
     if tensor.device.type != device.type:
-        raise ForeignTensorError(name, f"a tensor on {device}", describe(tensor))
+        raise CaptureError(name, f"a tensor on {device}", describe(tensor))
     if tensor.layout is not torch.strided:
-        raise ForeignTensorError(name, "a strided tensor", describe(tensor))
+        raise CaptureError(name, "a strided tensor", describe(tensor))
     if tensor.is_conj() or tensor.is_neg():
         found = f"a lazy conjugate or negative: {describe(tensor)}"
-        raise ForeignTensorError(name, "a tensor whose memory holds its values", found)
+        raise CaptureError(name, "a tensor whose memory holds its values", found)
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -50,21 +50,14 @@ def scale(x):
 
 
 def test_a_run_of_the_cpp_compiler_counts(tmp_path: Path) -> None:
-    builds.install()
+    for _ in range(2):
+        builds.install()
     builder = importlib.import_module("torch._inductor.cpp_builder")
     (tmp_path / "one.cpp").write_text("int one() { return 1; }\n")
     command = f"g++ -c {tmp_path / 'one.cpp'} -o {tmp_path / 'one.o'}"
     with counter.expect(num_cpp_builds=1):
         builder.run_compile_cmd(command, str(tmp_path))
     assert (tmp_path / "one.o").exists()
-
-
-def test_installing_twice_counts_once(tmp_path: Path) -> None:
-    builds.install()
-    builds.install()
-    builder = importlib.import_module("torch._inductor.cpp_builder")
-    with counter.expect(num_cpp_builds=1):
-        builder.run_compile_cmd("g++ --version", str(tmp_path))
 
 
 def test_a_kernel_that_inductor_orders_counts_and_what_an_artifact_once_counted_does_not(

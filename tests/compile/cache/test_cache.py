@@ -16,7 +16,7 @@ import pytest
 
 from compile import environment
 from compile.cache import key
-from compile.cache.disk import read_checked
+from compile.cache.disk import read_checked, write_checked
 from compile.cache.index import INDEX, CompileCache, Index, nearest_factors, root_directory
 from compile.config import CompilationConfig
 from compile.counters import counter
@@ -96,21 +96,6 @@ def test_the_root_is_the_field_else_below_the_cache_root(
 
 
 @pytest.mark.feature("G10")
-def test_two_prefixes_do_not_read_each_others_plans(tmp_path: Path) -> None:
-    scope = toy.scope(tmp_path / "root")
-    backbone = CompileCache.open(scope, "backbone", [__file__])
-    draft = CompileCache.open(scope, "draft", [__file__])
-    assert backbone is not None and draft is not None
-    backbone.save_plan("of the backbone")
-    assert draft.load_plan() is None
-    draft.save_plan("of the draft")
-    assert [_plan(scope, prefix) for prefix in ("backbone", "draft")] == [
-        "of the backbone",
-        "of the draft",
-    ]
-
-
-@pytest.mark.feature("G10")
 def test_prefixes_that_go_through_different_files_are_both_found_again(
     tmp_path: Path, traced: Path
 ) -> None:
@@ -119,11 +104,6 @@ def test_prefixes_that_go_through_different_files_are_both_found_again(
         backbone = toy.start(scope, prefix="backbone", traced_files=[str(traced)])
         draft = toy.start(scope, prefix="draft", traced_files=[__file__])
     assert not backbone.was_traced and not draft.was_traced
-
-
-def _plan(scope: Any, prefix: str) -> str | None:
-    cache = CompileCache.open(scope, prefix)
-    return None if cache is None else cache.load_plan()
 
 
 @pytest.mark.parametrize("prefix", ["", "../up", "a/b", ".hidden"])
@@ -139,22 +119,8 @@ def test_an_edited_traced_file_is_compiled_again_and_the_old_one_is_still_known(
     scope = toy.scope(tmp_path / "root")
     toy.start(scope, traced_files=[str(traced)])
     traced.write_text("scale = 3\n")
-    edited = toy.start(scope, traced_files=[str(traced)])
+    edited = toy.start(scope, traced_files=[str(traced), __file__])
     assert edited.was_traced and edited.counters["num_backend_compilations"] == NUM_DIFFERENT
-    traced.write_text("scale = 2\n")
-    assert not toy.start(scope, traced_files=[str(traced)]).was_traced
-
-
-@pytest.mark.feature("G03")
-def test_a_forward_that_went_through_other_files_before_is_still_known(
-    tmp_path: Path, traced: Path
-) -> None:
-    scope = toy.scope(tmp_path / "root")
-    other = tmp_path / "other.py"
-    other.write_text("")
-    toy.start(scope, traced_files=[str(traced)])
-    traced.write_text("scale = 3\n")
-    toy.start(scope, traced_files=[str(traced), str(other)])
     traced.write_text("scale = 2\n")
     assert not toy.start(scope, traced_files=[str(traced)]).was_traced
 
@@ -200,33 +166,20 @@ def test_the_index_is_a_literal_with_relative_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("G04")
-@pytest.mark.parametrize("content", [b"", b"{'version': 1", b"\xff", b"# sha256 0\n{}\n"])
+@pytest.mark.parametrize("version", [2, "1"])
 def test_an_unusable_index_is_logged_and_compiled_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: object
 ) -> None:
     root = tmp_path / "root"
     toy.start(toy.scope(root))
     [path] = root.rglob(INDEX)
-    path.write_bytes(content)
+    write_checked(path, repr({"version": version, "entries": {}, "plans": {}}))
     with caplog.at_level(logging.WARNING):
         again = toy.start(toy.scope(root))
     assert again.was_traced and again.counters["num_backend_compilations"] == NUM_DIFFERENT
     assert again.outputs == toy.eager()
     assert "compile cache: index is not used" in caplog.text
     assert not toy.start(toy.scope(root)).was_traced
-
-
-@pytest.mark.feature("G04")
-def test_an_index_of_another_version_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / INDEX
-    Index(plans={"sizes": "../../artifacts/0"}).write(path)
-    assert Index.read(path).plans
-    monkeypatch.setattr("compile.cache.index.VERSION", 2)
-    with caplog.at_level(logging.WARNING):
-        assert Index.read(path) == Index()
-    assert "wanted version 2, found 1" in caplog.text
 
 
 def test_an_index_keeps_what_another_process_entered_meanwhile(tmp_path: Path) -> None:
@@ -259,6 +212,12 @@ def test_whichever_file_is_damaged_the_next_start_is_right(
     root, scope = tmp_path / "root", toy.scope(tmp_path / "root", compile_sizes=(4,))
     start = {"traced_files": [str(traced)], "shapes": (None, 4)}
     toy.start(scope, **start)
+    for path in root.rglob("*"):
+        # No file names its place, and no other user reads a directory.
+        if path.is_file():
+            assert str(root).encode() not in path.read_bytes(), path
+        else:
+            assert path.stat().st_mode & 0o077 == 0, path
     pristine = tmp_path / "pristine"
     shutil.copytree(root, pristine)
     damaged = [path for path in files(root) if path.stat().st_size]
@@ -282,15 +241,6 @@ def test_a_cache_that_was_moved_is_loaded(tmp_path: Path, traced: Path) -> None:
     with counter.expect(num_backend_compilations=0, num_compiled_artifacts_loaded=NUM_DIFFERENT):
         moved = toy.start(toy.scope(tmp_path / "far" / "there"), traced_files=[str(traced)])
     assert not moved.was_traced and moved.outputs == toy.eager()
-
-
-@pytest.mark.feature("G06")
-def test_no_file_of_a_cache_names_its_place(tmp_path: Path) -> None:
-    toy.start(toy.scope(tmp_path / "root"))
-    found = files(tmp_path / "root")
-    assert len(found) > 5
-    for path in found:
-        assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
 @pytest.mark.feature("G07")
@@ -340,15 +290,6 @@ def test_pieces_are_unpacked_where_the_field_or_else_the_environment_says_so(
     assert not warm.was_traced and warm.outputs == toy.eager()
 
 
-@pytest.mark.feature("G08")
-def test_a_cache_that_was_saved_binary_is_unpacked_when_it_is_loaded(tmp_path: Path) -> None:
-    toy.start(toy.scope(tmp_path / "root"))
-    warm = toy.start(toy.scope(tmp_path / "root", compile_cache_save_format="unpacked"))
-    assert not warm.was_traced
-    sources = [path for path in files(tmp_path) if path.parent.name == "pieces"]
-    assert sources and all("def forward" in path.read_text() for path in sources)
-
-
 # --- whose directory --------------------------------------------------------------------------
 
 
@@ -362,15 +303,6 @@ def test_a_directory_that_others_write_is_not_used(
         started = toy.start(toy.scope(root))
     assert started.was_traced and started.outputs == toy.eager()
     assert "compile cache is off" in caplog.text and "only its owner writes" in caplog.text
-
-
-def test_new_directories_are_for_their_owner_alone(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    toy.start(toy.scope(root))
-    directories = [path for path in [root, *root.rglob("*")] if path.is_dir()]
-    assert len(directories) > 3
-    for path in directories:
-        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_a_place_that_cannot_be_written_costs_the_cache_and_no_more(
@@ -422,15 +354,6 @@ def test_the_nearest_directory_is_the_one_with_the_fewest_differences(
     found = nearest_factors(tmp_path, factors)
     assert found is not None
     assert found[1] == {**factors, "a": f"other {wanted}"}
-
-
-@pytest.mark.feature("Q08")
-def test_the_factors_lie_beside_and_hash_to_the_directorys_name(tmp_path: Path) -> None:
-    toy.start(toy.scope(tmp_path / "root"))
-    [path] = (tmp_path / "root").glob("*/cache_key_factors.json")
-    factors = json.loads(path.read_text())
-    assert key.hash_factors(factors) == path.parent.name
-    assert factors["model"] == "toy" and factors["compiler"] == "eager"
 
 
 @pytest.mark.feature("Q03")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import fcntl
 import os
@@ -33,13 +32,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="disk full"):
         write_atomic(path, b"new")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
-
-
-def test_checked_text_comes_back_and_is_a_python_literal(tmp_path: Path) -> None:
-    path = tmp_path / "index.py"
-    write_checked(path, "{(None, 0): 'ü'}\n")
-    assert read_checked(path) == "{(None, 0): 'ü'}\n"
-    assert ast.literal_eval(path.read_text()) == {(None, 0): "ü"}
 
 
 CHECKED = b"{'piece': 1, 'shape': None}\n"
@@ -86,11 +78,3 @@ def test_a_lock_that_cannot_be_had_is_reported(
         assert not is_held
     with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "lock", 0):
         raise ZeroDivisionError
-
-
-def test_a_lock_that_is_held_is_reported_and_free_afterwards(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with file_lock(path, 0) as first, file_lock(path, 0) as second:
-        assert (first, second) == (True, False)
-    with file_lock(path, 0) as third:
-        assert third

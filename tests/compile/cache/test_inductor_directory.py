@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compile.cache import inductor_directory, inductor_private
+from compile.cache import inductor_directory
 from compile.cache.inductor_directory import PROBES, InductorDirectory
 from compile.cache.inductor_private import (
     CHECK_BUILD,
@@ -27,11 +27,6 @@ ENTERED = (PRECOMPILE_HEADER, LOAD_LIBRARY, LOAD_MODULE, CHECK_BUILD, RECHECK_TU
 
 def found(private: Private) -> Any:
     return private.find()[2]
-
-
-def test_this_torch_has_every_name_that_is_replaced() -> None:
-    replaced = [each for each in vars(inductor_private).values() if isinstance(each, Private)]
-    assert len(replaced) == 8 and all(found(private) is not None for private in replaced)
 
 
 def test_environment_and_names_are_as_before_afterwards(
@@ -93,18 +88,6 @@ def test_an_answer_about_vector_instructions_is_remembered_by_a_later_process(
     assert probes.asked == 3
 
 
-def test_an_answer_is_written_into_each_directory_of_a_process(
-    tmp_path: Path, probes: type[_Isa], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    ask(first, "good")
-    with InductorDirectory(second).entered(is_loading=False):
-        pass
-    monkeypatch.setattr(inductor_directory, "_answers", {})
-    ask(second, "good")
-    assert probes.asked == 1
-
-
 @pytest.mark.parametrize("content", [b"", b"{}", b"# sha256 0\n{'vector': True}", b"\xff"])
 def test_damaged_answers_are_asked_for_again(
     tmp_path: Path,
@@ -121,21 +104,6 @@ def test_damaged_answers_are_asked_for_again(
     assert probes.asked == 2 and "probed again" in caplog.text
 
 
-def test_a_torch_without_a_name_loses_only_what_it_was_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    inductor_private._warn_once.cache_clear()
-    monkeypatch.delattr("torch._inductor.codecache._precompile_header")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            with InductorDirectory(tmp_path).entered(is_loading=True) as loaded:
-                assert loaded == []
-    assert [record.getMessage() for record in caplog.records] == [
-        "torch._inductor.codecache._precompile_header: wanted in this torch, found none; "
-        "loading may build C++ code again"
-    ]
-
-
 def test_a_kernel_is_tuned_where_its_configuration_cannot_be_saved() -> None:
     config = pytest.importorskip("triton").Config
     results = [SimpleNamespace(config=config({"XBLOCK": size})) for size in (128, 256)]
@@ -147,22 +115,6 @@ def test_a_kernel_is_tuned_where_its_configuration_cannot_be_saved() -> None:
     assert kernel.filename == "/proc/ab/abc.py"
     kernel.save_cache_hook(results[1].config, 0)
     assert not (directory / "ab").exists()
-
-
-def test_files_are_collected_by_their_place_and_put_back_where_they_are_missing_or_changed(
-    tmp_path: Path,
-) -> None:
-    one, two = InductorDirectory(tmp_path / "one"), InductorDirectory(tmp_path / "two")
-    library = one.directory / "ab" / "kernel.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"machine code")
-    files = one.collect([library, tmp_path / "elsewhere.py"])
-    assert files == {"ab/kernel.so": b"machine code"}
-    for damage in (b"", b"mach", None):
-        two.restore(files)
-        path = two.directory / "ab" / "kernel.so"
-        assert path.read_bytes() == b"machine code"
-        path.unlink() if damage is None else path.write_bytes(damage)
 
 
 def test_what_inductor_loaded_from_elsewhere_is_forgotten_on_entering_and_on_leaving(

@@ -17,7 +17,6 @@ from compile.cache.key import (
     KEYED_FIELDS,
     TRACED_FILES,
     describe,
-    differing,
     hash_factors,
     key_factors,
     sources_hash,
@@ -106,18 +105,6 @@ def test_a_field_that_changes_no_code_keeps_the_key(field: str) -> None:
 
 
 @pytest.mark.feature("G02")
-@pytest.mark.parametrize("factor", ["model", "dtype", "tp"])
-def test_what_the_caller_adds_changes_the_key(factor: str) -> None:
-    changed = replace(SCOPE, key_factors={**SCOPE.key_factors, factor: "another"})
-    assert name(changed) != name()
-
-
-@pytest.mark.feature("G02")
-def test_ranks_do_not_change_the_key() -> None:
-    assert name(replace(SCOPE, tp_rank=1, dp_rank=3)) == name()
-
-
-@pytest.mark.feature("G02")
 @pytest.mark.parametrize(
     "change",
     [
@@ -141,29 +128,23 @@ def test_the_machine_and_what_compiles_change_the_key(
 
 
 @pytest.mark.feature("G02")
-def test_the_compiler_and_its_state_change_the_key() -> None:
-    assert len({name(), name(compiler="inductor"), name(state="another")}) == 3
-
-
-@pytest.mark.feature("G02")
-@pytest.mark.parametrize("variable", ["MASTER_PORT", "CUDA_VISIBLE_DEVICES", "RANK", "HOME"])
-def test_ports_ranks_devices_and_paths_of_the_environment_do_not(
-    monkeypatch: pytest.MonkeyPatch, variable: str
+def test_what_the_caller_and_the_compiler_add_changes_the_key_and_places_and_order_do_not(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = name()
-    monkeypatch.setenv(variable, "7")
-    assert name() == before
-
-
-def test_a_factor_of_the_caller_may_not_take_the_place_of_another() -> None:
+    changed = [replace(SCOPE, key_factors={**SCOPE.key_factors, f: "x"}) for f in SCOPE.key_factors]
+    names = [*map(name, changed), name(compiler="inductor"), name(state="another"), name()]
+    assert len(set(names)) == len(names)
+    assert name(replace(SCOPE, tp_rank=1, dp_rank=3)) == name()
+    one, two = (
+        replace(CONFIG, inductor_compile_config=dict(pairs))
+        for pairs in ([("a", 1), ("b", [2, None])], [("b", [2, None]), ("a", 1)])
+    )
+    assert name(replace(SCOPE, config=one)) == name(replace(SCOPE, config=two))
+    for variable in ("MASTER_PORT", "CUDA_VISIBLE_DEVICES", "RANK", "HOME"):
+        monkeypatch.setenv(variable, "7")
+    assert name() == names[-1]
     with pytest.raises(ValueError, match="key_factors: wanted names of their own, found torch"):
         name(replace(SCOPE, key_factors={"torch": "mine"}))
-
-
-def test_the_order_of_options_does_not_count() -> None:
-    one = replace(CONFIG, inductor_compile_config={"a": 1, "b": [2, None]})
-    two = replace(CONFIG, inductor_compile_config={"b": [2, None], "a": 1})
-    assert name(replace(SCOPE, config=one)) == name(replace(SCOPE, config=two))
 
 
 def test_sources_count_with_their_names_and_places(tmp_path: Path) -> None:
@@ -199,11 +180,17 @@ def test_an_edited_helper_changes_the_key(helper: Path) -> None:
     helper.write_text("def f(x): return x + 1\n")
     assert names == ["traced_helper"]
     assert traced_factor(names) != before
+    helper.unlink()
+    assert traced_factor(names) == "traced_helper missing"
+    del sys.modules["traced_helper"]
 
 
 @pytest.mark.feature("G03")
 def test_code_without_a_file_and_unreadable_files_are_skipped(tmp_path: Path) -> None:
     assert traced_names(["<string>", "<frozen os>", str(tmp_path / "gone.py"), str(tmp_path)]) == []
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert traced_names([str(script), str(script)]) == [str(script)]
 
 
 @pytest.mark.feature("G03")
@@ -220,36 +207,7 @@ def test_traced_files_are_named_as_modules_so_that_the_place_does_not_count(
     assert traced_factor(["traced_helper"]) == before
 
 
-def test_a_traced_module_that_is_gone_changes_the_key(helper: Path) -> None:
-    before = traced_factor(["traced_helper"])
-    helper.unlink()
-    assert traced_factor(["traced_helper"]) == "traced_helper missing" != before
-
-
-def test_the_main_module_is_named_by_its_path(
-    helper: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del sys.modules["traced_helper"]
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(helper), raising=False)
-    assert traced_names([str(helper)]) == [str(helper)]
-
-
-def test_a_file_that_is_no_module_is_named_by_its_path(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text("")
-    assert traced_names([str(path), str(path)]) == [str(path)]
-
-
 # --- what differs -----------------------------------------------------------------------------
-
-
-def test_only_factors_that_differ_are_told() -> None:
-    old, new = {"a": "1", "b": "2", "gone": "3"}, {"a": "1", "b": "4", "new": "5"}
-    assert differing(old, new) == {
-        "b": ("2", "4"),
-        "new": ("(absent)", "5"),
-        "gone": ("3", "(absent)"),
-    }
 
 
 def test_of_a_long_factor_only_the_words_that_changed_are_told() -> None:

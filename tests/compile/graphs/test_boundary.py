@@ -21,8 +21,3 @@ def test_containers_keep_their_types_and_tensors_their_order() -> None:
     found = map_tensors(lambda t: int(t) * 10, value)
     assert found == (0, [10, None, 3], {"a": 20, "b": "text"}, (30, "n"), 40)
     assert type(found[3]) is Pair
-
-
-def test_results_of_torch_that_have_names_are_rebuilt() -> None:
-    found = map_tensors(torch.neg, torch.tensor([1.0, 3.0]).max(0))
-    assert (float(found.values), int(found.indices)) == (-3, -1)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile.config import CompilationConfig
-from compile.context import ForwardContext, forward_context
-from compile.counters import counter
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm, fused_add_rms_norm
-from compile.passes.graph_pass import operation
-from compile.passes.manager import PassManager
-from compile.resolve import StepLimits, resolve
-from model.config import ModelConfig
 from model.kernels import dispatch, elementwise
-from model.kv_cache import KVCacheSpec
-from model.layers.attention import AttentionMetadata
-from model.layers.decoder import CausalLM
-from model.parallel import Placement, Shard
 
-T, E, L, VOCAB = 5, 16, 2, 32
+T, E = 5, 16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.15}
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
@@ -144,154 +130,3 @@ def test_a_norm_whose_parts_are_used_elsewhere_keeps_them() -> None:
     module.recompile()
     for found, wanted in zip(module(*args), leaks(*args), strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-# --- a whole model ------------------------------------------------------------------------------
-
-
-def tiny_llama(dtype: torch.dtype, shard: Shard | None = None) -> CausalLM:
-    """Return a random model whose weights are as they are read."""
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": VOCAB,
-        "hidden_size": E,
-        "intermediate_size": 2 * E,
-        "num_hidden_layers": L,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    config = ModelConfig.from_dict(fields, "config.json")
-    model = CausalLM(config, Placement(dtype, torch.device("cpu"), shard or Shard()))
-    generator = torch.Generator().manual_seed(0)
-    for piece in model.weight_slices():
-        target = piece.target()
-        target.copy_(torch.randn(target.shape, generator=generator) * 0.3)
-        piece.layer.loaded(piece.parameter)
-    return model.eval()
-
-
-def forward(model: CausalLM, backbone: Callable[..., Any], num_tokens: int) -> torch.Tensor:
-    """Compute the hidden states of one prompt over an empty cache."""
-    layers = model.attention_layers()
-    first = next(iter(layers.values()))
-    dtype = model.model.norm.weight.dtype
-    spec = KVCacheSpec(len(layers), first.num_kv_heads, first.head_dim, 4, dtype)
-    pool = spec.allocate(16, torch.device("cpu"))
-    metadata = AttentionMetadata(
-        num_decodes=0,
-        cu_seqlens_q=torch.tensor([0, num_tokens]).int(),
-        seq_lens=torch.tensor([num_tokens]).int(),
-        block_table=torch.arange(1, 17).int().unsqueeze(0),
-        slot_mapping=torch.arange(4, 4 + num_tokens),
-    )
-    ids, positions = torch.arange(num_tokens) % VOCAB, torch.arange(num_tokens)
-    for tensor in (ids, positions):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    context = ForwardContext(layers, metadata, spec.views(pool, list(layers)))
-    with torch.inference_mode(), forward_context(context):
-        hidden: torch.Tensor = backbone(ids, positions)
-    return hidden
-
-
-@pytest.fixture(autouse=True)
-def _forget_traces() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def as_traced(manager: PassManager) -> dict[str, Any]:
-    """Compile nothing: run Dynamo's graph after the passes."""
-
-    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        manager.apply(module)
-        return module.forward
-
-    return {"backend": backend}
-
-
-def as_aten(manager: PassManager) -> dict[str, Any]:
-    """Compile nothing: run the graph of ATen ops after the passes."""
-
-    def compiler(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        manager.apply(module)
-        return module.forward
-
-    return {"backend": aot_autograd(fw_compiler=compiler)}
-
-
-@pytest.mark.parametrize("how", [as_traced, as_aten])
-@DTYPES
-def test_a_model_of_l_layers_has_2l_fused_norms(how: Any, dtype: torch.dtype) -> None:
-    model, manager = tiny_llama(dtype), PassManager.from_names(["fuse_add_rms_norm"])
-    compiled = torch.compile(model.model, fullgraph=True, **how(manager))
-    with counter.expect(num_pass_matches=2 * L):
-        results = [forward(model, compiled, n) for n in (7, 2, 33)]
-    assert manager.match_counts == {"fuse_add_rms_norm": 2 * L}
-    for n, found in zip((7, 2, 33), results, strict=True):
-        wanted = forward(model, model.model, n)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[dtype])
-
-
-class Group:
-    """Stands where tracing needs a group and never calls it."""
-
-
-@pytest.mark.parametrize("is_aten", [False, True], ids=["torch", "aten"])
-def test_sums_over_ranks_do_not_hide_a_norm(is_aten: bool) -> None:
-    model = tiny_llama(torch.float32, Shard(0, 2, Group()))
-    manager = PassManager.from_names(["fuse_add_rms_norm"])
-
-    def compiler(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        manager.apply(module)
-        return lambda *_: (torch.zeros(7, E),)
-
-    backend = aot_autograd(fw_compiler=compiler) if is_aten else compiler
-    forward(model, torch.compile(model.model, fullgraph=True, backend=backend), 7)
-    assert manager.match_counts == {"fuse_add_rms_norm": 2 * L}
-
-
-@pytest.mark.parametrize("is_aten", [False, True], ids=["torch", "aten"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_on_a_gpu_no_sum_of_the_residual_is_a_launch_of_its_own(
-    num_ranks: int, is_aten: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The norm behind attention takes its sum already; the one behind the MLP does by the pass."""
-    monkeypatch.setattr(dispatch, "uses_ops", lambda _: True)
-    shard = Shard() if num_ranks == 1 else Shard(0, num_ranks, Group())
-    model = tiny_llama(torch.float32, shard)
-    # The passes that a configuration for a GPU has by itself.
-    names = resolve(CompilationConfig(level=3), StepLimits(4, 16), device="cuda").passes
-    manager, kinds = PassManager.from_names(names or ()), Counter[str]()
-
-    def compiler(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        manager.apply(module)
-        kinds.update(operation(node).kind for node in module.graph.nodes)
-        return lambda *_: (torch.zeros(7, E),)
-
-    backend = aot_autograd(fw_compiler=compiler) if is_aten else compiler
-    forward(model, torch.compile(model.model, fullgraph=True, backend=backend), 7)
-    assert manager.match_counts == {"fuse_add_rms_norm": L}
-    assert kinds["lockstep::rms_norm"] == 1
-    assert kinds["lockstep::fused_add_rms_norm"] == 2 * L
-
-
-@pytest.fixture(scope="module")
-def inductor_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all compilations here: what Inductor asks the compiler once is asked once."""
-    return tmp_path_factory.mktemp("inductor")
-
-
-@DTYPES
-def test_inductor_runs_the_pass_in_its_own_graph(
-    dtype: torch.dtype, inductor_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_dir))
-    model, manager = tiny_llama(dtype), PassManager.from_names(["fuse_add_rms_norm"])
-    options = manager.inductor_config()
-    compiled = torch.compile(model.model, fullgraph=True, options=options)
-    with counter.expect(num_pass_matches=2 * L):
-        found = forward(model, compiled, 7)
-    assert manager.match_counts == {"fuse_add_rms_norm": 2 * L}
-    wanted = forward(model, model.model, 7)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[dtype])

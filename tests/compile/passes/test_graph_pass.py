@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -43,16 +42,11 @@ SPELLINGS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_one_pattern_finds_every_spelling(graph_of: Any, name: str) -> None:
     graph = graph_of(SPELLINGS[name], X, Y)
-    (match,) = matches(SCALED, graph)
+    [match] = matches(SCALED, graph)
     assert [match[name].name.strip("l_1") for name in ("x", "y")] == ["x", "y"]
     assert match["eps"] == 0.5
     assert match["product"] in matched_nodes(match)
     assert len(matched_nodes(match)) == 2
-
-
-def test_one_pattern_finds_every_scalar(graph_of: Any) -> None:
-    graph = graph_of(lambda x, y: (x * (y + 0.5), x * (y + 1e-6), x * (y + 3)), X, Y)
-    assert [match["eps"] for match in matches(SCALED, graph)] == [0.5, 1e-6, 3]
 
 
 @pytest.mark.parametrize(
@@ -67,19 +61,6 @@ def test_one_pattern_finds_every_scalar(graph_of: Any) -> None:
 )
 def test_what_is_something_else_is_not_found(graph_of: Any, function: Any) -> None:
     assert matches(SCALED, graph_of(function, X, Y)) == []
-
-
-def test_operands_that_commute_match_either_way() -> None:
-    graph = torch.fx.symbolic_trace(lambda x, y: x + y).graph
-    (node,) = graph.find_nodes(op="call_function", target=operator.add)
-    found = list(find(Op("add", (Bind("x"), Bind("y"))), node))
-    assert [(match["x"], match["y"]) for match in found] == [node.args, node.args[::-1]]
-
-
-def test_a_name_that_occurs_twice_is_one_node(graph_of: Any) -> None:
-    twice = Op("add", (Op("rsqrt", (Bind("x"),)), Bind("x")))
-    graph = graph_of(lambda x, y: (torch.rsqrt(x) + x, torch.rsqrt(x) + y), X, Y)
-    assert len(matches(twice, graph)) == 1
 
 
 def test_a_cast_may_be_there_or_not(graph_of: Any) -> None:

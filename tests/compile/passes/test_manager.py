@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.errors import FieldError
 from compile.passes.fuse_add_rms_norm import FuseAddRMSNorm, add_rms_norm
 from compile.passes.graph_pass import source_hash
 from compile.passes.manager import PASSES, PassManager
-from compile.resolve import StepLimits, resolve
 
 
 class Swap:
@@ -50,24 +46,7 @@ def test_passes_run_in_their_order_on_a_graph_without_a_compiler() -> None:
     manager = PassManager([first, second])
     with counter.expect(num_pass_matches=2):
         assert manager.apply(module) == 2
-    assert manager.match_counts == {"first": 2, "second": 0}
     assert module(torch.tensor(7), torch.tensor(2)).item() == 3
-
-
-def test_counts_of_all_graphs_add_up() -> None:
-    manager = PassManager([Swap()])
-    for _ in range(3):
-        manager.apply(traced())
-    assert manager.match_counts["swap"] == 6
-
-
-def test_the_configured_names_are_passes() -> None:
-    limits = StepLimits(4, 16)
-    names = resolve(CompilationConfig(level=3, use_inductor=False), limits).passes
-    assert names
-    manager = PassManager.from_names(names)
-    assert tuple(entry.name for entry in manager.passes) == names
-    assert {name: factory().name for name, factory in PASSES.items()} == {n: n for n in PASSES}
 
 
 def test_an_unknown_name_is_an_error_with_the_known_ones() -> None:
@@ -90,24 +69,6 @@ def test_an_error_names_the_pass_that_raised_it() -> None:
 # --- identity -----------------------------------------------------------------------------------
 
 
-def loaded(path: Path, source: str) -> ModuleType:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_hash_follows_source_and_configuration(tmp_path: Path) -> None:
-    one = loaded(tmp_path / "one.py", "X = 1\n")
-    same = loaded(tmp_path / "same.py", "X = 1\n")
-    other = loaded(tmp_path / "other.py", "X = 2\n")
-    assert source_hash(one) == source_hash(same)
-    assert len({source_hash(one), source_hash(other), source_hash(one, config="a")}) == 3
-    assert source_hash(one, other) != source_hash(other, one)
-
-
 def test_a_managers_uuid_follows_its_passes_and_their_order() -> None:
     first, second = Swap("first", operator.sub), Swap("second")
     uuids = [
@@ -116,10 +77,6 @@ def test_a_managers_uuid_follows_its_passes_and_their_order() -> None:
     ]
     assert len(set(uuids)) == len(uuids)
     assert PassManager([Swap("first", operator.sub)]).uuid() == PassManager([first]).uuid()
-
-
-def test_without_passes_inductor_is_told_nothing() -> None:
-    assert PassManager([]).inductor_config() == {}
 
 
 class Fuse(FuseAddRMSNorm):
@@ -140,13 +97,13 @@ def test_inductors_caches_know_what_the_passes_are(
     counts = []
     for version in ("1", "1", "2"):
         torch._dynamo.reset()
-        manager = PassManager([Fuse(version)])
+        manager, before = PassManager([Fuse(version)]), counter.num_pass_matches
         compiled = torch.compile(
             lambda *args: add_rms_norm(*args, 1e-5), options=manager.inductor_config()
         )
         with torch.inference_mode():
             found = compiled(x, residual, weight)
         assert torch.equal(found[1], x + residual)
-        counts.append(manager.match_counts["fuse_add_rms_norm"])
+        counts.append(counter.num_pass_matches - before)
     # The second one finds the first one's code and has nothing to rewrite; the third one does not.
     assert counts == [1, 0, 1]

@@ -1,4 +1,4 @@
-"""Toy models that split, and a toolchain whose compilers take no time.
+"""Toy models that split; their pieces run as they were traced, and nothing is kept on disk.
 
 A toy is built like a decoder. Each layer reserves an output, hands it to an opaque op that writes
 it, and goes on; so L layers give 2 L + 1 pieces.
@@ -8,20 +8,22 @@ Shapes: T tokens, E = 8 hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import fx, nn
 
+from compile.cache.manager import CompilerManager
 from compile.config import CompilationConfig
-from compile.counters import counter
+from compile.context import ForwardContext, forward_context
 from compile.custom_op import direct_register_custom_op
+from compile.environment import DISABLE_COMPILE_CACHE
+from compile.graphs.pools import GraphPools, new_graph_pool
 from compile.pieces.decorator import support_torch_compile
-from compile.scope import CompileScope, Runnable, Shape, compile_scope
+from compile.scope import CompileScope, Shape, compile_scope
 
 HIDDEN = 8
 VOCAB = 16
@@ -76,124 +78,27 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(num_tokens) * 7 % VOCAB, torch.arange(num_tokens) + 3
 
 
-@dataclass
-class MemoryManager:
-    """Keeps what it compiled in memory, by what a piece computes. Compiling does nothing."""
-
-    artifacts: dict[tuple[str, Shape], Runnable] = field(default_factory=dict)
-    calls: list[tuple[int, Shape]] = field(default_factory=list)
-    inputs: list[tuple[Shape, list[Any]]] = field(default_factory=list)
-    loads: list[tuple[str, Shape]] = field(default_factory=list)
-    misses: list[str] = field(default_factory=list)
-    cache: Any = None
-
-    def compile(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        index: int,
-        shape: Shape,
-        num_graphs: int,
-        key: str,
-    ) -> Runnable:
-        assert index < num_graphs
-        self.calls.append((index, shape))
-        self.inputs.append((shape, list(example_inputs)))
-        if (key, shape) not in self.artifacts:
-            counter.num_backend_compilations += 1
-            counter.num_eager_compiles += 1
-            self.artifacts[key, shape] = graph.forward
-        return self.artifacts[key, shape]
-
-    def load(self, key: str, *, index: int, shape: Shape, num_graphs: int) -> Runnable:
-        self.loads.append((key, shape))
-        return self.artifacts[key, shape]
-
-
-@dataclass
-class PlanDirectory:
-    """A cache that keeps a plan and nothing else."""
-
-    directory: Path
-    text: str | None = None
-
-    def load_plan(self) -> str | None:
-        return self.text
-
-    def save_plan(self, text: str) -> None:
-        self.text = text
-
-
-@dataclass
-class Tools:
-    """A toolchain that notes what it is asked for."""
-
-    manager: MemoryManager = field(default_factory=MemoryManager)
-    cache: PlanDirectory | None = None
-    events: list[str] = field(default_factory=list)
-    files: tuple[str, ...] = ()
-
-    def open(self, scope: CompileScope, prefix: str, traced_files: Sequence[str] | None) -> Any:
-        self.manager.cache = self.cache
-        if traced_files is None:
-            self.events.append("look")
-            return self.manager if self.cache else None
-        self.events.append("open")
-        self.files = tuple(traced_files)
-        return self.manager
-
-    def wrap(self, runnable: Runnable, *, is_first: bool) -> Runnable:
-        return Wrapped(runnable, is_first, self.events)
-
-    def keep_outputs(self, op: Runnable) -> Runnable:
-        return Kept(op)
-
-
-@dataclass
-class Wrapped:
-    """Stands where a graph wrapper stands."""
-
-    runnable: Runnable
-    is_first: bool
-    events: list[str]
-
-    def __call__(self, *args: Any) -> Any:
-        self.events.append("wrapper")
-        return self.runnable(*args)
-
-
-@dataclass
-class Kept:
-    """Stands around an eager op that returns something."""
-
-    op: Runnable
-    num_calls: int = 0
-
-    def __call__(self, *args: Any) -> Any:
-        self.num_calls += 1
-        return self.op(*args)
-
-
 class Toys:
     """What tests of compiled forwards build with."""
 
-    Layer, Plain, Compiled, Tools, Kept = ToyLayer, Toy, CompiledToy, Tools, Kept
-    PlanDirectory, Wrapped, Manager = PlanDirectory, Wrapped, MemoryManager
+    Plain, Compiled = Toy, CompiledToy
     inputs = staticmethod(inputs)
-    attention = attention
 
-    def build(
-        self,
-        make: Callable[[], Any] = CompiledToy,
-        tools: Tools | None = None,
-        **config: Any,
-    ) -> Any:
-        """Build a module in a scope; by default at level 3 with the toy's op as splitting op."""
-        fields = {"level": 3, "splitting_ops": ("lockstep::toy_attention",), **config}
-        scope = CompileScope(CompilationConfig(**fields), toolchain=tools or Tools())
+    def scope(self, tp_rank: int = 0, max_num_tokens: int | None = None, **config: Any) -> Any:
+        """Return a scope; by default of level 3 with the toy's op as splitting op."""
+        ops = ("lockstep::toy_attention",)
+        fields = {"level": 3, "splitting_ops": ops, "compiler": "eager", **config}
+        return CompileScope(
+            CompilationConfig(**fields),
+            tp_rank,
+            pools=GraphPools(lambda: new_graph_pool(torch.device("cpu"))),
+            max_num_tokens=max_num_tokens,
+        )
+
+    def build(self, make: Callable[[], Any] = CompiledToy, **fields: Any) -> Any:
+        """Build a module in a scope with these fields."""
         torch.manual_seed(0)
-        with compile_scope(scope):
+        with compile_scope(self.scope(**fields)):
             return make()
 
     def expected(self, module: nn.Module, num_tokens: int) -> Any:
@@ -228,3 +133,40 @@ class Toys:
 @pytest.fixture(scope="session")
 def toys() -> Toys:
     return Toys()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _outside_of_steps() -> Iterator[None]:
+    """Pieces find an empty forward context, and no cache."""
+    with pytest.MonkeyPatch.context() as patch, forward_context(ForwardContext()):
+        patch.setenv(DISABLE_COMPILE_CACHE, "1")
+        yield
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that is on, for toys that are built with it."""
+    monkeypatch.setenv(DISABLE_COMPILE_CACHE, "0")
+    return tmp_path / "cache"
+
+
+class Asked(NamedTuple):
+    """What is asked of a compiler."""
+
+    index: int
+    shape: Shape
+    inputs: list[Any]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """Each piece and shape that is compiled from now on."""
+    calls: list[Asked] = []
+    run = CompilerManager.compile
+
+    def note(self: Any, graph: Any, example_inputs: Any, **about: Any) -> Any:
+        calls.append(Asked(about["index"], about["shape"], list(example_inputs)))
+        return run(self, graph, example_inputs, **about)
+
+    monkeypatch.setattr(CompilerManager, "compile", note)
+    return calls

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,49 +11,25 @@ import torch
 
 from compile.config import DynamicShapes
 from compile.counters import counter
-from compile.scope import Runnable, Shape
+from compile.scope import Shape
 
 
-class InductorManager:
-    """Compiles pieces with Inductor and keeps them in memory."""
-
-    def __init__(self) -> None:
-        self.artifacts: dict[tuple[str, Shape], Any] = {}
-        self.misses: list[str] = []
-
-    def compile(
-        self, graph: Any, example_inputs: Sequence[Any], *, shape: Shape, key: str, **_: Any
-    ) -> Runnable:
-        from torch._inductor import standalone_compile
-
-        if (key, shape) not in self.artifacts:
-            counter.num_inductor_compiles += 1
-            sizes = "from_example_inputs" if isinstance(shape, int) else "from_graph"
-            self.artifacts[key, shape] = standalone_compile(
-                graph, list(example_inputs), dynamic_shapes=sizes, aot=True
-            )
-        found: Runnable = self.artifacts[key, shape]
-        return found
-
-    def load(self, key: str, *, shape: Shape, **_: Any) -> Runnable:
-        found: Runnable = self.artifacts[key, shape]
-        return found
-
-
-@pytest.fixture(scope="module")
-def inductor(toys: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A toolchain of Inductor whose files lie in a directory of this run."""
+@pytest.fixture(autouse=True, scope="module")
+def _inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files of Inductor lie in a directory of this run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         import torch._inductor.config as inductor_config
 
         with inductor_config.patch(compile_threads=1):
-            yield toys.Tools(manager=InductorManager())
+            yield
 
 
 @pytest.fixture(scope="module")
-def piecewise(toys: Any, inductor: Any) -> Any:
-    toy = toys.build(tools=inductor, compile_sizes=(4,))
+def piecewise(toys: Any, _inductor: None) -> Any:
+    options = {"coordinate_descent_tuning": False, "max_autotune": False}
+    fields = {"compile_sizes": (4,), "inductor_compile_config": options}
+    toy = toys.build(compiler="inductor_standalone", **fields)
     with counter.expect(num_inductor_compiles=3 * 2, num_graphs_seen=1):
         toy(*toys.inputs(6))
     return toy
@@ -81,10 +58,20 @@ def test_an_exact_size_runs_its_own_artifact_with_equal_outputs(toys: Any, piece
     assert used == [4, None, None]
 
 
-@pytest.mark.feature("A03")
-@pytest.mark.parametrize("mode", [DynamicShapes.BACKED_SIZE_OBLIVIOUS, DynamicShapes.UNBACKED])
-def test_level_2_goes_through_inductor_once(toys: Any, inductor: Any, mode: DynamicShapes) -> None:
-    toy = toys.build(tools=inductor, level=2, dynamic_shapes=mode)
-    with counter.expect(num_inductor_compiles=1, num_graphs_seen=1):
-        for n in (8, 1, 2, 33):
-            torch.testing.assert_close(toy(*toys.inputs(n)), toys.expected(toy, n))
+@pytest.mark.feature("A03", "H01")
+@pytest.mark.parametrize(
+    ("compiler", "mode"),
+    [
+        ("inductor", DynamicShapes.BACKED_SIZE_OBLIVIOUS),
+        ("inductor_standalone", DynamicShapes.UNBACKED),
+    ],
+)
+def test_level_2_goes_through_inductor_once_and_later_starts_load_it(
+    toys: Any, compiler: str, mode: DynamicShapes, cache_dir: Path
+) -> None:
+    fields = {"compiler": compiler, "level": 2, "dynamic_shapes": mode}
+    for is_first in (1, 0):
+        toy = toys.build(cache_dir=str(cache_dir), **fields)
+        with counter.expect(num_inductor_compiles=is_first, num_graphs_seen=is_first):
+            for n in (8, 1, 2, 33):
+                torch.testing.assert_close(toy(*toys.inputs(n)), toys.expected(toy, n))

@@ -107,39 +107,13 @@ def ops_of(item: SplitItem) -> list[str]:
 
 
 def key_of(item: SplitItem) -> str:
-    return canonical_key(item.graph, [example_value(node) for node in item.placeholders()])
+    return canonical_key(item.graph, [example_value(node) for node in placeholders(item.graph)])
 
 
 X = torch.randn(5, 8)
 
 
 # --- where it cuts ----------------------------------------------------------------------------
-
-
-@pytest.mark.feature("E02")
-@pytest.mark.parametrize("num_layers", [1, 2, 5])
-def test_each_layer_adds_an_eager_and_a_compiled_piece(
-    toys: Any, split: Any, num_layers: int
-) -> None:
-    toy, given = toys.Plain(num_layers), toys.inputs(6)
-    found = split(toy.forward, *given)
-    assert found.kinds == "ce" * num_layers + "c"
-    assert [item.index for item in found.items] == list(range(2 * num_layers + 1))
-    assert [item.name for item in found.items] == [f"submod_{i.index}" for i in found.items]
-    assert torch.equal(found.run()[0], toy(*given))
-
-
-@pytest.mark.feature("E03")
-def test_splitting_ops_in_a_row_share_one_piece(split: Any) -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        a, b = torch.empty_like(x), torch.empty_like(x)
-        torch.ops.lockstep.toy_attention(x, a, "a")
-        torch.ops.lockstep.toy_attention(x, b, "b")
-        return a + b
-
-    found = split(forward, X)
-    assert found.kinds == "cec"
-    assert ops_of(found.items[1]) == ["toy_attention", "toy_attention"]
 
 
 @pytest.mark.feature("E03")
@@ -168,19 +142,6 @@ def test_memory_for_what_a_splitting_op_returns_stays_behind_it(split: Any) -> N
     assert torch.equal(found.run()[0], forward(X))
 
 
-def test_memory_reserved_before_a_kernel_goes_with_it(split: Any) -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = attend(x * 2)
-        return torch.empty_like(y).copy_(y) + 1
-
-    found = split(forward, X)
-    assert [ops_of(item)[:1] for item in found.items] == [
-        ["mul"],
-        ["toy_attention"],
-        ["empty_like"],
-    ]
-
-
 def test_a_tuple_stays_with_its_op(split: Any) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         first, second = pair(x * 2)
@@ -190,7 +151,7 @@ def test_a_tuple_stays_with_its_op(split: Any) -> None:
 
     found = split(forward, X, ops=(ATTENTION, "lockstep::toy_pair"))
     for item in found.items:
-        for node in item.placeholders():
+        for node in placeholders(item.graph):
             assert not isinstance(example_value(node), tuple | list)
     assert ops_of(found.items[1]) == ["toy_pair", "getitem", "getitem", "toy_attention"]
     assert torch.equal(found.run()[0], forward(X))
@@ -233,11 +194,6 @@ def test_ops_that_are_not_listed_stay_in_compiled_pieces(split: Any) -> None:
 
 
 @pytest.mark.feature("E13")
-def test_without_a_splitting_op_the_graph_is_one_piece(split: Any) -> None:
-    assert split(lambda x: torch.relu(x) + 1, X).kinds == "c"
-
-
-@pytest.mark.feature("E13")
 def test_a_splitting_op_at_the_start_or_the_end_leaves_no_empty_piece(split: Any) -> None:
     def first(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         torch.ops.lockstep.toy_attention(x, out, "a")
@@ -247,7 +203,7 @@ def test_a_splitting_op_at_the_start_or_the_end_leaves_no_empty_piece(split: Any
         torch.ops.lockstep.toy_attention(x + 1, out, "a")
         return out
 
-    for forward, kinds in ((first, "ec"), (last, "ce")):
+    for forward, kinds in ((first, "ec"), (last, "ce"), (lambda x, out: x + out, "c")):
         found = split(forward, X, torch.zeros(5, 8))
         assert found.kinds == kinds
         assert all(ops_of(item) for item in found.items)
@@ -256,36 +212,21 @@ def test_a_splitting_op_at_the_start_or_the_end_leaves_no_empty_piece(split: Any
 # --- the root ---------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("E04")
-def test_the_root_only_calls_pieces_and_hands_values_on(toys: Any, split: Any) -> None:
-    found = split(toys.Plain().forward, *toys.inputs(6))
+@pytest.mark.feature("E02", "E04")
+@pytest.mark.parametrize("num_layers", [1, 5])
+def test_each_layer_adds_two_pieces_and_the_root_only_calls_them_and_hands_values_on(
+    toys: Any, split: Any, num_layers: int
+) -> None:
+    toy, given = toys.Plain(num_layers), toys.inputs(6)
+    found = split(toy.forward, *given)
+    assert found.kinds == "ce" * num_layers + "c"
+    assert [item.name for item in found.items] == [f"submod_{i.index}" for i in found.items]
+    assert torch.equal(found.run()[0], toy(*given))
     allowed = {"placeholder", "get_attr", "call_module", "output"}
     for node in found.root.graph.nodes:
         assert node.op in allowed or node.target is operator.getitem
     calls = [node.target for node in found.root.graph.nodes if node.op == "call_module"]
     assert calls == [item.name for item in found.items]
-
-
-def test_every_piece_returns_a_tuple(split: Any) -> None:
-    for item in split(lambda x: attend(x * 2) * 3, X).items:
-        (returned,) = [node for node in item.graph.graph.nodes if node.op == "output"]
-        assert isinstance(returned.args[0], tuple)
-
-
-def test_weights_as_attributes_stay_inputs_of_pieces() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((8,), 3.0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight
-
-    root, items = split_graph(fx.symbolic_trace(Scale()), [])
-    kinds = ["placeholder", "get_attr", "call_module", "call_function", "output"]
-    assert [node.op for node in root.graph.nodes] == kinds
-    assert len(items[0].placeholders()) == 2
-    assert torch.equal(root(X), X * 3)
 
 
 # --- which ops --------------------------------------------------------------------------------
@@ -301,11 +242,8 @@ def test_an_op_is_named_with_or_without_its_overload(split: Any, name: str) -> N
 
     for forward in (lambda x: attend(x) * 2, overload):
         assert split(forward, X, ops=(name,)).kinds == "cec"
-
-
-@pytest.mark.feature("E01")
-def test_any_registered_op_can_split(split: Any) -> None:
-    assert split(lambda x: norm(x + 1) * 2, X, ops=("lockstep::toy_norm",)).kinds == "cec"
+        # One of the defaults may be missing in a model.
+        assert split(forward, X, ops=DEFAULT_SPLITTING_OPS).kinds == "c"
 
 
 @pytest.mark.feature("E01")
@@ -316,20 +254,6 @@ def test_an_unknown_op_is_refused_by_name(split: Any, name: str) -> None:
     with pytest.raises(FieldError) as error:
         split(lambda x: x + 1, X, ops=(name,))
     assert error.value.field == "compilation.splitting_ops" and name in str(error.value)
-
-
-@pytest.mark.feature("E01")
-def test_the_default_ops_split_where_a_model_has_them(split: Any) -> None:
-    assert split(lambda x: attend(x) * 2, X, ops=DEFAULT_SPLITTING_OPS).kinds == "c"
-    assert "lockstep::unified_attention_with_output" in DEFAULT_SPLITTING_OPS
-
-
-def test_another_op_with_the_same_ending_does_not_split(split: Any) -> None:
-    direct_register_custom_op(
-        "toy_norm", _norm, fake_impl=torch.empty_like, target_lib="lockstep_other"
-    )
-    forward = torch.ops.lockstep_other.toy_norm
-    assert split(lambda x: forward(x) + 1, X, ops=("lockstep::toy_norm",)).kinds == "c"
 
 
 # --- keys -------------------------------------------------------------------------------------
