@@ -27,10 +27,9 @@ from model.fields import Source, convert
 from serve.clients import UNKNOWN
 from serve.config import engine_config
 from serve.requests.cache_salt import CacheSalt, CacheSalts
-from serve.requests.choice import Choice, GenerationError
+from serve.requests.choice import Choice, GenerationError, StopStrings
 from serve.requests.sampling import Resolver, SamplingParams
 from serve.requests.structured import GrammarChecks, StructuredOutputsParams, check
-from serve.requests.text import StopStrings, TextStream
 from serve.requests.tokenizer import Tokenizer
 
 __all__ = [
@@ -199,8 +198,9 @@ class LLM:
             Choice(
                 index,
                 GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, "", cache_salt),
-                TextStream(self.tokenizer, params, stop, ids),
-                params.stop_token_ids,
+                self.tokenizer,
+                params,
+                stop,
             )
             for index, sampling in enumerate(resolver.choices(len(ids)))
         ]

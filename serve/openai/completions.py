@@ -24,8 +24,7 @@ from serve.openai.fields import parse
 from serve.openai.generation import Generation
 from serve.openai.schema import CompletionRequest
 from serve.requests.choice import Choice, OutputDelta
-from serve.requests.text import detokenizer
-from serve.requests.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer, detokenizer
 
 
 class CompletionAdapter:

@@ -40,10 +40,9 @@ from serve.openai.middleware import record_of
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve.openai.streaming import Backlog, ClientGone, EventStream, WholeAnswer
 from serve.requests.cache_salt import CacheSalts
-from serve.requests.choice import Choice
+from serve.requests.choice import Choice, StopStrings
 from serve.requests.records import IngressCounts, RequestRecord
 from serve.requests.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
-from serve.requests.text import StopStrings, TextStream
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
 
 CHOICE_SIZE = 100
@@ -389,8 +388,8 @@ class ParsedRequest:
                 engine_request = GenerateRequest(
                     f"{adapter.meta.id}-{index}", prompt, [], sampling, "", salt
                 )
-                text = TextStream(tokenizer, params, stop, prompt, adapter.shown_token_ids)
-                choices.append(Choice(index, engine_request, text, params.stop_token_ids))
+                shown = adapter.shown_token_ids
+                choices.append(Choice(index, engine_request, tokenizer, params, stop, shown))
         return choices, answer_size
 
 
