@@ -115,12 +115,7 @@ class TokenMailboxes:
     """The mailboxes of one ingress, and the engines that fill them. Belongs to its event loop."""
 
     def __init__(self, address: str, links: EngineLinks, tick: StreamBatcher) -> None:
-        """Start without any.
-
-        Args:
-            address: where engines send outputs.
-            tick: which the outputs of its mailboxes wait for.
-        """
+        """Start without any. `address`: where engines send outputs."""
         self.address = address
         self.tick = tick
         self._links = links
@@ -132,7 +127,6 @@ class TokenMailboxes:
         """By engine: its newest epoch and that one's inbox."""
 
     def open(self, request_id: str) -> Mailbox:
-        """Return a new mailbox for a request."""
         mailbox = self._mailboxes[request_id] = Mailbox(request_id, self.tick)
         return mailbox
 
@@ -145,16 +139,8 @@ class TokenMailboxes:
         names = {inbox: engine for engine, (_, inbox) in self._newest.items()}
         return [names[inbox] for inbox in mailbox.all_inboxes if inbox in names]
 
-    @property
-    def engines(self) -> list[str]:
-        """The engines that are known."""
-        return list(self._newest)
-
     async def caught_up(self) -> None:
-        """Return when all that has come by now is in its mailbox.
-
-        Frames wait where the loop has much else to do, in this process and in those that sent them.
-        """
+        """Return when all that has come by now is in its mailbox, though the loop is busy."""
         await self._links.caught_up()
 
     def abort(self, mailbox: Mailbox) -> None:
@@ -182,7 +168,6 @@ class TokenMailboxes:
             self._links.send_aborts(inbox, request_ids)
 
     def _forget_the_silent(self) -> None:
-        """Let go of engines that have long been silent; those of replaced replicas stay so."""
         now = asyncio.get_running_loop().time()
         latest_first = sorted(self._heard_at.items(), key=lambda heard: -heard[1])
         for place, (inbox, at) in enumerate(latest_first):

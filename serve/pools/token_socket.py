@@ -57,7 +57,6 @@ class TokenSocket:
         self.task = asyncio.get_running_loop().create_task(self._receive())
 
     def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
-        """Send them in as few frames as an engine takes."""
         try:
             socket = self._engines.get(inbox) or self._connect(inbox)
             for i in range(0, len(request_ids), MAX_ABORTS):
@@ -75,12 +74,10 @@ class TokenSocket:
         return socket
 
     def forget(self, inbox: str) -> None:
-        """Close the socket to an engine, if there is one."""
         if (socket := self._engines.pop(inbox, None)) is not None:
             socket.close(linger=0)
 
     async def caught_up(self) -> None:
-        """Return when all that has come by now is in its mailbox."""
         await asyncio.sleep(0)  # for one that was received and not dealt with
         if has_waiting(self._socket):
             self._is_empty.clear()

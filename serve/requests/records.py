@@ -1,8 +1,5 @@
-"""What is noted of a request while it is answered, and what is counted and logged of it.
-
-A `RequestRecord` lives as long as its request. It holds numbers and names, nothing of a prompt or
-an answer, and no key. From it follow the ingress's metrics (`IngressCounts`) and the line in the
-log (`request_log.py`).
+"""What is noted of a request while it is answered: numbers and names, nothing of a prompt or an
+answer, and no key. The ingress's metrics, its log lines and traces are made of it.
 """
 
 from __future__ import annotations
@@ -69,12 +66,10 @@ class SequenceRecord:
 
     @property
     def queued_s(self) -> float:
-        """How long it waited for a row of its first engine."""
         return next((each.queued_s for each in self.attempts if each.queued_s), 0.0)
 
     @property
     def kv_wait_s(self) -> float:
-        """How long it waited for its KV and a row of its decode engine."""
         return next((each.kv_wait_s for each in self.attempts if each.kv_wait_s), 0.0)
 
     @property
@@ -89,11 +84,9 @@ class SequenceRecord:
 
     @property
     def engines(self) -> list[str]:
-        """Those that sent outputs, in their order."""
         return [*dict.fromkeys(name for each in self.attempts for name in each.engines)]
 
     def on_attempt(self) -> None:
-        """It is submitted, or again after it was lost."""
         if len(self.attempts) == MAX_ATTEMPTS:
             self.attempts.pop()
         self.attempts.append(Attempt(self.num_attempts, time.monotonic()))
@@ -108,14 +101,12 @@ class SequenceRecord:
             attempt.queued_s, attempt.first_at = queued_us / 1e6, now
 
     def on_handover(self) -> None:
-        """A prefill engine has ended, and a decode engine continues."""
         self.attempts[-1].handed_over_at = time.monotonic()
 
     def on_engines(self, names: list[str]) -> None:
         self.attempts[-1].engines = names
 
     def on_lost(self, how: str) -> None:
-        """The attempt has ended without a result."""
         self.attempts[-1].lost_at, self.attempts[-1].lost = time.monotonic(), how
 
 
@@ -149,7 +140,7 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens; a prompt counts once for all `n`."""
+        """A prompt counts once for all `n`."""
         return sum(each.num_prompt_tokens for each in self.sequences if each.is_first_choice)
 
     @property
@@ -162,7 +153,7 @@ _ELSEWHERE = ("iteration_tokens_total", "time_per_output_token_seconds")
 
 
 class IngressCounts:
-    """What one ingress counts since it was started. Belongs to its event loop."""
+    """What one ingress has counted. Belongs to its event loop."""
 
     def __init__(self, max_model_len: int) -> None:
         self._histograms = {
@@ -178,7 +169,6 @@ class IngressCounts:
         self._counters["http_responses_total", path, str(status)] += 1
 
     def on_parsed(self, n: int, max_tokens: int | None) -> None:
-        """Count what a request that is admitted asks for."""
         self._observe("request_params_n", n)
         if max_tokens is not None:
             self._observe("request_params_max_tokens", max_tokens)

@@ -1,8 +1,7 @@
 """Sampling parameters: what a request may ask for, and its resolution to what the engine takes.
 
-Names and defaults are those of vLLM's `SamplingParams`, but every value is checked when the object
-is built, and a value that cannot be met is refused, never clamped. Only a `max_tokens` that was not
-given shrinks: to what a long prompt leaves, and to what one answer may hold.
+Names and defaults are those of vLLM's `SamplingParams`. A value that cannot be met is refused,
+never clamped; only a `max_tokens` that was not given shrinks to what is left.
 """
 
 from __future__ import annotations
@@ -113,8 +112,6 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class _Bounded(PromptFields, frozen=True, kw_only=True):
-    """The fields whose values their types bound."""
-
     logit_bias: Annotated[
         dict[TokenId, TokenBias], Meta(max_length=MAX_BIASES), says("token ids with a bias each")
     ] = {}
@@ -152,17 +149,11 @@ class SamplingParams(_Bounded, frozen=True, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings, always as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class Resolver:
-    """Turns one request's parameters into what the engine takes, for each of its prompts.
-
-    What does not depend on the prompt is checked and computed once, when it is built.
-
-    Raises FieldError where a token id lies outside of the vocabulary.
-    """
+    """Turns one request's parameters into what the engine takes, for each of its prompts."""
 
     def __init__(
         self,
@@ -173,7 +164,7 @@ class Resolver:
         eos_token_ids: Iterable[int],
         grammar_text: Callable[[StructuredOutputsParams], str],
     ) -> None:
-        """Check and compute what does not depend on the prompt.
+        """Check and compute what does not depend on the prompt; raises FieldError.
 
         Args:
             grammar_text: returns a grammar as engines take it; raises FieldError.
@@ -205,8 +196,7 @@ class Resolver:
             max_tokens_left: bounds a `max_tokens` that was not given, as the model's length does.
 
         Raises:
-            FieldError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
-                behind it.
+            FieldError: the prompt, max_tokens or min_tokens do not fit.
         """
         params = self._params
         first = Sampling(
