@@ -73,7 +73,7 @@ class PoolHandle(Protocol):
     """A pool's `generate` as a handle call: what the router needs of Ray Serve."""
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        """Start the call; the result is awaitable and has `cancel()`."""
+        """The result is awaitable and has `cancel()`."""
 
 
 class Router:

@@ -1,9 +1,8 @@
 """A checkpoint's tokenizer: text to token ids and back.
 
-Encoding and decoding go straight to the Rust tokenizer that transformers loaded. transformers' own
-`__call__` sets truncation and padding on that shared object at every call, which two threads must
-not do at once; the Rust object's own methods change nothing, so any number of threads may call the
-methods of one `Tokenizer`.
+Encoding and decoding go straight to the Rust tokenizer that transformers loaded, whose own methods
+change nothing, so that any number of threads may call one `Tokenizer`; transformers' `__call__`
+sets truncation and padding on that object each time.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class WrittenTools(NamedTuple):
     """What a chat template makes of a tool, and of a call of it."""
 
     has_tools: bool
-    """It writes the tools that it is given."""
     call: str
-    """The text of a call in an earlier turn; empty where it writes none."""
+    """Empty where it writes no calls."""
 
 
 class Tokenizer:
@@ -85,11 +83,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Self:
-        """Load the tokenizer files in `path`; never downloads.
-
-        Raises:
-            TokenizerError: there is none, or it has no fast version.
-        """
+        """Load the tokenizer files in `path`, never from elsewhere; raises TokenizerError."""
         # Importing transformers takes seconds, and the ingress has to be up before that.
         from transformers import AutoTokenizer
 
@@ -108,11 +102,6 @@ class Tokenizer:
             )
         eos_token_ids = _eos_token_ids(Path(path), hf_tokenizer.eos_token_id)
         return cls(hf_tokenizer, eos_token_ids, Path(path))
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return bool(self._hf.chat_template)
 
     @property
     def template_names(self) -> list[str]:
@@ -142,11 +131,8 @@ class Tokenizer:
 
     def written_tools(self, chat_template: str | None = None) -> WrittenTools:
         """Return what a template writes of tools and calls, tried on one of each."""
-        if chat_template not in self._written_tools:
-            self._written_tools[chat_template] = self._write_tools(chat_template)
-        return self._written_tools[chat_template]
-
-    def _write_tools(self, chat_template: str | None) -> WrittenTools:
+        if (known := self._written_tools.get(chat_template)) is not None:
+            return known
         question = {"role": "user", "content": "probe"}
         schema = {"type": "object", "properties": {"probe": {"type": "string"}}}
         function = {"name": _PROBE, "description": "probe", "parameters": schema}
@@ -158,7 +144,9 @@ class Tokenizer:
         with_tools = self._try(question, chat_template=chat_template, tools=tools)
         with_call = self._try(question, answer, chat_template=chat_template)
         # A template may write an id, or a message as a whole, where it writes no calls.
-        return WrittenTools(_PROBE in with_tools, with_call if _PROBE in with_call else "")
+        written = WrittenTools(_PROBE in with_tools, with_call if _PROBE in with_call else "")
+        self._written_tools[chat_template] = written
+        return written
 
     def _try(self, *messages: dict[str, Any], **kwargs: Any) -> str:
         try:
@@ -180,12 +168,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`.
 
-        A long text is counted in pieces first where there is a limit, since the memory that the
-        tokenizer takes grows with the tokens: some 400 bytes for each.
-
-        Args:
-            max_tokens: beyond about so many nothing is returned.
-            check: called between pieces; may raise.
+        A long text is counted in pieces first where there is a limit, since the tokenizer takes
+        some 400 bytes for each token. `check` is called between pieces, and may raise.
 
         Raises:
             TooManyTokens: the text has more than `max_tokens`, by its pieces.
@@ -230,22 +214,18 @@ class Tokenizer:
         `kwargs` are those of transformers; others reach the template as variables. Templates run
         in transformers' sandbox, which keeps them from the process but not from its time.
 
-        Args:
-            max_tokens, check: as of `encode`.
-
         Raises:
             ChatTemplateError: no template, or it refuses these messages.
             TooManyTokens: as of `encode`.
         """
-        if not self.has_chat_template:
+        if not self._hf.chat_template:
             raise ChatTemplateError(
                 "the model's checkpoint has no chat template; use /v1/completions or serve a "
                 "checkpoint whose tokenizer_config.json or chat_template.jinja has one"
             )
         try:
             text = self._render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-        except Exception as error:
-            # Templates are programs of the checkpoint: they raise anything.
+        except Exception as error:  # templates are programs of the checkpoint
             raise ChatTemplateError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
@@ -256,7 +236,6 @@ class Tokenizer:
         return text
 
     def token(self, token_id: int) -> str | None:
-        """Return the vocabulary's own spelling of a token, or None for an unknown id."""
         token: str | None = self._rust.id_to_token(token_id)
         return token
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -16,8 +14,6 @@ from cluster.wire.messages import EngineOutput, FinishReason, FrameError, TokenL
 from serve.event_loop import StreamBatcher
 from serve.pools import mailboxes as mailboxes_module
 from serve.pools.mailboxes import Mailbox, TokenMailboxes
-
-T = TypeVar("T")
 
 
 def output_of(
@@ -59,86 +55,65 @@ class Links:
         return told
 
 
-def run(scenario: Callable[[Links], T]) -> T:
-    """Run a scenario in an event loop; of a coroutine, its result."""
-
-    async def main() -> T:
-        found = scenario(Links())
-        return await found if asyncio.iscoroutine(found) else found
-
-    return asyncio.run(main())
-
-
-def test_outputs_of_an_old_epoch_are_refused_by_name() -> None:
+async def test_outputs_of_an_old_epoch_are_refused_by_name() -> None:
     """Its address is forgotten: it may be another's by now."""
-
-    async def scenario(links: Links) -> None:
-        mailbox = links.mailboxes.open("r")
-        links.receive("old", output_of(0, [5]), epoch=1, engine="mixed/a/0")
-        links.receive("new", output_of(1, [6]), epoch=2, engine="mixed/a/0")
-        with pytest.raises(FrameError, match="mixed/a/0: epoch: wanted 2, found 1"):
-            links.receive("old", output_of(2, [7]), epoch=1, engine="mixed/a/0")
-        links.receive("other", output_of(2, [9]), epoch=0)
-        assert (await mailbox.get()).token_ids == [5, 6, 9]
-        assert links.forgotten == ["old"]
-        links.mailboxes.abort(mailbox)
-        assert await links.told_now() == {"new": ["r"], "other": ["r"]}
-
-    run(scenario)
+    links = Links()
+    mailbox = links.mailboxes.open("r")
+    links.receive("old", output_of(0, [5]), epoch=1, engine="mixed/a/0")
+    links.receive("new", output_of(1, [6]), epoch=2, engine="mixed/a/0")
+    with pytest.raises(FrameError, match="mixed/a/0: epoch: wanted 2, found 1"):
+        links.receive("old", output_of(2, [7]), epoch=1, engine="mixed/a/0")
+    links.receive("other", output_of(2, [9]), epoch=0)
+    assert (await mailbox.get()).token_ids == [5, 6, 9]
+    assert links.forgotten == ["old"]
+    links.mailboxes.abort(mailbox)
+    assert await links.told_now() == {"new": ["r"], "other": ["r"]}
 
 
-def test_an_abort_goes_to_the_engine_of_the_present_stage_alone() -> None:
+async def test_an_abort_goes_to_the_engine_of_the_present_stage_alone() -> None:
     """Before that one has spoken, to all that it may be on its way to."""
-
-    async def scenario(links: Links) -> None:
-        mailbox = links.mailboxes.open("r")
-        links.receive("a", output_of(0, [5]))
-        links.receive("b", output_of(1, [5], "handoff"))
-        links.mailboxes.abort(mailbox)
-        assert await links.told_now() == {"a": ["r"], "b": ["r"]}
-        links.receive("c", output_of(2, [5]))
-        links.mailboxes.abort(mailbox)
-        assert await links.told_now() == {"c": ["r"]}
-        assert links.mailboxes.engines_of(mailbox) == [f"mixed/{inbox}/0" for inbox in "abc"]
-
-    run(scenario)
+    links = Links()
+    mailbox = links.mailboxes.open("r")
+    links.receive("a", output_of(0, [5]))
+    links.receive("b", output_of(1, [5], "handoff"))
+    links.mailboxes.abort(mailbox)
+    assert await links.told_now() == {"a": ["r"], "b": ["r"]}
+    links.receive("c", output_of(2, [5]))
+    links.mailboxes.abort(mailbox)
+    assert await links.told_now() == {"c": ["r"]}
+    assert links.mailboxes.engines_of(mailbox) == [f"mixed/{inbox}/0" for inbox in "abc"]
 
 
 @pytest.mark.parametrize(
     ("finish_reason", "wanted"), [("", {"a": ["r"]}), ("handoff", {"a": ["r"]}), ("stop", {})]
 )
-def test_an_engine_that_works_for_nobody_is_told_so(
+async def test_an_engine_that_works_for_nobody_is_told_so(
     finish_reason: str, wanted: dict[str, list[str]]
 ) -> None:
     """It had been silent for long, so the abort of a client that left at once did not reach it."""
-
-    async def scenario(links: Links) -> dict[str, list[str]]:
-        mailbox = links.mailboxes.open("r")
-        links.mailboxes.close(mailbox)
-        links.mailboxes.abort(mailbox)
-        links.receive("a", output_of(0, [5], finish_reason))
-        return await links.told_now()
-
-    assert run(scenario) == wanted
+    links = Links()
+    mailbox = links.mailboxes.open("r")
+    links.mailboxes.close(mailbox)
+    links.mailboxes.abort(mailbox)
+    links.receive("a", output_of(0, [5], finish_reason))
+    assert await links.told_now() == wanted
 
 
-def test_engines_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of replaced replicas have other names, so that no epoch tells of their end."""
     monkeypatch.setattr(mailboxes_module, "FORGET_AFTER_S", 0.1)
     monkeypatch.setattr(mailboxes_module, "MAX_ENGINES", 4)
-
-    async def scenario(links: Links) -> None:
-        links.receive("gone", output_of(0, [5], "stop"))
-        await asyncio.sleep(0.2)
-        links.receive("alive", output_of(0, [5], "stop"))
-        links.mailboxes.abort(links.mailboxes.open("q"))  # nobody has spoken for it
-        assert await links.told_now() == {"alive": ["q"]}
-        assert links.mailboxes.engines == ["mixed/alive/0"] and links.forgotten == ["gone"]
-        for i in range(100):
-            links.receive(f"made up {i}", output_of(0, [5], "stop"))
-        assert len(links.mailboxes.engines) <= 9
-
-    run(scenario)
+    links = Links()
+    links.receive("gone", output_of(0, [5], "stop"))
+    await asyncio.sleep(0.2)
+    links.receive("alive", output_of(0, [5], "stop"))
+    links.mailboxes.abort(links.mailboxes.open("q"))  # nobody has spoken for it
+    assert await links.told_now() == {"alive": ["q"]}
+    assert links.forgotten == ["gone"]
+    for i in range(100):
+        links.receive(f"made up {i}", output_of(0, [5], "stop"))
+    links.mailboxes.abort(links.mailboxes.open("q"))
+    assert len(await links.told_now()) <= 9
 
 
 def scored_output(position: int, token_ids: list[int], finish_reason: str = "") -> EngineOutput:
@@ -195,39 +170,35 @@ def test_whatever_comes_between_two_ticks_is_taken_in_order_and_once(
     assert [token for output in found for token in output.token_ids] == wanted
 
 
-def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the_tick(
+async def test_a_mailbox_gives_its_first_output_and_its_ends_at_once_and_others_at_the_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("serve.event_loop.MAX_TICK_S", 1.0)
 
-    async def run() -> tuple[list[float], list[int]]:
-        tick = StreamBatcher()
-        tick.num_streams = 100_000
-        mailbox, began = Mailbox("r", tick), time.monotonic()
-        taken_at, sizes = list[float](), list[int]()
+    tick = StreamBatcher()
+    tick.num_streams = 100_000
+    mailbox, began = Mailbox("r", tick), time.monotonic()
+    taken_at, sizes = list[float](), list[int]()
 
-        async def take() -> None:
-            output = await mailbox.get()
-            taken_at.append(time.monotonic() - began)
-            sizes.append(len(output.token_ids))
+    async def take() -> None:
+        output = await mailbox.get()
+        taken_at.append(time.monotonic() - began)
+        sizes.append(len(output.token_ids))
 
-        mailbox.put(scored_output(0, [0]))
-        await take()
-        for position in range(1, 4):
-            mailbox.put(scored_output(position, [position]))
-        await take()
-        mailbox.put(scored_output(4, [4]))
-        mailbox.put(scored_output(5, [], "handoff"))
-        await take()
-        await take()
-        await asyncio.sleep(1.1)  # the tick that was asked for finds nothing
-        mailbox.put(scored_output(5, [5]))
-        mailbox.put(scored_output(6, [6], "stop"))
-        await take()
-        await take()
-        return taken_at, sizes
-
-    taken_at, sizes = asyncio.run(run())
+    mailbox.put(scored_output(0, [0]))
+    await take()
+    for position in range(1, 4):
+        mailbox.put(scored_output(position, [position]))
+    await take()
+    mailbox.put(scored_output(4, [4]))
+    mailbox.put(scored_output(5, [], "handoff"))
+    await take()
+    await take()
+    await asyncio.sleep(1.1)  # the tick that was asked for finds nothing
+    mailbox.put(scored_output(5, [5]))
+    mailbox.put(scored_output(6, [6], "stop"))
+    await take()
+    await take()
     assert sizes == [1, 3, 1, 0, 1, 1]
     assert taken_at[0] < 0.9 and taken_at[1] > 0.99
     assert taken_at[3] - taken_at[1] < 0.9 and taken_at[5] - taken_at[3] < 1.9

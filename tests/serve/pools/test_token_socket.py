@@ -63,61 +63,48 @@ async def token_socket() -> AsyncIterator[tuple[TokenSocket, zmq.Socket[bytes]]]
             await asyncio.gather(tokens.task, return_exceptions=True)
 
 
-def test_a_frame_that_is_refused_is_logged_and_the_next_one_taken(
+async def test_a_frame_that_is_refused_is_logged_and_the_next_one_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main() -> list[int]:
-        async with token_socket() as (tokens, engine):
-            mailbox = tokens.mailboxes.open("r")
-            for position, epoch in ((0, 2), (1, 1), (7, 2)):
-                engine.send_multipart(frame(position, epoch=epoch))
-            async with asyncio.timeout(5):
-                return [(await mailbox.get()).position for _ in range(2)]
-
-    assert asyncio.run(main()) == [0, 7]
+    async with token_socket() as (tokens, engine):
+        mailbox = tokens.mailboxes.open("r")
+        for position, epoch in ((0, 2), (1, 1), (7, 2)):
+            engine.send_multipart(frame(position, epoch=epoch))
+        async with asyncio.timeout(5):
+            assert [(await mailbox.get()).position for _ in range(2)] == [0, 7]
     assert "dropped a frame: mixed/a/0: epoch: wanted 2, found 1" in caplog.text
 
 
-def test_caught_up_is_when_all_that_came_is_in_its_mailbox() -> None:
-    async def main() -> list[int]:
-        async with token_socket() as (tokens, engine):
-            mailbox = tokens.mailboxes.open("r")
-            async with asyncio.timeout(5):
-                await tokens.caught_up()  # at once where nothing has come
+async def test_caught_up_is_when_all_that_came_is_in_its_mailbox() -> None:
+    async with token_socket() as (tokens, engine):
+        mailbox = tokens.mailboxes.open("r")
+        async with asyncio.timeout(5):
+            await tokens.caught_up()  # at once where nothing has come
+            engine.send_multipart(frame(finish_reason="handoff"))
+            await mailbox.get()  # from here on the engine is connected
+        for num, num_ends in ((1, 2), (200, 202)):
+            for _ in range(num):
                 engine.send_multipart(frame(finish_reason="handoff"))
-                await mailbox.get()  # from here on the engine is connected
-            found = []
-            for num in (1, 200):
-                for _ in range(num):
-                    engine.send_multipart(frame(finish_reason="handoff"))
-                time.sleep(1)  # all of them come while the loop has other things to do
-                async with asyncio.timeout(5):
-                    await tokens.caught_up()
-                found.append(mailbox.num_ends)
-            return found
-
-    assert asyncio.run(main()) == [2, 202]
+            time.sleep(1)  # all of them come while the loop has other things to do
+            async with asyncio.timeout(5):
+                await tokens.caught_up()
+            assert mailbox.num_ends == num_ends
 
 
-def test_aborts_of_many_reach_an_engine_in_frames_that_it_takes_and_others_hold_nothing_up(
+async def test_aborts_of_many_reach_an_engine_in_frames_that_it_takes_and_others_hold_nothing_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main() -> list[int]:
-        with (
-            zmq.Context() as context,
-            listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000) as end,
-        ):
-            inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
-            async with token_socket() as (tokens, _):
-                tokens.send_aborts("", ["r"])
-                tokens.send_aborts(inbox, [f"r{i}" for i in range(2500)])
-                sizes: list[int] = []
-                while sum(sizes) < 2500:
-                    assert await asyncio.to_thread(end.poll, 5000)
-                    sizes.append(len(decode(end.recv_multipart()[1], Abort).request_ids))
-                return sizes
-
-    assert asyncio.run(main()) == [1024, 1024, 452]
+    with (
+        zmq.Context() as context,
+        listening_socket(context, zmq.PULL, HANDSHAKE, max_waiting=1000) as end,
+    ):
+        inbox = f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
+        async with token_socket() as (tokens, _):
+            tokens.send_aborts("", ["r"])
+            tokens.send_aborts(inbox, [f"r{i}" for i in range(2500)])
+            for size in (1024, 1024, 452):
+                assert await asyncio.to_thread(end.poll, 5000)
+                assert len(decode(end.recv_multipart()[1], Abort).request_ids) == size
     assert "cannot be told of aborts: Invalid argument" in caplog.text
 
 
@@ -229,19 +216,16 @@ def test_a_long_prompts_logprobs_arrive_as_one_output_and_hold_nothing_up() -> N
 @pytest.mark.parametrize(
     "spoken", [b"xy" * 999, b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48]
 )
-def test_a_stranger_reaches_no_mailbox(spoken: bytes) -> None:
-    async def main() -> list[int]:
-        async with token_socket() as (tokens, engine):
-            port = int(tokens.mailboxes.address.rpartition(":")[2])
-            mailbox = tokens.mailboxes.open("r")
-            with zmq.Context() as context, context.socket(zmq.PUSH) as other:
-                other.linger = 0
-                other.connect(tokens.mailboxes.address)
-                other.send_multipart(frame(6))
-                with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(spoken)
-                    engine.send_multipart(frame())
-                    async with asyncio.timeout(5):
-                        return [(await mailbox.get()).position]
-
-    assert asyncio.run(main()) == [0]
+async def test_a_stranger_reaches_no_mailbox(spoken: bytes) -> None:
+    async with token_socket() as (tokens, engine):
+        port = int(tokens.mailboxes.address.rpartition(":")[2])
+        mailbox = tokens.mailboxes.open("r")
+        with zmq.Context() as context, context.socket(zmq.PUSH) as other:
+            other.linger = 0
+            other.connect(tokens.mailboxes.address)
+            other.send_multipart(frame(6))
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(spoken)
+                engine.send_multipart(frame())
+                async with asyncio.timeout(5):
+                    assert (await mailbox.get()).position == 0

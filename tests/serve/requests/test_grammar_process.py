@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,9 +22,7 @@ ONE_IS_FINE = StructuredOutputsParams(regex="[a-c]{3}x")
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[GrammarProcess]:
-    process = GrammarProcess(Path(bundled_model()))
-    process.start()
-    yield process
+    yield GrammarProcess(Path(bundled_model()))
 
 
 def text_of(process: GrammarProcess, wanted: StructuredOutputsParams) -> str:
@@ -101,23 +98,13 @@ def test_what_is_large_and_ordinary_is_taken(process: GrammarProcess) -> None:
     assert text_of(process, StructuredOutputsParams(choice=[f"choice {i}" for i in range(3000)]))
 
 
-def test_a_process_that_was_killed_is_replaced(process: GrammarProcess) -> None:
-    assert text_of(process, ONE_IS_FINE)
-    assert process._process is not None
-    pid = process._process.pid
-    os.kill(pid, signal.SIGKILL)
-    process._process.wait(60)
-    assert text_of(process, StructuredOutputsParams(regex="[d-f]"))
-    assert process._process is not None and process._process.pid != pid
-
-
 def children_of(process: GrammarProcess) -> list[psutil.Process]:
-    assert process._process is not None
-    return psutil.Process(process._process.pid).children()
+    return psutil.Process(process.start().pid).children()
 
 
 def begin(process: GrammarProcess, wanted: StructuredOutputsParams) -> Future[Tried]:
     """Have a costly grammar compiled; return when a child does so."""
+    process.start()
     future = ThreadPoolExecutor(1).submit(process.compile, wanted)
     while not children_of(process):
         assert not future.done()
@@ -129,15 +116,13 @@ COSTLY = StructuredOutputsParams(json=patterns(30))
 
 @pytest.mark.feature("R09")
 def test_too_much_time_is_of_a_processor_and_ends_no_process(process: GrammarProcess) -> None:
-    process.start()
-    assert process._process is not None
-    pid = process._process.pid
+    pid = process.start().pid
     for budget_s in (0.1, 0.3):
         tried = process.compile(COSTLY, budget_s)
         assert tried.is_over_time and not tried.text and tried.error is None
         assert tried.cpu_s == pytest.approx(budget_s, abs=0.1)
     assert process.compile(ONE_IS_FINE, 0.1).text
-    assert process._process.pid == pid
+    assert process.start().pid == pid
 
 
 @pytest.mark.feature("R09")
@@ -145,7 +130,6 @@ def test_too_much_time_is_of_a_processor_and_ends_no_process(process: GrammarPro
 def test_a_child_that_is_ended_from_outside_says_nothing_of_its_grammar(
     process: GrammarProcess, number: signal.Signals
 ) -> None:
-    process.start()
     future = begin(process, COSTLY)
     children_of(process)[0].send_signal(number)
     with pytest.raises(GrammarProcessLost, match=number.name):
@@ -155,11 +139,9 @@ def test_a_child_that_is_ended_from_outside_says_nothing_of_its_grammar(
 
 @pytest.mark.feature("R09")
 def test_a_process_that_is_killed_says_nothing_of_its_grammar(process: GrammarProcess) -> None:
-    process.start()
     future = begin(process, COSTLY)
     [child] = children_of(process)
-    assert process._process is not None
-    process._process.kill()
+    process.start().kill()
     with pytest.raises(GrammarProcessLost, match="SIGKILL"):
         future.result()
     assert text_of(process, ONE_IS_FINE)
@@ -171,10 +153,8 @@ def test_a_process_that_is_not_run_says_nothing_of_its_grammar(
     process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that gets no processor is as one that is stopped: all its time is by the clock."""
-    process.start()
     monkeypatch.setattr(grammar_process, "MAX_WAIT_S", 0.5)
-    assert process._process is not None
-    stopped = process._process
+    stopped = process.start()
     stopped.send_signal(signal.SIGSTOP)
     with pytest.raises(GrammarProcessLost):
         process.compile(ONE_IS_FINE)
@@ -185,9 +165,7 @@ def test_a_process_that_is_not_run_says_nothing_of_its_grammar(
 
 def test_the_process_ends_with_its_caller() -> None:
     process = GrammarProcess(Path(bundled_model()))
-    process.start()
-    running = process._process
-    assert running is not None
+    running = process.start()
     del process
     assert running.wait(60) == 0
 
