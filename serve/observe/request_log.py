@@ -53,7 +53,7 @@ class RecordThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, record: RequestRecord) -> None:
+    def write(self, record: RequestRecord) -> None:
         """Take the record of a request that has just ended."""
         try:
             self._waiting.put_nowait((record, time.monotonic()))
@@ -75,11 +75,11 @@ class RecordThread:
             self._at_close()
 
 
-class RequestLog:
-    """Writes the lines of one process. `write` is for its event loop."""
+class RequestLog(RecordThread):
+    """Writes the lines of one process."""
 
     def __init__(self) -> None:
-        self.write = RecordThread("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S).put
+        super().__init__("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S)
 
 
 def _write_line(record: RequestRecord, ended_at: float, num_dropped: int) -> None:

@@ -80,7 +80,7 @@ class Tracing:
         self._thread = RecordThread(
             "tracing", MAX_UNTRACED, self._make, at_close=self._provider.shutdown
         )
-        self.write = self._thread.put
+        self.write = self._thread.write
 
     def close(self) -> None:
         """Send what was written, for at most `CLOSE_S`."""
@@ -203,7 +203,7 @@ def attributes_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
 
 
 def error_of(record: RequestRecord) -> str:
-    """Return how a request failed; empty if it did not, or if its client is to blame (4xx)."""
+    """Return how a request failed; empty if it did not, or by its client's fault (4xx)."""
     reasons = {each.finish_reason for each in record.sequences}
     failed = next((reason for reason in (FAILED, ABORTED) if reason in reasons), "")
     if record.status in (0, CLIENT_LEFT):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated
 
 import msgspec
@@ -144,8 +144,17 @@ class SamplingParams(_Bounded, frozen=True, kw_only=True):
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is UNSET else self.max_tokens
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise FieldError("min_tokens", f"at most max_tokens={max_tokens}", self.min_tokens)
-        if self.structured_outputs is not None:
-            _check_structured(self)
+        structured: object = self.structured_outputs
+        if structured is None:
+            return
+        if not isinstance(structured, StructuredOutputsParams):
+            found = Words(repr(structured)[:100])
+            raise FieldError("structured_outputs", "a StructuredOutputsParams", found)
+        # A grammar decides what may be drawn, and where a text ends.
+        for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
+            value = getattr(self, name)
+            text = Words(str(value)[:100])
+            _require(value == none, name, "none with structured output, which decides it", text)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -252,23 +261,20 @@ def _another_choice(first: Sampling, index: int) -> Sampling:
 
 def _rules(params: SamplingParams) -> LogitRules | None:
     """Return the rules, or None where they would change nothing."""
+    # One bit per token up to the highest of these, lowest bit first.
+    token_ids = params.allowed_token_ids or []
+    allowed = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)
+    allowed[token_ids] = True
     rules = LogitRules(
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
         repetition_penalty=float(params.repetition_penalty),
         bias_token_ids=tuple(params.logit_bias),
         biases=tuple(float(bias) for bias in params.logit_bias.values()),
-        allowed_tokens=_bitmap(params.allowed_token_ids or ()),
+        allowed_tokens=np.packbits(allowed, bitorder="little").tobytes(),
         min_tokens=params.min_tokens,
     )
     return None if rules == _NO_RULES else rules
-
-
-def _bitmap(token_ids: Sequence[int]) -> bytes:
-    """Return one bit per token up to the highest of these, lowest bit first; set for these."""
-    bits = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)
-    bits[list(token_ids)] = True
-    return np.packbits(bits, bitorder="little").tobytes()
 
 
 _NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
@@ -277,17 +283,6 @@ _NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 def _require(is_met: bool, param: str, wanted: str, found: object) -> None:
     if not is_met:
         raise FieldError(param, wanted, found)
-
-
-def _check_structured(params: SamplingParams) -> None:
-    """Refuse what would leave no token to draw, or no end, where a grammar decides both."""
-    wanted, found = StructuredOutputsParams.__name__, params.structured_outputs
-    is_one = isinstance(found, StructuredOutputsParams)
-    _require(is_one, "structured_outputs", f"a {wanted}", Words(repr(found)[:100]))
-    for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
-        value = getattr(params, name)
-        text = Words(str(value)[:100])
-        _require(value == none, name, "none with structured output, which decides it", text)
 
 
 def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -> None:

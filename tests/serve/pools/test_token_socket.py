@@ -30,7 +30,7 @@ from cluster.wire.messages import (
 )
 from cluster.wire.sockets import CurveHandshake, Part, connecting_socket, listening_socket, pack
 from serve.event_loop import StreamBatcher
-from serve.pools.token_socket import TokenSocket
+from serve.pools.mailboxes import TokenSocket
 
 CREDENTIALS = Credentials("same", b"s" * 32)
 HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
