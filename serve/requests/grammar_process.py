@@ -14,8 +14,8 @@ sees how the child ended:
 - anything else, such as the SIGKILL of a system that is short of memory, or the end of the process
   that forks: it was ended from outside, which says nothing of the grammar (`GrammarProcessLost`).
 
-Both are nicer than those who stream tokens. Each line of standard input is an `Order` as JSON,
-which is answered with a line of a `Tried`. The process ends with its caller: then its input ends.
+Each line of standard input is an `Order` as JSON, which is answered with a line of a `Tried`. The
+process ends with its caller: then its input ends.
 """
 
 from __future__ import annotations

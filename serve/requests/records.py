@@ -169,9 +169,10 @@ class IngressCounts:
         self._counters["http_responses_total", path, str(status)] += 1
 
     def on_parsed(self, n: int, max_tokens: int | None) -> None:
-        self._observe("request_params_n", n)
+        """Count what a request that is admitted asks for."""
+        self._histograms["request_params_n"].observe(n)
         if max_tokens is not None:
-            self._observe("request_params_max_tokens", max_tokens)
+            self._histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_tokens(self, request: RequestRecord, sequence: SequenceRecord, num_tokens: int) -> None:
         """Count what a sequence got since the last call; `num_tokens` are its tokens in all."""
@@ -180,13 +181,16 @@ class IngressCounts:
             return
         now = time.monotonic()
         if sequence.first_at:
-            gap_s = (now - sequence.last_at) / num_new
-            num_gaps = num_new
+            self._token.observe((now - sequence.last_at) / num_new, num_new)
         else:
-            self._on_first(request, sequence, now)
-            gap_s, num_gaps = 0.0, num_new - 1
-        if num_gaps:
-            self._token.observe(gap_s, num_gaps)
+            sequence.first_at = now
+            self._first_token.observe(now - request.arrived_at)
+            if num_new > 1:
+                self._token.observe(0.0, num_new - 1)
+            if sequence.is_first_choice:
+                self._counters["prompt_tokens_total",] += sequence.num_prompt_tokens
+                self._counters["prompt_tokens_cached_total",] += sequence.num_cached_tokens
+                self._histograms["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
         self._counters["generation_tokens_total",] += num_new
         sequence.num_tokens, sequence.last_at = num_tokens, now
 
@@ -195,21 +199,21 @@ class IngressCounts:
         now = time.monotonic()
         sequence.finish_reason, sequence.ended_at = finish_reason, now
         self._counters["request_success_total", finish_reason] += 1
-        self._observe("e2e_request_latency_seconds", now - request.arrived_at)
-        self._observe("request_generation_tokens", sequence.num_tokens)
-        self._observe("request_max_num_generation_tokens", sequence.max_tokens)
+        self._histograms["e2e_request_latency_seconds"].observe(now - request.arrived_at)
+        self._histograms["request_generation_tokens"].observe(sequence.num_tokens)
+        self._histograms["request_max_num_generation_tokens"].observe(sequence.max_tokens)
         if not sequence.first_at:
             return
         prefill_s, decode_s = sequence.prefill_s, sequence.decode_s
-        self._observe("request_queue_time_seconds", sequence.queued_s)
-        self._observe("request_prefill_time_seconds", prefill_s)
-        self._observe("request_decode_time_seconds", decode_s)
-        self._observe("request_inference_time_seconds", prefill_s + decode_s)
+        self._histograms["request_queue_time_seconds"].observe(sequence.queued_s)
+        self._histograms["request_prefill_time_seconds"].observe(prefill_s)
+        self._histograms["request_decode_time_seconds"].observe(decode_s)
+        self._histograms["request_inference_time_seconds"].observe(prefill_s + decode_s)
         if sequence.kv_wait_s:
-            self._observe("request_kv_wait_time_seconds", sequence.kv_wait_s)
+            self._histograms["request_kv_wait_time_seconds"].observe(sequence.kv_wait_s)
         if sequence.num_tokens > 1:
             mean_s = decode_s / (sequence.num_tokens - 1)
-            self._observe("request_time_per_output_token_seconds", mean_s)
+            self._histograms["request_time_per_output_token_seconds"].observe(mean_s)
 
     def counts(self) -> Counts:
         counts: Counts = dict(self._counters)
@@ -217,14 +221,3 @@ class IngressCounts:
             histogram.put_into(counts)
         self._token.put_into(counts, "time_per_output_token_seconds")
         return counts
-
-    def _on_first(self, request: RequestRecord, sequence: SequenceRecord, now: float) -> None:
-        sequence.first_at = now
-        self._first_token.observe(now - request.arrived_at)
-        if sequence.is_first_choice:
-            self._counters["prompt_tokens_total",] += sequence.num_prompt_tokens
-            self._counters["prompt_tokens_cached_total",] += sequence.num_cached_tokens
-            self._observe("request_prompt_tokens", sequence.num_prompt_tokens)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
