@@ -30,10 +30,10 @@ from serve.openai import direct
 from serve.openai.app import build_app
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
+from serve.pools.mailboxes import TokenSocket
 from serve.pools.quarantine import Quarantine
 from serve.pools.router import Router
 from serve.pools.shared_lock import ActorLock
-from serve.pools.token_socket import TokenSocket
 
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `malloc.h`."""

@@ -27,10 +27,9 @@ from model.fields import Source, convert
 from serve.clients import UNKNOWN
 from serve.config import engine_config
 from serve.requests.cache_salt import CacheSalt, CacheSalts
-from serve.requests.choice import Choice, GenerationError
+from serve.requests.choice import Choice, GenerationError, StopStrings
 from serve.requests.sampling import Resolver, SamplingParams
-from serve.requests.structured import GrammarChecks, StructuredOutputsParams, check
-from serve.requests.text import StopStrings, TextStream
+from serve.requests.structured import StructuredOutputsParams, Verdicts
 from serve.requests.tokenizer import Tokenizer
 
 __all__ = [
@@ -117,7 +116,7 @@ class LLM:
         self.runner = ModelRunner(RankContext(self.config))
         self.engine = assemble_engine(self.config, self.runner)
         assert self.runner.grammars is not None, "the only rank samples"
-        self._grammars = GrammarChecks(partial(check, self.runner.grammars.vocabulary))
+        self._grammar_text = partial(Verdicts().find, self.runner.grammars.vocabulary)
         self._salts = CacheSalts()
         self._ids = count()
 
@@ -189,7 +188,7 @@ class LLM:
             max_model_len=self.config.max_model_len,
             vocab_size=self.runner.model_config.vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            grammar_text=self._grammars.text,
+            grammar_text=self._grammar_text,
         )
         output = RequestOutput(f"offline-{next(self._ids)}", text, ids, [])
         if params.prompt_logprobs is not None:
@@ -199,8 +198,9 @@ class LLM:
             Choice(
                 index,
                 GenerateRequest(f"{output.request_id}-{index}", ids, [], sampling, "", cache_salt),
-                TextStream(self.tokenizer, params, stop, ids),
-                params.stop_token_ids,
+                self.tokenizer,
+                params,
+                stop,
             )
             for index, sampling in enumerate(resolver.choices(len(ids)))
         ]

@@ -72,7 +72,7 @@ from cluster.wire.messages import (
 from cluster.wire.sockets import CurveHandshake, connecting_socket, join, listening_socket, pack
 from compile.config import CompilationConfig, CUDAGraphMode
 from serve.event_loop import StreamBatcher
-from serve.pools.token_socket import TokenSocket
+from serve.pools.mailboxes import TokenSocket
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"

@@ -1,7 +1,7 @@
 """The metrics as Prometheus reads them.
 
-Values come from the status board, the only one that hears of all ranks and all ingresses; the text
-is prometheus_client's. Both are got by one task at a time, no matter how many scrapers wait for it.
+Values come from the status board. They are fetched and written by one task at a time, no matter how
+many scrapers wait for it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ _FAMILIES: dict[str, Any] = {
 
 
 class SnapshotCollector(Collector):
-    """One moment's values as prometheus_client collects them."""
-
     def __init__(self, snapshot: MetricsSnapshot, described: Described) -> None:
         self._snapshot = snapshot
         self._described = described
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its samples."""
         for metric, found in samples(self._snapshot, self._described):
             name, labels = PREFIX + metric.name, (*COMMON_LABELS, *metric.labels)
             family = _FAMILIES[metric.kind](name, metric.meaning, labels=labels)
@@ -80,7 +77,6 @@ class Scrapes:
     def __init__(
         self, snapshot: Callable[[], Awaitable[MetricsSnapshot]], described: Described
     ) -> None:
-        """Serve what `snapshot` returns."""
         self._snapshot = snapshot
         self._described = described
         self._running: dict[str, asyncio.Task[tuple[bytes, str]]] = {}

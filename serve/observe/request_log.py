@@ -1,8 +1,7 @@
 """One line in the log for each request: what it was, how long it took, how it ended.
 
 Nothing of prompts, answers, headers or keys is in it. Lines are written by a thread of their own:
-a terminal that does not read must not hold up anybody's tokens. If more lines wait than
-`MAX_WAITING`, the next ones are dropped, and counted in the line after.
+a terminal that does not read must not hold up anybody's tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ MAX_ENGINES = 8
 
 
 class RecordThread:
-    """Hands records of ended requests to a thread, which does with them what takes time.
-
-    `put` is for the event loop: if too many wait, the next ones are dropped, and counted.
-    """
+    """Handles records of ended requests; what is too many is dropped and counted."""
 
     def __init__(
         self,
@@ -57,7 +53,7 @@ class RecordThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, record: RequestRecord) -> None:
+    def write(self, record: RequestRecord) -> None:
         """Take the record of a request that has just ended."""
         try:
             self._waiting.put_nowait((record, time.monotonic()))
@@ -79,11 +75,11 @@ class RecordThread:
             self._at_close()
 
 
-class RequestLog:
-    """Writes the lines of one process. `write` is for its event loop."""
+class RequestLog(RecordThread):
+    """Writes the lines of one process."""
 
     def __init__(self) -> None:
-        self.write = RecordThread("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S).put
+        super().__init__("request-log", MAX_WAITING, _write_line, pause_s=PAUSE_S)
 
 
 def _write_line(record: RequestRecord, ended_at: float, num_dropped: int) -> None:

@@ -40,7 +40,7 @@ class StartLog:
         period_s: float = LINE_PERIOD_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Say it to `write`: at most one line in `period_s`, but for changes of the state."""
+        """Say it to `write`: at most one line in `period_s`, and each change of the state."""
         self._write = write
         self._period_s = period_s
         self._clock = clock

@@ -9,10 +9,9 @@ When a request has ended, its spans are made from the times in its record, by a 
 - `transfer`, with two pools: until its KV is in the decode pool and it has a row there.
 - `decode`: until its last token.
 
-They follow one another, as the metrics divide a request's time: a handle call on its way to an
-engine counts as prefill, or as decode. A sequence that is lost and computed again has the last four
-of each attempt, and `llm_request` has an event with the reason. Nothing of prompts, answers,
-headers or keys is in a span.
+They follow one another, as the metrics divide a request's time. A sequence that is lost and
+computed again has the last four of each attempt, and `llm_request` has an event with the reason.
+Nothing of prompts, answers, headers or keys is in a span.
 
 `opentelemetry` is imported only where traces are asked for.
 """
@@ -24,8 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from compile.errors import FieldError
@@ -52,8 +50,7 @@ EXPORTER_LOG, QUEUE_LOG = "opentelemetry.exporter.otlp", "opentelemetry.sdk._sha
 CLIENT_LEFT = 499
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """A part of a sequence's time, from clock readings."""
 
     name: str
@@ -68,12 +65,7 @@ class Tracing:
     """Makes and sends the spans of one process's requests. `write` is for its event loop."""
 
     def __init__(self, exporter: Any, instance: str) -> None:
-        """Start the thread.
-
-        Args:
-            exporter: of OpenTelemetry's SDK.
-            instance: names this process among those of the service.
-        """
+        """Start the thread. `instance` names this process among those of the service."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -88,7 +80,7 @@ class Tracing:
         self._thread = RecordThread(
             "tracing", MAX_UNTRACED, self._make, at_close=self._provider.shutdown
         )
-        self.write = self._thread.put
+        self.write = self._thread.write
 
     def close(self) -> None:
         """Send what was written, for at most `CLOSE_S`."""
@@ -103,8 +95,12 @@ class Tracing:
             log.warning("%d requests have no spans: too many ended at once", num_dropped)
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raise FieldError if spans cannot be sent there: it is no URL, or a package is missing."""
+def check_endpoint(endpoint: str) -> Any:
+    """Return the class of an exporter to this endpoint.
+
+    Raises:
+        FieldError: it is no URL, or a package is missing.
+    """
     try:
         url = urlsplit(endpoint)
         is_url = url.scheme in SCHEMES and bool(url.hostname) and url.port != 0
@@ -115,21 +111,15 @@ def check_endpoint(endpoint: str) -> None:
         raise FieldError(FIELD, wanted, endpoint)
     for module in ("opentelemetry.sdk.trace", EXPORTERS[_protocol(endpoint)]):
         try:
-            importlib.import_module(module)
+            exporters = importlib.import_module(module)
         except ImportError as error:
             wanted = f"the module {module} (pip install 'lockstep-serve[tracing]')"
             raise FieldError(FIELD, wanted, str(error)) from None
+    return exporters.OTLPSpanExporter
 
 
 def otlp_exporter(endpoint: str) -> Any:
-    """Return what sends spans to an endpoint that was checked.
-
-    Raises:
-        FieldError: a package is missing here.
-    """
-    check_endpoint(endpoint)
-    module = importlib.import_module(EXPORTERS[_protocol(endpoint)])
-    return module.OTLPSpanExporter(endpoint=endpoint)
+    return check_endpoint(endpoint)(endpoint=endpoint)
 
 
 def make_spans(tracer: Any, record: RequestRecord, ended_at: float) -> None:
@@ -213,7 +203,7 @@ def attributes_of(record: RequestRecord, ended_at: float) -> dict[str, Any]:
 
 
 def error_of(record: RequestRecord) -> str:
-    """Return how a request failed; empty if it did not, or if its client is to blame (4xx)."""
+    """Return how a request failed; empty if it did not, or by its client's fault (4xx)."""
     reasons = {each.finish_reason for each in record.sequences}
     failed = next((reason for reason in (FAILED, ABORTED) if reason in reasons), "")
     if record.status in (0, CLIENT_LEFT):
@@ -277,44 +267,37 @@ def _protocol(endpoint: str) -> str:
     return HTTP if urlsplit(endpoint).path.strip("/") else GRPC
 
 
-class _FirstMessage(logging.Handler):
-    """Keeps what was logged first since `text` was emptied, and writes nothing."""
+class _ReportedOnce(logging.Handler):
+    """An exporter that logs when its collector stops taking spans, and when it takes them again.
 
-    text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text = self.text or record.getMessage()
-
-
-class _ReportedOnce:
-    """An exporter that logs when its collector stops taking spans, and when it takes them again."""
+    As a handler it keeps the first reason of a failure, in place of the lines of each.
+    """
 
     def __init__(self, exporter: Any) -> None:
+        super().__init__()
         self._exporter = exporter
         self._num_lost = 0
-        self._reason = _FirstMessage()
-        for name, handler in ((EXPORTER_LOG, self._reason), (QUEUE_LOG, logging.NullHandler())):
+        self._reason = ""
+        for name, handler in ((EXPORTER_LOG, self), (QUEUE_LOG, logging.NullHandler())):
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = [handler], False
+        self.shutdown, self.force_flush = exporter.shutdown, exporter.force_flush
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reason = self._reason or record.getMessage()
 
     def export(self, spans: Any) -> Any:
-        """Send a batch; called by the thread of its processor."""
+        """Send a batch."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        self._reason.text = ""
+        self._reason = ""
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
             if not self._num_lost:
-                found = self._reason.text or "no answer"
+                found = self._reason or "no answer"
                 log.warning("%s: wanted a collector that takes spans, found: %s", FIELD, found)
             self._num_lost += len(spans)
         elif self._num_lost:
             log.warning("%s: takes spans again; %d were lost", FIELD, self._num_lost)
             self._num_lost = 0
         return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return bool(self._exporter.force_flush(timeout_millis))

@@ -25,8 +25,7 @@ from serve.openai.body import parse
 from serve.openai.generation import Generation
 from serve.openai.schema import CompletionRequest, check_num_chars
 from serve.requests.choice import Choice, OutputDelta
-from serve.requests.text import detokenizer
-from serve.requests.tokenizer import Tokenizer
+from serve.requests.tokenizer import Tokenizer, detokenizer
 
 
 class CompletionAdapter:

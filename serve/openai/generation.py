@@ -24,10 +24,9 @@ from serve.openai.answers import PromptTokensDetails, Usage
 from serve.openai.backend import ApiSettings, Serving
 from serve.openai.errors import ApiError
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
-from serve.requests.choice import Choice
+from serve.requests.choice import Choice, StopStrings
 from serve.requests.records import ABORTED, FAILED, RequestRecord, SequenceRecord
 from serve.requests.sampling import DEFAULT_MAX_TOKENS, Resolver, SamplingParams, too_long_a_prompt
-from serve.requests.text import StopStrings, TextStream
 from serve.requests.tokenizer import Tokenizer, TooManyTokens
 
 CHOICE_SIZE = 100
@@ -215,8 +214,8 @@ class Generation:
                 engine_request = GenerateRequest(
                     f"{adapter.id}-{index}", prompt, [], sampling, "", salt
                 )
-                text = TextStream(tokenizer, params, stop, prompt, adapter.shown_token_ids)
-                self.choices.append(Choice(index, engine_request, text, params.stop_token_ids))
+                shown = adapter.shown_token_ids
+                self.choices.append(Choice(index, engine_request, tokenizer, params, stop, shown))
         return answer_size
 
     # --- sequences ----------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """What runs is answered to its end before `serve run` ends with the cluster that it started.
 
-SIGTERM makes Ray end the process like `sys.exit`, and `drain_at_exit` has SIGHUP do the same.
-Functions that are registered with `atexit` run in reverse order: `drain`, registered after Ray was
-imported, before Ray's own, which ends the cluster.
+SIGTERM makes Ray end the process like `sys.exit`. Functions of `atexit` run in reverse order:
+`drain`, registered after Ray was imported, before Ray's own, which ends the cluster.
 """
 
 from __future__ import annotations
@@ -41,11 +40,8 @@ def drain_at_exit(timeout_s: float) -> None:
 def drain(timeout_s: float) -> None:
     """Have every application refuse new requests; return once those that run have ended.
 
-    Does nothing where the cluster does not end with this process, or where no application is left,
-    as after Ctrl-C, which ends applications at once.
-
-    Args:
-        timeout_s: the longest that this takes; then what still runs is cut off.
+    What still runs after `timeout_s` is cut off. Does nothing where the cluster does not end with
+    this process, or no application is left, as after Ctrl-C.
     """
     if not (ray.is_initialized() and has_started_cluster()):
         return
@@ -58,7 +54,6 @@ def drain(timeout_s: float) -> None:
 
 
 def _wait_for(ingresses: list[DeploymentHandle], timeout_s: float) -> None:
-    """Wait until ingresses answer nothing more, but not for longer than this."""
     deadline = time.monotonic() + timeout_s
     if num_running := _num_running(ingresses):
         _say(f"draining: {num_running} running, at most {timeout_s:g} s")

@@ -1,6 +1,6 @@
-"""Mailboxes: what engines produced, sorted by request, and where aborts go.
+"""What engines produced, on its way to requests, and aborts, on theirs to engines.
 
-Engines push one frame per step (`token_socket.py`); its outputs are sorted into one mailbox per
+Engines push one frame per step to the `TokenSocket`; its outputs are sorted into one mailbox per
 request. A mailbox also knows which engines have sent outputs of its request, so that an abort
 reaches them directly, in one frame for all requests that are aborted together.
 """
@@ -8,14 +8,41 @@ reaches them directly, in one frame for all requests that are aborted together.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict, deque
 from typing import Protocol
 
 import msgspec
+import zmq
+import zmq.asyncio
 
-from cluster.wire.messages import EngineOutput, FinishReason, FrameError, TokenLogprobs
-from serve.event_loop import StreamBatcher
+from cluster.wire.credentials import Credentials
+from cluster.wire.messages import (
+    MAX_ABORTS,
+    Abort,
+    EngineOutput,
+    FinishReason,
+    FrameError,
+    OutputFrame,
+    TokenLogprobs,
+    decode,
+    encode,
+)
+from cluster.wire.sockets import (
+    CurveHandshake,
+    connecting_socket,
+    end_context,
+    listening_socket,
+    pack,
+)
+from serve.event_loop import StreamBatcher, frames, has_waiting, loop_budget, yield_if_over_budget
 
+log = logging.getLogger("lockstep.tokens")
+
+MAX_WAITING = 256
+"""Frames of one engine, and aborts for one, that wait here; more wait in the engine."""
+MAX_FRAME_BYTES = 1 << 30
+"""Size of a frame: one request's outputs may hold log-probabilities of a million prompt tokens."""
 HEARD_LATELY_S = 5.0
 """An engine that has been silent for longer runs no request of this ingress."""
 FORGET_AFTER_S = 600.0
@@ -115,12 +142,7 @@ class TokenMailboxes:
     """The mailboxes of one ingress, and the engines that fill them. Belongs to its event loop."""
 
     def __init__(self, address: str, links: EngineLinks, tick: StreamBatcher) -> None:
-        """Start without any.
-
-        Args:
-            address: where engines send outputs.
-            tick: which the outputs of its mailboxes wait for.
-        """
+        """Start without any. `address`: where engines send outputs."""
         self.address = address
         self.tick = tick
         self._links = links
@@ -132,7 +154,6 @@ class TokenMailboxes:
         """By engine: its newest epoch and that one's inbox."""
 
     def open(self, request_id: str) -> Mailbox:
-        """Return a new mailbox for a request."""
         mailbox = self._mailboxes[request_id] = Mailbox(request_id, self.tick)
         return mailbox
 
@@ -145,16 +166,8 @@ class TokenMailboxes:
         names = {inbox: engine for engine, (_, inbox) in self._newest.items()}
         return [names[inbox] for inbox in mailbox.all_inboxes if inbox in names]
 
-    @property
-    def engines(self) -> list[str]:
-        """The engines that are known."""
-        return list(self._newest)
-
     async def caught_up(self) -> None:
-        """Return when all that has come by now is in its mailbox.
-
-        Frames wait where the loop has much else to do, in this process and in those that sent them.
-        """
+        """Return when all that has come by now is in its mailbox, though the loop is busy."""
         await self._links.caught_up()
 
     def abort(self, mailbox: Mailbox) -> None:
@@ -182,7 +195,6 @@ class TokenMailboxes:
             self._links.send_aborts(inbox, request_ids)
 
     def _forget_the_silent(self) -> None:
-        """Let go of engines that have long been silent; those of replaced replicas stay so."""
         now = asyncio.get_running_loop().time()
         latest_first = sorted(self._heard_at.items(), key=lambda heard: -heard[1])
         for place, (inbox, at) in enumerate(latest_first):
@@ -221,3 +233,77 @@ class TokenMailboxes:
         elif output.finish_reason in (FinishReason.NONE, FinishReason.HANDOFF):
             # Aborted before this engine was known, which still runs it or holds its KV.
             self._abort_at(inbox, output.request_id)
+
+
+class TokenSocket:
+    """Receives frames of all engines; `EngineLinks` of its `mailboxes`.
+
+    Must be created inside the event loop that uses it. `task` ends only with an error: without it
+    no output arrives.
+    """
+
+    def __init__(self, host: str, credentials: Credentials, tick: StreamBatcher) -> None:
+        self._context = zmq.asyncio.Context()
+        self._credentials = credentials
+        self._handshake = CurveHandshake(credentials.secret)
+        self._socket = listening_socket(
+            self._context, zmq.PULL, self._handshake, max_waiting=MAX_WAITING
+        )
+        address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self.mailboxes = TokenMailboxes(address, self, tick)
+        self._engines: dict[str, zmq.asyncio.Socket] = {}
+        self._is_empty = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self._receive())
+
+    def send_aborts(self, inbox: str, request_ids: list[str]) -> None:
+        try:
+            socket = self._engines.get(inbox) or self._connect(inbox)
+            for i in range(0, len(request_ids), MAX_ABORTS):
+                body = encode(Abort(request_ids[i : i + MAX_ABORTS]))
+                socket.send_multipart(pack(body, self._credentials))
+        except zmq.ZMQError as error:  # the other engines hear of theirs
+            log.error("tokens: %s cannot be told of aborts: %s", inbox, error)
+
+    def _connect(self, inbox: str) -> zmq.asyncio.Socket:
+        socket = connecting_socket(
+            self._context, zmq.PUSH, self._handshake, max_waiting=MAX_WAITING
+        )
+        socket.connect(inbox)
+        self._engines[inbox] = socket
+        return socket
+
+    def forget(self, inbox: str) -> None:
+        if (socket := self._engines.pop(inbox, None)) is not None:
+            socket.close(linger=0)
+
+    async def caught_up(self) -> None:
+        await asyncio.sleep(0)  # for one that was received and not dealt with
+        if has_waiting(self._socket):
+            self._is_empty.clear()
+        await self._is_empty.wait()
+
+    def shutdown(self) -> None:
+        """Stop receiving and close all sockets."""
+        self.task.cancel()
+        for socket in (self._socket, *self._engines.values()):
+            socket.close(linger=100)
+        end_context(self._context, "tokens")
+
+    async def _receive(self) -> None:
+        budget = loop_budget()
+        bodies = frames(
+            self._socket,
+            self._credentials,
+            budget,
+            max_bytes=MAX_FRAME_BYTES,
+            is_empty=self._is_empty,
+        )
+        async for body in bodies:
+            try:
+                frame: OutputFrame = decode(body, OutputFrame)
+                self.mailboxes.begin_frame(frame.engine_id, frame.epoch, frame.inbox)
+                for output in frame.outputs:
+                    self.mailboxes.deliver(frame.inbox, decode(output, EngineOutput))
+                    await yield_if_over_budget(budget)
+            except FrameError as error:
+                log.error("tokens: dropped a frame: %s", error)

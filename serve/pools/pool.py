@@ -38,8 +38,6 @@ MAX_ENDED_BYTES = 4 << 20
 
 
 class Pool:
-    """One replica of a pool: the `PoolShell` of its core."""
-
     # Ray Serve awaits constructors: this one returns when the ranks are ready.
     async def __init__(  # type: ignore[misc]
         self, pool: PoolConfig, config_hash: str
@@ -139,8 +137,6 @@ class Pool:
 
 
 class _LeaderSocket:
-    """The link to one leader."""
-
     def __init__(self, socket: zmq.asyncio.Socket, credentials: Credentials) -> None:
         self._socket = socket
         self._credentials = credentials

@@ -38,8 +38,7 @@ time. Figures of `/ready` are at most three quarters of a second old."""
 
 
 class LeaderLink(Protocol):
-    """The way to one leader's inbox: for a frame with a `Submit`, and for an abort, which a closed
-    link drops."""
+    """The way to one leader; one that is closed drops an abort."""
 
     async def submit(self, frame: bytes) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -81,11 +80,7 @@ class PoolCore:
         routing: Routing,
         hold_s: float,
     ) -> None:
-        """Make the first group; call `start` next.
-
-        Args:
-            hold_s: how long a request waits for ranks that are being rebuilt.
-        """
+        """Make the first group; call `start` next."""
         self.name = name
         self.state = "loading"
         """loading, ready, restarting, failed or stopping."""
@@ -168,7 +163,6 @@ class PoolCore:
             self._open.pop(request_id, None)
 
     def on_ended(self, outputs: Sequence[EngineOutput]) -> None:
-        """End the calls of requests that leaders are done with."""
         for output in outputs:
             future = self._open.get(output.request_id)
             if future is not None and not future.done():
@@ -183,7 +177,6 @@ class PoolCore:
                 raise error
 
     async def stop(self) -> None:
-        """End the group between two steps, and all that was spawned."""
         self._enter("stopping")
         await self.group.stop()
         for task in self._tasks:
@@ -303,7 +296,7 @@ class PoolCore:
 
 
 def hold_s(lease_s: float) -> float:
-    """Return how long a request is held: a small part of the lease of the KV that it may need."""
+    """Return a small part of the lease of the KV that a held request may need."""
     return min(HOLD_S, lease_s / 10)
 
 

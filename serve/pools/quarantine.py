@@ -1,14 +1,11 @@
 """Quarantine of requests that may crash ranks: a suspect runs while no other suspect does.
 
-A request may kill its ranks, and with them the requests beside it. `CrashHistory` counts what a
-request was lost to. After `SHARED_DEATHS` it is a suspect, and each attempt of it is a trial: one
-at a time, until it has its next tokens. A request that survives its trial is free again, however
-often other requests kill its ranks; one whose ranks die in `MAX_FAILED_TRIALS` trials of its own is
-the cause, and fails.
+A request may kill its ranks, and with them the requests beside it. After `SHARED_DEATHS` of them a
+request is a suspect, and each attempt of it is a trial: one at a time, until it has its next
+tokens. One whose ranks die in `MAX_FAILED_TRIALS` trials of its own is the cause, and fails.
 
-`Quarantine` is where trials of one ingress wait for each other. As ranks serve all ingresses, there
-is one trial in the whole application: each ingress asks a `FairLock` that all of them share
-(`shared_lock.py` has it in an actor).
+As ranks serve all ingresses, there is one trial in the whole application: each ingress asks a
+`FairLock` that all of them share (`shared_lock.py` has it in an actor).
 """
 
 from __future__ import annotations
@@ -37,23 +34,25 @@ LOST_AFTER_S = 5.0
 
 
 class CrashHistory:
-    """How often one request was lost, and to what."""
+    """How often one request was lost, and to what.
+
+    Invariant: while it `is_on_trial`, no other suspect runs.
+    """
 
     def __init__(self) -> None:
-        self._num_lost = 0
-        self._num_deaths = 0
-        self._num_failed_trials = 0
+        self._num_lost = self._num_deaths = self._num_failed_trials = self._num_trial_tokens = 0
+        self._end: Callable[[], None] | None = None
 
     def __str__(self) -> str:
         if self._num_failed_trials >= MAX_FAILED_TRIALS:
             return f"its ranks died {self._num_deaths} times"
         return f"lost {self._num_lost} times on its way"
 
-    def add(self, reason: FinishReason, trial: Trial) -> None:
+    def add(self, reason: FinishReason) -> None:
         """Count the loss of one attempt."""
         if reason == FinishReason.DIED:
             self._num_deaths += 1
-            self._num_failed_trials += trial.is_open
+            self._num_failed_trials += self.is_on_trial
         elif reason != FinishReason.REFUSED:
             self._num_lost += 1
 
@@ -67,6 +66,25 @@ class CrashHistory:
         """Whether the request fails instead of being submitted again."""
         return self._num_lost >= MAX_LOSSES or self._num_failed_trials >= MAX_FAILED_TRIALS
 
+    @property
+    def is_on_trial(self) -> bool:
+        return self._end is not None
+
+    def begin_trial(self, end: Callable[[], None]) -> None:
+        self._end, self._num_trial_tokens = end, 0
+
+    def count(self, num_tokens: int) -> None:
+        """Note new tokens; with `TRIAL_TOKENS` of them a trial is over."""
+        self._num_trial_tokens += num_tokens
+        if self._num_trial_tokens >= TRIAL_TOKENS:
+            self.end_trial()
+
+    def end_trial(self) -> None:
+        """Let the next suspect in."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
 
 class SharedLock(Protocol):
     """One ingress's way to the `FairLock` of all. `take` returns whether it has it, and true where
@@ -74,32 +92,6 @@ class SharedLock(Protocol):
 
     async def take(self) -> bool: ...
     def give_back(self) -> None: ...
-
-
-class Trial:
-    """An attempt of a request. Invariant: while it `is_open`, no other suspect runs."""
-
-    def __init__(self, end: Callable[[], None] | None = None) -> None:
-        """Begin with what ends the trial; None: the request is no suspect, and nothing is on."""
-        self._end = end
-        self._num_tokens = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the request is on trial."""
-        return self._end is not None
-
-    def count(self, num_tokens: int) -> None:
-        """Note new tokens; with `TRIAL_TOKENS` of them the suspect is cleared."""
-        self._num_tokens += num_tokens
-        if self._num_tokens >= TRIAL_TOKENS:
-            self.end()
-
-    def end(self) -> None:
-        """Let the next suspect in."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
 
 
 class Quarantine:
@@ -112,17 +104,17 @@ class Quarantine:
         self._keeping: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def trial(self, history: CrashHistory) -> AsyncIterator[Trial]:
-        """Run an attempt; that of a suspect waits for the trials before it."""
+    async def attempt(self, history: CrashHistory) -> AsyncIterator[None]:
+        """Run an attempt; that of a suspect is a trial, and waits for those before it."""
         if not history.is_suspect:
-            yield Trial()
+            yield
             return
         await self._enter()
-        trial = Trial(self._leave)
+        history.begin_trial(self._leave)
         try:
-            yield trial
+            yield
         finally:
-            trial.end()
+            history.end_trial()
 
     async def _enter(self) -> None:
         await self._mine.acquire()
@@ -149,7 +141,6 @@ class Quarantine:
         self._mine.release()
 
     async def _keep(self) -> None:
-        """Show the others that this process is alive."""
         while True:
             await asyncio.sleep(ASK_PERIOD_S)
             await self._take()
@@ -163,7 +154,6 @@ class FairLock:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without a holder."""
         self._clock = clock
         self._asked_at: dict[str, float] = {}
         """Of all that want it, in the order of their first asking: the first one has it."""

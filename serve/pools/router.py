@@ -73,12 +73,10 @@ class PoolHandle(Protocol):
     """A pool's `generate` as a handle call: what the router needs of Ray Serve."""
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        """Start the call; the result is awaitable and has `cancel()`."""
+        """The result is awaitable and has `cancel()`."""
 
 
 class Router:
-    """Runs requests through prefill and decode pools, or through a mixed one."""
-
     def __init__(
         self,
         pools: dict[str, PoolHandle],
@@ -95,10 +93,7 @@ class Router:
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the request's outputs; the last one has a finish reason.
 
-        Closing the iterator aborts the request everywhere.
-
-        Args:
-            record: notes its way.
+        Closing the iterator aborts the request everywhere. `record` notes its way.
         """
         record = record or SequenceRecord()
         outputs = list(request.output_token_ids)
@@ -110,7 +105,7 @@ class Router:
                 output_token_ids=list(outputs),
                 reply_to=self._tokens.address,
             )
-            async with self._quarantine.trial(history) as trial:
+            async with self._quarantine.attempt(history):
                 record.on_attempt()
                 async with aclosing(self._attempt(attempt, record)) as attempt_outputs:
                     async for output in attempt_outputs:
@@ -118,12 +113,12 @@ class Router:
                         if output.finish_reason in LOST:
                             break
                         outputs.extend(output.token_ids)
-                        trial.count(len(output.token_ids))
+                        history.count(len(output.token_ids))
                         yield msgspec.structs.replace(output, request_id=request.request_id)
                         if output.finish_reason:
                             return
                 record.on_lost(str(output.finish_reason))
-                history.add(output.finish_reason, trial)
+                history.add(output.finish_reason)
             if history.is_too_long:
                 error = f"{history}, at last: {output.error}"
                 yield EngineOutput.ended(request.request_id, FinishReason.ERROR, error)
@@ -230,7 +225,6 @@ class _Call:
                 self._lose(FinishReason.KV_LOST, missing)
 
     def _lose(self, reason: FinishReason, error: str) -> None:
-        """Put an output that says that the stage is lost, and why."""
         lost = EngineOutput.ended(self._mailbox.request_id, reason, f"{self._pool} {error}")
         self._mailbox.put(lost)
 

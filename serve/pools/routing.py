@@ -21,10 +21,7 @@ class Routing(Enum):
 
 
 class LeaderRouter:
-    """The load of each leader of a group, by the requests that went through here.
-
-    Invariant: `loads[i]` is 0 when all of leader i's requests have been given back.
-    """
+    """Invariant: `loads[i]` is 0 when all of leader i's requests have been given back."""
 
     def __init__(self, routing: Routing, num_leaders: int) -> None:
         self.routing = routing

@@ -19,15 +19,12 @@ ASK_TIMEOUT_S = 30.0
 
 
 class ActorLock:
-    """One ingress's way to it."""
-
     def __init__(self, app_name: str, ingress_id: str) -> None:
         self._actor_name = f"quarantine:{app_name}"
         self._ingress_id = ingress_id
         self._actor: Any = None
 
     async def take(self) -> bool:
-        """Return whether this ingress has it; true where nobody can be asked."""
         try:
             if self._actor is None:
                 # Ray is asked for the name and answers late while it is busy with dead ranks.
@@ -46,6 +43,5 @@ class ActorLock:
         return remote.options(**options).remote()
 
     def give_back(self) -> None:
-        """Let the next ingress have it."""
         if self._actor is not None:
             self._actor.give_back.remote(self._ingress_id)

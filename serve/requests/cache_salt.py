@@ -4,10 +4,8 @@ Tokens that were found in the cache are counted in `usage` and come sooner, so a
 find another's prompts there can guess them piece by piece. So each API key has a salt of its own,
 unless `prefix_cache_sharing=all`, and a request may divide it further by `cache_salt`.
 
-A salt is made here, in the ingress, and is all that engines learn of the key and of `cache_salt`.
-It is keyed by the application's secret, because engines keep it with the request: nobody who sees
-one there can try keys against it. All ingresses have that secret, also after a restart, so a key
-finds its prompts whichever of them it reaches.
+A salt is all that engines learn of the key and of `cache_salt`. It is keyed by the application's
+secret, which all ingresses have: nobody who sees one in an engine can try keys against it.
 """
 
 from __future__ import annotations
@@ -33,11 +31,7 @@ class CacheSalts:
     """Makes the salts of requests. Invariant: equal for equal client and `cache_salt` alone."""
 
     def __init__(self, secret: bytes = b"", *, is_per_key: bool = False) -> None:
-        """Make salts that only who has `secret`, of at most 64 bytes, can make.
-
-        Args:
-            is_per_key: clients have keys, and different clients different salts.
-        """
+        """Use a secret of at most 64 bytes. `is_per_key`: clients have keys, and salts differ."""
         self._secret = secret
         self._is_per_key = is_per_key
 

@@ -14,8 +14,8 @@ sees how the child ended:
 - anything else, such as the SIGKILL of a system that is short of memory, or the end of the process
   that forks: it was ended from outside, which says nothing of the grammar (`GrammarProcessLost`).
 
-Both are nicer than those who stream tokens. Each line of standard input is an `Order` as JSON,
-which is answered with a line of a `Tried`. The process ends with its caller: then its input ends.
+Each line of standard input is an `Order` as JSON, which is answered with a line of a `Tried`. The
+process ends with its caller: then its input ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.grammar.compile import Vocabulary, VocabularyError
-from compile.errors import FieldError
+from compile.errors import FieldError, Words
 from serve.requests.structured import StructuredOutputsParams, check, refused
 
 MAX_CPU_S = 2.0
@@ -61,11 +61,8 @@ class GrammarProcessLost(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Order(msgspec.Struct, frozen=True):
-    """A grammar to compile, and the processor time that it may take."""
-
-    wanted: StructuredOutputsParams
-    max_cpu_s: float
+Order = tuple[StructuredOutputsParams, float]
+"""A grammar to compile, and the processor time that it may take."""
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -82,24 +79,26 @@ class Tried(msgspec.Struct, frozen=True):
     cpu_s: float = 0.0
     """Of a processor, that it took."""
 
+    @classmethod
+    def refused(cls, error: FieldError, cpu_s: float = 0.0) -> Tried:
+        return cls(error=(error.field, error.wanted, repr(error.found)), cpu_s=cpu_s)
+
+    @property
+    def found(self) -> str | FieldError:
+        """The grammar as engines take it, or what is wrong with it."""
+        if self.error is None:
+            return self.text
+        field, wanted, found = self.error
+        return FieldError(field, wanted, Words(found))
+
 
 class GrammarProcess:
-    """The caller's end. Any thread may call it; one grammar is compiled at a time."""
+    """The caller's end. One grammar is compiled at a time."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Start nothing yet; the tokenizer.json lies in the directory `path`."""
         self._command = [sys.executable, "-m", __name__, str(path), str(max_bytes)]
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the process and wait until it is ready, so that the first caller need not.
-
-        Raises:
-            GrammarProcessLost: it ended before.
-        """
-        with self._lock:
-            self._running()
 
     def compile(self, wanted: StructuredOutputsParams, max_cpu_s: float = MAX_CPU_S) -> Tried:
         """Return what becomes of a grammar in so much processor time.
@@ -107,28 +106,26 @@ class GrammarProcess:
         Raises:
             GrammarProcessLost: it was ended from outside.
         """
-        with self._lock:
-            process = self._running()
-            line = self._ask(process, msgspec.json.encode(Order(wanted, max_cpu_s)), MAX_WAIT_S)
-            if not line:
-                raise GrammarProcessLost(f"its process ended ({self._end()})")
+        line = self._ask(self.start(), msgspec.json.encode((wanted, max_cpu_s)), MAX_WAIT_S)
+        if not line:
+            raise GrammarProcessLost(f"its process ended ({self.close()})")
         tried = msgspec.json.decode(line, type=Tried)
         if tried.lost:
             raise GrammarProcessLost(f"its process ended ({tried.lost})")
         return tried
 
-    def close(self) -> None:
-        """End the process; a later call starts another."""
-        self._end()
-
     def __del__(self) -> None:
-        self._end()
+        self.close()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return a process that is ready; one that was ended meanwhile is replaced."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Return a process that is ready; one that was ended meanwhile is replaced.
+
+        Raises:
+            GrammarProcessLost: it ended before.
+        """
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._end()
+        self.close()
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
             self._command,
@@ -139,7 +136,7 @@ class GrammarProcess:
             start_new_session=True,  # its child is killed with it, and Ctrl-C is not for it
         )
         if not self._ask(self._process, b"", START_S):
-            raise GrammarProcessLost(f"its process did not start ({self._end()})")
+            raise GrammarProcessLost(f"its process did not start ({self.close()})")
         return self._process
 
     def _ask(self, process: subprocess.Popen[bytes], line: bytes, limit_s: float) -> bytes:
@@ -157,8 +154,8 @@ class GrammarProcess:
         finally:
             late.cancel()
 
-    def _end(self) -> str:
-        """End the process, if there is one, and return how it ended."""
+    def close(self) -> str:
+        """End the process, if there is one, and return how it ended; it may be started again."""
         process, self._process = self._process, None
         if process is None:
             return ""
@@ -216,6 +213,7 @@ def _serve(path: Path, max_bytes: int) -> None:
 
 def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int) -> Tried:
     """Compile in a child, and return what its end says."""
+    wanted, max_cpu_s = order
     source, sink = os.pipe()
     try:
         pid = os.fork()
@@ -234,12 +232,11 @@ def _try(vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int)
         tried = msgspec.json.decode(answer, type=Tried)
         return msgspec.structs.replace(tried, cpu_s=cpu_s)
     # Time is counted in ticks of some milliseconds; a SIGPROF of somebody else comes sooner.
-    if code == -signal.SIGPROF and cpu_s > order.max_cpu_s / 2:
+    if code == -signal.SIGPROF and cpu_s > max_cpu_s / 2:
         return Tried(is_over_time=True, cpu_s=cpu_s)
     if -code in FAULTS:
         why = f"it takes more than {max_bytes >> 20} MiB, or is nested too deeply, to compile"
-        found = refused(order.wanted, why)
-        return Tried(error=(found.field, found.wanted, repr(found.found)), cpu_s=cpu_s)
+        return Tried.refused(refused(wanted, why), cpu_s)
     return Tried(lost=_told(code), cpu_s=cpu_s)
 
 
@@ -247,7 +244,7 @@ def _be_child(
     vocabulary: Vocabulary | VocabularyError, order: Order, max_bytes: int, source: int, sink: int
 ) -> None:
     """Compile a grammar within its limits, write what was found, and end."""
-    code = 1
+    (wanted, max_cpu_s), code = order, 1
     try:
         # The caller reads on until nobody has the other end of its pipe.
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -257,22 +254,18 @@ def _be_child(
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + max_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        signal.setitimer(signal.ITIMER_PROF, order.max_cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
+        try:
+            tried = Tried(check(vocabulary, wanted))
+        except FieldError as error:
+            tried = Tried.refused(error)
+        except MemoryError:
+            tried = Tried.refused(refused(wanted, "it takes too much memory to compile"))
         with open(sink, "wb") as opened:
-            opened.write(msgspec.json.encode(_found(vocabulary, order.wanted)))
+            opened.write(msgspec.json.encode(tried))
         code = 0
     finally:
         os._exit(code)
-
-
-def _found(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams) -> Tried:
-    try:
-        return Tried(check(vocabulary, wanted))
-    except FieldError as error:
-        return Tried(error=(error.field, error.wanted, repr(error.found)))
-    except MemoryError:
-        found = refused(wanted, "it takes too much memory to compile")
-        return Tried(error=(found.field, found.wanted, repr(found.found)))
 
 
 def _tell(line: bytes) -> None:

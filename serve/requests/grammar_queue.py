@@ -5,8 +5,7 @@ only when it is compiled, so:
 
 1. Each is tried for `QUICK_CPU_S` first. One that is not done by then waits again, as a long one,
    behind all quick ones of its client.
-2. A client's turn comes by the processor time that its grammars took lately, the least first. Who
-   sends costly ones waits for those who do not.
+2. A client's turn comes by the processor time that its grammars took lately, the least first.
 3. Of two processes one takes no long grammars.
 4. If too many wait, the client of whom most wait gives one up.
 
@@ -18,15 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from compile.errors import FieldError, Words
 from serve.admission import Overloaded
 from serve.clients import Client
 from serve.requests.grammar_process import (
@@ -60,11 +57,6 @@ MAX_LOST_WAIT_S = 60.0
 this."""
 
 
-def num_processes(num_cores: int) -> int:
-    """Return how many processes compile on a machine with so many cores."""
-    return 2 if num_cores >= SECOND_CORES else 1
-
-
 @dataclass(eq=False)
 class Job:
     """A grammar that waits or is compiled."""
@@ -73,9 +65,11 @@ class Job:
     client: Client
     number: int
     """In the order of arrival."""
+    text: asyncio.Future[str]
+    num_waiting: int = 0
+    """Requests that wait for it."""
     is_long: bool = False
     """It was tried for `QUICK_CPU_S`."""
-    waiters: list[Future[str]] = field(default_factory=list)
 
     @property
     def budget_s(self) -> float:
@@ -97,7 +91,6 @@ class Turns:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether any job waits."""
         return bool(self._waiting)
 
     def spent_s(self, client: Client, now: float) -> float:
@@ -160,7 +153,10 @@ class Turns:
 
 
 class GrammarQueue:
-    """Grammars of an ingress's requests: what was found of them, and those being compiled."""
+    """Grammars of an ingress's requests: what was found of them, and those being compiled.
+
+    Belongs to one event loop, but for `start` and `close`, which block.
+    """
 
     def __init__(
         self,
@@ -170,18 +166,16 @@ class GrammarQueue:
         new_process: Callable[[Path], GrammarProcess] = GrammarProcess,
     ) -> None:
         """Start nothing yet; the tokenizer.json lies in the directory `path`."""
-        num = num_processes or _num_processes_here()
+        has_second = len(os.sched_getaffinity(0)) >= SECOND_CORES
         self._idle = [new_process(path)]
         """Processes that compile nothing now."""
-        self._cold = [new_process(path) for _ in range(num - 1)]
+        self._cold = [new_process(path) for _ in range((num_processes or 1 + has_second) - 1)]
         """Those that were not needed yet: no grammar waits for one to start."""
-        self._threads = ThreadPoolExecutor(num, "grammars")
         self._clock = clock
-        self._lock = threading.Lock()
-        """Of all that follows."""
         self._verdicts = Verdicts()
         self._turns = Turns(num_processes=1)
         self._jobs: dict[bytes, Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._num_asked = 0
         self._lost: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         """How often in a row a grammar's process was lost, and when it may be tried again."""
@@ -209,25 +203,25 @@ class GrammarQueue:
             GrammarProcessLost: its process was ended from outside.
             Overloaded: too many others wait, or this was not done in `MAX_GRAMMAR_WAIT_S`.
         """
-        waiter: Future[str] = Future()
-        with self._lock:
-            known = self._verdicts.known(wanted)
-            if known is not None:
-                return known
-            self._ask(wanted, client, waiter)
-        self._go_on()
+        known = self._verdicts.known(wanted)
+        if known is not None:
+            return known
+        job = self._job_of(wanted, client)
+        job.num_waiting += 1
         try:
             async with asyncio.timeout(MAX_GRAMMAR_WAIT_S):
-                return await asyncio.wrap_future(waiter)
+                return await asyncio.shield(job.text)
         except TimeoutError as error:
             limit = f"wanted a grammar that is compiled in {MAX_GRAMMAR_WAIT_S:g} s"
             message = f"{limit}, found others before it"
             raise Overloaded(RETRY_AFTER_S, message) from error
         finally:
-            with self._lock:
-                self._leave(wanted, waiter)
+            job.num_waiting -= 1
+            if not job.num_waiting and self._turns.remove(job):
+                del self._jobs[key_of(wanted)]
 
-    def _ask(self, wanted: StructuredOutputsParams, client: Client, waiter: Future[str]) -> None:
+    def _job_of(self, wanted: StructuredOutputsParams, client: Client) -> Job:
+        """Return the job of a grammar, which others may wait for already."""
         key, now = key_of(wanted), self._clock()
         _, try_at = self._lost.get(key, (0, now))
         if now < try_at:
@@ -235,81 +229,81 @@ class GrammarQueue:
         job = self._jobs.get(key)
         if job is not None:
             self._turns.join(job, client, now)
-            job.waiters.append(waiter)
-            return
+            return job
         self._num_asked += 1
-        job = Job(wanted, client, self._num_asked, waiters=[waiter])
-        self._jobs[key] = job
-        self._wait(job)
+        text = asyncio.get_running_loop().create_future()
+        job = self._jobs[key] = Job(wanted, client, self._num_asked, text)
+        self._add(job)
+        self._go_on()
+        return job
 
-    def _wait(self, job: Job) -> None:
+    def _add(self, job: Job) -> None:
+        """Let a job wait for its turn."""
         dropped = self._turns.add(job)
         if dropped is not None:
             del self._jobs[key_of(dropped.wanted)]
             limit = f"wanted at most {MAX_GRAMMARS_WAITING} grammars being compiled, found more"
             _answer(dropped, Overloaded(RETRY_AFTER_S, limit))
 
-    def _leave(self, wanted: StructuredOutputsParams, waiter: Future[str]) -> None:
-        key = key_of(wanted)
-        job = self._jobs.get(key)
-        if job is None or waiter not in job.waiters:
-            return  # it was answered
-        job.waiters.remove(waiter)
-        if not job.waiters and self._turns.remove(job):
-            del self._jobs[key]
-
     def _go_on(self) -> None:
         """Begin what there is a process for."""
-        with self._lock:
-            while (job := self._turns.take(self._clock())) is not None:
-                self._threads.submit(self._run, job, self._idle.pop())
-            if self._turns.are_waiting and self._cold:
-                self._threads.submit(self._start_another, self._cold.pop())
+        while (job := self._turns.take(self._clock())) is not None:
+            self._spawn(self._try(job, self._idle.pop()))
+        if self._turns.are_waiting and self._cold:
+            self._spawn(self._start_another(self._cold.pop()))
 
-    def _start_another(self, process: GrammarProcess) -> None:
-        """Start a process in a thread, for grammars that wait when it is ready."""
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_another(self, process: GrammarProcess) -> None:
+        """Start a process for grammars that wait when it is ready."""
         try:
-            process.start()
+            await asyncio.to_thread(process.start)
         except GrammarProcessLost as error:
             log.warning("%s; one process goes on", error)
             return
-        with self._lock:
-            self._idle.append(process)
-            self._turns.num_processes += 1
+        self._idle.append(process)
+        self._turns.num_processes += 1
         self._go_on()
 
-    def _run(self, job: Job, process: GrammarProcess) -> None:
-        """Try a grammar once, in a thread."""
+    async def _try(self, job: Job, process: GrammarProcess) -> None:
         tried: Tried | Exception
         try:
-            tried = process.compile(job.wanted, job.budget_s)
+            tried = await asyncio.to_thread(process.compile, job.wanted, job.budget_s)
         except Exception as error:
             tried = error
-        with self._lock:
-            self._idle.append(process)
-            self._end(job, tried)
+        self._idle.append(process)
+        self._end(job, tried)
         self._go_on()
 
     def _end(self, job: Job, tried: Tried | Exception) -> None:
         now, key = self._clock(), key_of(job.wanted)
         self._turns.end(job, tried.cpu_s if isinstance(tried, Tried) else 0.0, now)
-        if isinstance(tried, Tried) and tried.is_over_time and not job.is_long and job.waiters:
+        is_over_time = isinstance(tried, Tried) and tried.is_over_time
+        if is_over_time and not job.is_long and job.num_waiting:
             job.is_long = True
-            self._wait(job)
+            self._add(job)
             return
         del self._jobs[key]
         if isinstance(tried, GrammarProcessLost):
             self._note_lost(key, now)
         else:
             self._lost.pop(key, None)
+        of = f"a {job.wanted.kind} of {job.wanted.num_chars} characters"
         if isinstance(tried, Exception):
-            log.warning("a %s of %d characters: %s", job.wanted.kind, job.wanted.num_chars, tried)
+            log.warning("%s: %s", of, tried)
             _answer(job, tried)
             return
-        found = _verdict(job, tried)
-        if found is not None:
-            self._verdicts.keep(job.wanted, found)
-            _answer(job, found)
+        found = tried.found
+        if is_over_time:
+            if not job.is_long:
+                return  # it was tried for a moment alone, and nobody waits for more
+            log.warning("%s takes longer than %g s to compile", of, MAX_CPU_S)
+            found = refused(job.wanted, f"it takes longer than {MAX_CPU_S:g} s to compile")
+        self._verdicts.keep(job.wanted, found)
+        _answer(job, found)
 
     def _note_lost(self, key: bytes, now: float) -> None:
         num_times = self._lost.pop(key, (0, 0.0))[0] + 1
@@ -320,34 +314,10 @@ class GrammarQueue:
             self._lost.popitem(last=False)
 
 
-def _verdict(job: Job, tried: Tried) -> str | FieldError | None:
-    """Return what a try says of a grammar; None if that was too short, and nobody waits."""
-    if tried.error is not None:
-        field, wanted, found = tried.error
-        return FieldError(field, wanted, Words(found))
-    if not tried.is_over_time:
-        return tried.text
-    if not job.is_long:
-        return None
-    log.warning(
-        "a %s of %d characters takes longer than %g s to compile",
-        job.wanted.kind,
-        job.wanted.num_chars,
-        MAX_CPU_S,
-    )
-    return refused(job.wanted, f"it takes longer than {MAX_CPU_S:g} s to compile")
-
-
-def _num_processes_here() -> int:
-    return num_processes(len(os.sched_getaffinity(0)))
-
-
 def _answer(job: Job, found: str | Exception) -> None:
-    """Tell all who wait for a grammar, those apart who have left."""
-    waiters, job.waiters = job.waiters, []
-    for waiter in waiters:
-        if waiter.set_running_or_notify_cancel():
-            if isinstance(found, str):
-                waiter.set_result(found)
-            else:
-                waiter.set_exception(found)
+    """Tell all who wait for a grammar."""
+    if isinstance(found, str):
+        job.text.set_result(found)
+    else:
+        job.text.set_exception(found)
+        job.text.exception()  # asyncio complains of one that nobody looks at

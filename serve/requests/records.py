@@ -1,8 +1,5 @@
-"""What is noted of a request while it is answered, and what is counted and logged of it.
-
-A `RequestRecord` lives as long as its request. It holds numbers and names, nothing of a prompt or
-an answer, and no key. From it follow the ingress's metrics (`IngressCounts`) and the line in the
-log (`request_log.py`).
+"""What is noted of a request while it is answered: numbers and names, nothing of a prompt or an
+answer, and no key. The ingress's metrics, its log lines and traces are made of it.
 """
 
 from __future__ import annotations
@@ -69,12 +66,10 @@ class SequenceRecord:
 
     @property
     def queued_s(self) -> float:
-        """How long it waited for a row of its first engine."""
         return next((each.queued_s for each in self.attempts if each.queued_s), 0.0)
 
     @property
     def kv_wait_s(self) -> float:
-        """How long it waited for its KV and a row of its decode engine."""
         return next((each.kv_wait_s for each in self.attempts if each.kv_wait_s), 0.0)
 
     @property
@@ -89,11 +84,9 @@ class SequenceRecord:
 
     @property
     def engines(self) -> list[str]:
-        """Those that sent outputs, in their order."""
         return [*dict.fromkeys(name for each in self.attempts for name in each.engines)]
 
     def on_attempt(self) -> None:
-        """It is submitted, or again after it was lost."""
         if len(self.attempts) == MAX_ATTEMPTS:
             self.attempts.pop()
         self.attempts.append(Attempt(self.num_attempts, time.monotonic()))
@@ -108,14 +101,12 @@ class SequenceRecord:
             attempt.queued_s, attempt.first_at = queued_us / 1e6, now
 
     def on_handover(self) -> None:
-        """A prefill engine has ended, and a decode engine continues."""
         self.attempts[-1].handed_over_at = time.monotonic()
 
     def on_engines(self, names: list[str]) -> None:
         self.attempts[-1].engines = names
 
     def on_lost(self, how: str) -> None:
-        """The attempt has ended without a result."""
         self.attempts[-1].lost_at, self.attempts[-1].lost = time.monotonic(), how
 
 
@@ -149,7 +140,7 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens; a prompt counts once for all `n`."""
+        """A prompt counts once for all `n`."""
         return sum(each.num_prompt_tokens for each in self.sequences if each.is_first_choice)
 
     @property
@@ -162,7 +153,7 @@ _ELSEWHERE = ("iteration_tokens_total", "time_per_output_token_seconds")
 
 
 class IngressCounts:
-    """What one ingress counts since it was started. Belongs to its event loop."""
+    """What one ingress has counted. Belongs to its event loop."""
 
     def __init__(self, max_model_len: int) -> None:
         self._histograms = {
@@ -190,13 +181,16 @@ class IngressCounts:
             return
         now = time.monotonic()
         if sequence.first_at:
-            gap_s = (now - sequence.last_at) / num_new
-            num_gaps = num_new
+            self._token.observe((now - sequence.last_at) / num_new, num_new)
         else:
-            self._on_first(request, sequence, now)
-            gap_s, num_gaps = 0.0, num_new - 1
-        if num_gaps:
-            self._token.observe(gap_s, num_gaps)
+            sequence.first_at = now
+            self._first_token.observe(now - request.arrived_at)
+            if num_new > 1:
+                self._token.observe(0.0, num_new - 1)
+            if sequence.is_first_choice:
+                self._counters["prompt_tokens_total",] += sequence.num_prompt_tokens
+                self._counters["prompt_tokens_cached_total",] += sequence.num_cached_tokens
+                self._histograms["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
         self._counters["generation_tokens_total",] += num_new
         sequence.num_tokens, sequence.last_at = num_tokens, now
 
@@ -205,21 +199,21 @@ class IngressCounts:
         now = time.monotonic()
         sequence.finish_reason, sequence.ended_at = finish_reason, now
         self._counters["request_success_total", finish_reason] += 1
-        self._observe("e2e_request_latency_seconds", now - request.arrived_at)
-        self._observe("request_generation_tokens", sequence.num_tokens)
-        self._observe("request_max_num_generation_tokens", sequence.max_tokens)
+        self._histograms["e2e_request_latency_seconds"].observe(now - request.arrived_at)
+        self._histograms["request_generation_tokens"].observe(sequence.num_tokens)
+        self._histograms["request_max_num_generation_tokens"].observe(sequence.max_tokens)
         if not sequence.first_at:
             return
         prefill_s, decode_s = sequence.prefill_s, sequence.decode_s
-        self._observe("request_queue_time_seconds", sequence.queued_s)
-        self._observe("request_prefill_time_seconds", prefill_s)
-        self._observe("request_decode_time_seconds", decode_s)
-        self._observe("request_inference_time_seconds", prefill_s + decode_s)
+        self._histograms["request_queue_time_seconds"].observe(sequence.queued_s)
+        self._histograms["request_prefill_time_seconds"].observe(prefill_s)
+        self._histograms["request_decode_time_seconds"].observe(decode_s)
+        self._histograms["request_inference_time_seconds"].observe(prefill_s + decode_s)
         if sequence.kv_wait_s:
-            self._observe("request_kv_wait_time_seconds", sequence.kv_wait_s)
+            self._histograms["request_kv_wait_time_seconds"].observe(sequence.kv_wait_s)
         if sequence.num_tokens > 1:
             mean_s = decode_s / (sequence.num_tokens - 1)
-            self._observe("request_time_per_output_token_seconds", mean_s)
+            self._histograms["request_time_per_output_token_seconds"].observe(mean_s)
 
     def counts(self) -> Counts:
         counts: Counts = dict(self._counters)
@@ -227,14 +221,3 @@ class IngressCounts:
             histogram.put_into(counts)
         self._token.put_into(counts, "time_per_output_token_seconds")
         return counts
-
-    def _on_first(self, request: RequestRecord, sequence: SequenceRecord, now: float) -> None:
-        sequence.first_at = now
-        self._first_token.observe(now - request.arrived_at)
-        if sequence.is_first_choice:
-            self._counters["prompt_tokens_total",] += sequence.num_prompt_tokens
-            self._counters["prompt_tokens_cached_total",] += sequence.num_cached_tokens
-            self._observe("request_prompt_tokens", sequence.num_prompt_tokens)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)

@@ -1,15 +1,14 @@
 """Sampling parameters: what a request may ask for, and its resolution to what the engine takes.
 
-Names and defaults are those of vLLM's `SamplingParams`, but every value is checked when the object
-is built, and a value that cannot be met is refused, never clamped. Only a `max_tokens` that was not
-given shrinks: to what a long prompt leaves, and to what one answer may hold.
+Names and defaults are those of vLLM's `SamplingParams`. A value that cannot be met is refused,
+never clamped; only a `max_tokens` that was not given shrinks to what is left.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated
 
 import msgspec
@@ -113,8 +112,6 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class _Bounded(PromptFields, frozen=True, kw_only=True):
-    """The fields whose values their types bound."""
-
     logit_bias: Annotated[
         dict[TokenId, TokenBias], Meta(max_length=MAX_BIASES), says("token ids with a bias each")
     ] = {}
@@ -147,22 +144,25 @@ class SamplingParams(_Bounded, frozen=True, kw_only=True):
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is UNSET else self.max_tokens
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise FieldError("min_tokens", f"at most max_tokens={max_tokens}", self.min_tokens)
-        if self.structured_outputs is not None:
-            _check_structured(self)
+        structured: object = self.structured_outputs
+        if structured is None:
+            return
+        if not isinstance(structured, StructuredOutputsParams):
+            found = Words(repr(structured)[:100])
+            raise FieldError("structured_outputs", "a StructuredOutputsParams", found)
+        # A grammar decides what may be drawn, and where a text ends.
+        for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
+            value = getattr(self, name)
+            text = Words(str(value)[:100])
+            _require(value == none, name, "none with structured output, which decides it", text)
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings, always as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class Resolver:
-    """Turns one request's parameters into what the engine takes, for each of its prompts.
-
-    What does not depend on the prompt is checked and computed once, when it is built.
-
-    Raises FieldError where a token id lies outside of the vocabulary.
-    """
+    """Turns one request's parameters into what the engine takes, for each of its prompts."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Resolver:
         eos_token_ids: Iterable[int],
         grammar_text: Callable[[StructuredOutputsParams], str],
     ) -> None:
-        """Check and compute what does not depend on the prompt.
+        """Check and compute what does not depend on the prompt; raises FieldError.
 
         Args:
             grammar_text: returns a grammar as engines take it; raises FieldError.
@@ -205,8 +205,7 @@ class Resolver:
             max_tokens_left: bounds a `max_tokens` that was not given, as the model's length does.
 
         Raises:
-            FieldError: the prompt is empty or too long, or max_tokens or min_tokens do not fit
-                behind it.
+            FieldError: the prompt, max_tokens or min_tokens do not fit.
         """
         params = self._params
         first = Sampling(
@@ -262,23 +261,20 @@ def _another_choice(first: Sampling, index: int) -> Sampling:
 
 def _rules(params: SamplingParams) -> LogitRules | None:
     """Return the rules, or None where they would change nothing."""
+    # One bit per token up to the highest of these, lowest bit first.
+    token_ids = params.allowed_token_ids or []
+    allowed = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)
+    allowed[token_ids] = True
     rules = LogitRules(
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
         repetition_penalty=float(params.repetition_penalty),
         bias_token_ids=tuple(params.logit_bias),
         biases=tuple(float(bias) for bias in params.logit_bias.values()),
-        allowed_tokens=_bitmap(params.allowed_token_ids or ()),
+        allowed_tokens=np.packbits(allowed, bitorder="little").tobytes(),
         min_tokens=params.min_tokens,
     )
     return None if rules == _NO_RULES else rules
-
-
-def _bitmap(token_ids: Sequence[int]) -> bytes:
-    """Return one bit per token up to the highest of these, lowest bit first; set for these."""
-    bits = np.zeros(max(token_ids, default=-1) + 1, dtype=bool)
-    bits[list(token_ids)] = True
-    return np.packbits(bits, bitorder="little").tobytes()
 
 
 _NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
@@ -287,17 +283,6 @@ _NO_RULES = LogitRules(0.0, 0.0, 1.0, (), (), b"", 0)
 def _require(is_met: bool, param: str, wanted: str, found: object) -> None:
     if not is_met:
         raise FieldError(param, wanted, found)
-
-
-def _check_structured(params: SamplingParams) -> None:
-    """Refuse what would leave no token to draw, or no end, where a grammar decides both."""
-    wanted, found = StructuredOutputsParams.__name__, params.structured_outputs
-    is_one = isinstance(found, StructuredOutputsParams)
-    _require(is_one, "structured_outputs", f"a {wanted}", Words(repr(found)[:100]))
-    for name, none in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
-        value = getattr(params, name)
-        text = Words(str(value)[:100])
-        _require(value == none, name, "none with structured output, which decides it", text)
 
 
 def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -> None:

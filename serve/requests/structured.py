@@ -1,18 +1,14 @@
 """Structured output: what the text must be, checked before an engine has the request.
 
-A request names at most one of a JSON schema, any JSON object, a regex, a list of texts, a
-context-free grammar. It is compiled once as the engines will compile it, with the same bounds, and
-the beginning of a text is drawn from it, so that what they could not serve is refused by the
-field's name. An ingress has that done by another process, since some of what is sent takes minutes,
-or all memory (`serve/requests/grammar_process.py`).
+It is compiled as the engines will compile it, and the beginning of a text is drawn from it, so that
+what they could not serve is refused by the field's name. An ingress has that done by another
+process, since some of what is sent takes minutes, or all memory (`grammar_process.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -73,7 +69,6 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Characters of what is given."""
         kind, value = self.kind, getattr(self, self.kind)
         match kind, value:
             case "json_object", True:
@@ -97,21 +92,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         raise _error(kind, wanted.get(kind, "a text of at least one character"), repr(value)[:100])
 
     def library_text(self) -> str:
-        """Return it as engines take it.
-
-        Raises:
-            FieldError: names the field, and what is wrong.
-        """
-        try:
-            text = self._library_text()
-        except GrammarError as error:
-            raise _error(self.kind, _WANTED[self.kind], f"one that is not: {error}") from error
-        if len(text) > MAX_GRAMMAR_CHARS:
-            wanted = f"at most {MAX_GRAMMAR_CHARS} characters as a grammar"
-            raise _error(self.kind, wanted, str(len(text)))
-        return text
-
-    def _library_text(self) -> str:
+        """Return it as engines take it; raises GrammarError."""
         if self.regex is not None:
             return of_regex(self.regex)
         if self.choice is not None:
@@ -143,13 +124,12 @@ def _error(kind: str, wanted: str, found: str) -> FieldError:
 
 
 def check(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams) -> str:
-    """Return what is wanted as engines take it.
-
-    Raises:
-        FieldError: names the field, and why engines could not serve it.
-    """
-    text = wanted.library_text()
+    """Return what is wanted as engines take it; raises FieldError where they could not serve it."""
     try:
+        text = wanted.library_text()
+        if len(text) > MAX_GRAMMAR_CHARS:
+            most = f"at most {MAX_GRAMMAR_CHARS} characters as a grammar"
+            raise _error(wanted.kind, most, str(len(text)))
         if isinstance(vocabulary, VocabularyError):
             raise GrammarError(f"the model's tokenizer: {vocabulary}")
         vocabulary.try_out(vocabulary.compile(text))
@@ -159,70 +139,52 @@ def check(vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsPar
 
 
 def refused(wanted: StructuredOutputsParams, why: str) -> FieldError:
-    """Return the error of something that cannot be compiled."""
     return _error(wanted.kind, _WANTED[wanted.kind], f"one that is not: {why}")
 
 
 class Verdicts:
-    """What was found of grammars so far. Any thread may call it."""
+    """What was found of grammars so far. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._found: OrderedDict[bytes, str | FieldError] = OrderedDict()
         self._num_chars = 0
 
     def known(self, wanted: StructuredOutputsParams) -> str | None:
-        """Return it as engines take it, or None if that is not known.
-
-        Raises:
-            FieldError: names the field, and what is wrong.
-        """
+        """Return it as engines take it, or raise what is wrong; None if that is not known."""
         key = key_of(wanted)
-        with self._lock:
-            found = self._found.get(key)
-            if found is not None:
-                self._found.move_to_end(key)
+        found = self._found.get(key)
+        if found is not None:
+            self._found.move_to_end(key)
         if isinstance(found, FieldError):
-            raise FieldError(found.field, found.wanted, found.found)
+            raise _copy(found)
         return found
 
     def keep(self, wanted: StructuredOutputsParams, found: str | FieldError) -> None:
-        """Remember what was found."""
         key = key_of(wanted)
-        if isinstance(found, FieldError):  # without a traceback, and all that it holds
-            found = FieldError(found.field, found.wanted, found.found)
-        with self._lock:
-            self._num_chars += _num_chars(found) - _num_chars(self._found.get(key, ""))
-            self._found[key] = found
-            while len(self._found) > MAX_CHECKED or self._num_chars > MAX_CHECKED_CHARS:
-                _, dropped = self._found.popitem(last=False)
-                self._num_chars -= _num_chars(dropped)
+        self._num_chars += _num_chars(found) - _num_chars(self._found.get(key, ""))
+        self._found[key] = _copy(found) if isinstance(found, FieldError) else found
+        while len(self._found) > MAX_CHECKED or self._num_chars > MAX_CHECKED_CHARS:
+            _, dropped = self._found.popitem(last=False)
+            self._num_chars -= _num_chars(dropped)
 
-
-class GrammarChecks:
-    """Finds what grammars are, each once. Any thread may call it."""
-
-    def __init__(self, find: Callable[[StructuredOutputsParams], str]) -> None:
-        """Remember what `find` returns or raises, which is as `check` does."""
-        self._find = find
-        self._verdicts = Verdicts()
-
-    def text(self, wanted: StructuredOutputsParams) -> str:
-        """Return it as engines take it, which may take seconds.
-
-        Raises:
-            FieldError: names the field, and what is wrong.
-        """
-        text = self._verdicts.known(wanted)
-        if text is not None:
-            return text
-        try:
-            text = self._find(wanted)
-        except FieldError as error:
-            self._verdicts.keep(wanted, error)
-            raise
-        self._verdicts.keep(wanted, text)
+    def find(
+        self, vocabulary: Vocabulary | VocabularyError, wanted: StructuredOutputsParams
+    ) -> str:
+        """Return or raise what is known, or else what `check` finds."""
+        text = self.known(wanted)
+        if text is None:
+            try:
+                text = check(vocabulary, wanted)
+            except FieldError as error:
+                self.keep(wanted, error)
+                raise
+            self.keep(wanted, text)
         return text
+
+
+def _copy(error: FieldError) -> FieldError:
+    """Return an error without a traceback, and all that it holds."""
+    return FieldError(error.field, error.wanted, error.found)
 
 
 def _num_chars(found: str | FieldError) -> int:
@@ -230,5 +192,4 @@ def _num_chars(found: str | FieldError) -> int:
 
 
 def key_of(wanted: StructuredOutputsParams) -> bytes:
-    """Return a digest of what is asked for."""
     return hashlib.sha256(msgspec.json.encode(wanted)).digest()

@@ -1,16 +1,17 @@
 """A checkpoint's tokenizer: text to token ids and back.
 
-Encoding and decoding go straight to the Rust tokenizer that transformers loaded. transformers' own
-`__call__` sets truncation and padding on that shared object at every call, which two threads must
-not do at once; the Rust object's own methods change nothing, so any number of threads may call the
-methods of one `Tokenizer`.
+Encoding and decoding go straight to the Rust tokenizer that transformers loaded, whose own methods
+change nothing, so that any number of threads may call one `Tokenizer`; transformers' `__call__`
+sets truncation and padding on that object each time.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,8 +23,10 @@ PIECE_CHARS = 1 << 16
 and 30 MB at most."""
 CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
-
-
+NUM_PROMPT_TOKENS = 5
+"""The last tokens of a prompt, which decide how the first output token is written."""
+MAX_UTF8_BYTES = 4
+"""Bytes of one character."""
 _PROBE = "probe_function"
 
 
@@ -47,9 +50,8 @@ class WrittenTools(NamedTuple):
     """What a chat template makes of a tool, and of a call of it."""
 
     has_tools: bool
-    """It writes the tools that it is given."""
     call: str
-    """The text of a call in an earlier turn; empty where it writes none."""
+    """Empty where it writes no calls."""
 
 
 class Tokenizer:
@@ -81,11 +83,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Self:
-        """Load the tokenizer files in `path`; never downloads.
-
-        Raises:
-            TokenizerError: there is none, or it has no fast version.
-        """
+        """Load the tokenizer files in `path`, never from elsewhere; raises TokenizerError."""
         # Importing transformers takes seconds, and the ingress has to be up before that.
         from transformers import AutoTokenizer
 
@@ -104,11 +102,6 @@ class Tokenizer:
             )
         eos_token_ids = _eos_token_ids(Path(path), hf_tokenizer.eos_token_id)
         return cls(hf_tokenizer, eos_token_ids, Path(path))
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return bool(self._hf.chat_template)
 
     @property
     def template_names(self) -> list[str]:
@@ -130,10 +123,7 @@ class Tokenizer:
         """
         if chat_template not in self._takes_parts:
             message = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
-            try:
-                text = self._render([message], chat_template=chat_template)
-            except Exception:  # a program of the checkpoint, as in `apply_chat_template`
-                text = ""
+            text = self._try(message, chat_template=chat_template)
             # A template for text writes the list as Python or JSON do.
             is_verbatim = "'type'" in text or '"type"' in text
             self._takes_parts[chat_template] = "probe" in text and not is_verbatim
@@ -141,11 +131,8 @@ class Tokenizer:
 
     def written_tools(self, chat_template: str | None = None) -> WrittenTools:
         """Return what a template writes of tools and calls, tried on one of each."""
-        if chat_template not in self._written_tools:
-            self._written_tools[chat_template] = self._write_tools(chat_template)
-        return self._written_tools[chat_template]
-
-    def _write_tools(self, chat_template: str | None) -> WrittenTools:
+        if (known := self._written_tools.get(chat_template)) is not None:
+            return known
         question = {"role": "user", "content": "probe"}
         schema = {"type": "object", "properties": {"probe": {"type": "string"}}}
         function = {"name": _PROBE, "description": "probe", "parameters": schema}
@@ -157,7 +144,9 @@ class Tokenizer:
         with_tools = self._try(question, chat_template=chat_template, tools=tools)
         with_call = self._try(question, answer, chat_template=chat_template)
         # A template may write an id, or a message as a whole, where it writes no calls.
-        return WrittenTools(_PROBE in with_tools, with_call if _PROBE in with_call else "")
+        written = WrittenTools(_PROBE in with_tools, with_call if _PROBE in with_call else "")
+        self._written_tools[chat_template] = written
+        return written
 
     def _try(self, *messages: dict[str, Any], **kwargs: Any) -> str:
         try:
@@ -179,12 +168,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`.
 
-        A long text is counted in pieces first where there is a limit, since the memory that the
-        tokenizer takes grows with the tokens: some 400 bytes for each.
-
-        Args:
-            max_tokens: beyond about so many nothing is returned.
-            check: called between pieces; may raise.
+        A long text is counted in pieces first where there is a limit, since the tokenizer takes
+        some 400 bytes for each token. `check` is called between pieces, and may raise.
 
         Raises:
             TooManyTokens: the text has more than `max_tokens`, by its pieces.
@@ -229,22 +214,18 @@ class Tokenizer:
         `kwargs` are those of transformers; others reach the template as variables. Templates run
         in transformers' sandbox, which keeps them from the process but not from its time.
 
-        Args:
-            max_tokens, check: as of `encode`.
-
         Raises:
             ChatTemplateError: no template, or it refuses these messages.
             TooManyTokens: as of `encode`.
         """
-        if not self.has_chat_template:
+        if not self._hf.chat_template:
             raise ChatTemplateError(
                 "the model's checkpoint has no chat template; use /v1/completions or serve a "
                 "checkpoint whose tokenizer_config.json or chat_template.jinja has one"
             )
         try:
             text = self._render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-        except Exception as error:
-            # Templates are programs of the checkpoint: they raise anything.
+        except Exception as error:  # templates are programs of the checkpoint
             raise ChatTemplateError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
@@ -255,7 +236,6 @@ class Tokenizer:
         return text
 
     def token(self, token_id: int) -> str | None:
-        """Return the vocabulary's own spelling of a token, or None for an unknown id."""
         token: str | None = self._rust.id_to_token(token_id)
         return token
 
@@ -272,15 +252,18 @@ class Tokenizer:
 
     def is_byte_fallback(self, token_id: int) -> bool:
         """Return whether the token is a byte, spelt <0x0A>, of a SentencePiece vocabulary."""
-        return not self.is_byte_level and fallback_byte(self.token(token_id) or "") is not None
+        return not self.is_byte_level and _fallback_byte(self.token(token_id) or "") is not None
 
     def _find_token_bytes(self, token_id: int) -> bytes:
         token = self.token(token_id)
         if token is None:
             return b""
         if self.is_byte_level:
-            return _bytes_of_byte_level(token)
-        if (byte := fallback_byte(token)) is not None:
+            try:
+                return bytes(_byte_of_char()[char] for char in token)
+            except KeyError:  # an added token may hold any character; it stands for itself
+                return token.encode()
+        if (byte := _fallback_byte(token)) is not None:
             return byte
         # A token that opens the text may lose its leading space; the second of two keeps it.
         alone = self.decode([token_id], skip_special_tokens=False)
@@ -288,36 +271,18 @@ class Tokenizer:
         return twice[len(alone) :].encode()
 
 
-def fallback_byte(token: str) -> bytes | None:
+def _fallback_byte(token: str) -> bytes | None:
     """Return the byte of a token spelt <0x0A>, or None for any other token."""
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return bytes.fromhex(token[3:5])
-    except ValueError:
-        return None
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+    return bytes.fromhex(found[1]) if found else None
 
 
+@functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary (GPT-2).
+    """Return the byte behind each character of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    Printable Latin-1 stands for itself; the other bytes, in order, for U+0100 and up.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-
-
-def _bytes_of_byte_level(token: str) -> bytes:
-    try:
-        return bytes([_BYTE_OF_CHAR[char] for char in token])
-    except KeyError:
-        # An added token may hold any character; it stands for itself.
-        return token.encode()
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def _is_byte_level(decoder: Any) -> bool:
@@ -341,3 +306,124 @@ def _eos_token_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     if tokenizer_eos is not None:
         ids.append(tokenizer_eos)
     return tuple(dict.fromkeys(ids))
+
+
+def detokenizer(
+    tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
+) -> ByteLevelDetokenizer | WindowDetokenizer:
+    """Return the detokenizer of what follows a prompt, where the tokens in `skipped` have no text.
+
+    Not tokenizers' DecodeStream: it decodes all bytes again for as long as they make no character,
+    raises where a byte-fallback run turns out to be invalid, and has no flush.
+    """
+    if tokenizer.is_byte_level:
+        return ByteLevelDetokenizer(tokenizer, skipped)
+    return WindowDetokenizer(tokenizer, skipped, prompt_token_ids)
+
+
+class ByteLevelDetokenizer:
+    """Turns tokens into text that later ones do not change, where it is their bytes joined."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """Return what is left when no token follows."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other vocabularies: decodes the last tokens with and without the new ones.
+
+    The tokens of the previous delta, at first the prompt's last ones, stay as context, since a
+    token that opens a text may lose its leading space. A run of byte-fallback tokens is text as
+    soon as they make a character. From the first byte that makes none each is U+FFFD, to the end
+    of the run; decoding all at once would turn the characters before it into U+FFFD as well.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._token_ids = self._end_of(prompt_token_ids)
+        self._num_context = len(self._token_ids)
+        self._context = self._decode()
+        self._bytes: list[int] = []
+        """Byte-fallback tokens that make no character yet."""
+
+    def step(self, token_id: int) -> str:
+        # Tokens without text would let the window grow, and each step decodes all of it.
+        if self._has_no_text(token_id):
+            return ""
+        if self._tokenizer.is_byte_fallback(token_id):
+            self._bytes.append(token_id)
+            return self._take_bytes() if self._is_character() else ""
+        broken = self._take_bytes()
+        self._token_ids.append(token_id)
+        text = self._decode()
+        if len(text) <= len(self._context) or not text.startswith(self._context):
+            return broken
+        return broken + self._advance(text)
+
+    def flush(self) -> str:
+        return self._take_bytes() + self._advance(self._decode())
+
+    def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens of a prompt that have text, but for a run of bytes at its end.
+
+        The output may continue such a run, and change what it says.
+        """
+        end: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if self._has_no_text(token_id):
+                continue
+            if end or not self._tokenizer.is_byte_fallback(token_id):
+                end.append(token_id)
+            if len(end) == NUM_PROMPT_TOKENS:
+                break
+        return end[::-1]
+
+    def _has_no_text(self, token_id: int) -> bool:
+        return token_id in self._skipped or self._tokenizer.token(token_id) is None
+
+    def _is_character(self) -> bool:
+        """Return whether the bytes that wait make a character."""
+        if len(self._bytes) > MAX_UTF8_BYTES:
+            return False
+        try:
+            b"".join(map(self._tokenizer.token_bytes, self._bytes)).decode()
+        except UnicodeDecodeError:
+            return False
+        return True
+
+    def _take_bytes(self) -> str:
+        """Return the text of the bytes that wait: a character, or U+FFFD for each."""
+        if not self._bytes:
+            return ""
+        before = self._advance(self._decode())
+        is_broken = not self._is_character()
+        if is_broken:  # what belongs to a character of the same run must not be decoded with them
+            self._token_ids, self._num_context, self._context = [], 0, ""
+        self._token_ids += self._bytes
+        self._bytes = []
+        return before + self._advance(self._decode())
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=False)
+
+    def _advance(self, text: str) -> str:
+        """Return what `text` adds to the context; the tokens of that are the next context."""
+        delta = text[len(self._context) :]
+        if self._num_context < len(self._token_ids):
+            self._token_ids = self._token_ids[self._num_context :]
+            self._num_context = len(self._token_ids)
+            self._context = self._decode()
+        return delta

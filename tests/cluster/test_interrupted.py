@@ -27,8 +27,8 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.messages import EngineOutput, GenerateRequest, LogitRules, Sampling, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from serve.event_loop import StreamBatcher
+from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
-from serve.pools.token_socket import TokenSocket
 
 VOCAB = 256
 NUM_TOKENS = 48

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import signal
@@ -25,6 +27,16 @@ SERVE = Path(sys.executable).with_name("serve")
 FIGURES = ("prompt_tokens_computed", "kv_bytes_sent", "kv_bytes_received")
 Ranks = dict[str, list[dict[str, Any]]]
 """By pool: what `/ready` tells of each rank."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @dataclass

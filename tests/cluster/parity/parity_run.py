@@ -41,8 +41,8 @@ from cluster.wire.messages import EngineOutput, Submit
 from cluster.wire.sockets import CurveHandshake, connecting_socket, end_context, pack
 from compile.counters import counter
 from serve.event_loop import StreamBatcher
+from serve.pools.mailboxes import TokenSocket
 from serve.pools.router import Router
-from serve.pools.token_socket import TokenSocket
 
 FOLDER = Path(__file__).resolve().parent
 MAX_STEPS = 10_000

@@ -18,8 +18,6 @@ from serve.observe.page import FILES
 pytestmark = pytest.mark.ray
 
 PAGE = Path(__file__).resolve().parents[3] / "serve" / "observe" / "page"
-READ = re.compile(r'\bread\((\w+), "(\w+)"\)')
-"""How the script reads a field: which object, which field."""
 
 
 def get(url: str, key: str = "") -> tuple[int, Any, bytes]:
@@ -30,28 +28,6 @@ def get(url: str, key: str = "") -> tuple[int, Any, bytes]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers, error.read()
-
-
-def watched(app: Any) -> dict[str, Any]:
-    """Return what `/status` has once it has figures, which are fetched for who looks."""
-    deadline = time.monotonic() + 300
-    while True:
-        body: dict[str, Any] = json.loads(get(app.url + "/status")[2])
-        if body["figures"] and body["figures"]["engines"]:
-            return body
-        assert time.monotonic() < deadline, body
-        time.sleep(0.1)
-
-
-def chat(app: Any) -> None:
-    body = {"model": "lockstep-tiny", "messages": [{"role": "user", "content": "Count to 9."}]}
-    request = urllib.request.Request(
-        app.url + "/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert json.load(answer)["choices"]
 
 
 @pytest.mark.feature("R19")
@@ -77,47 +53,6 @@ def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server:
     assert ids and ids <= set(re.findall(r'id="([\w-]+)"', html))
 
 
-@pytest.mark.feature("R19")
-def test_every_field_that_the_page_reads_is_answered(server: Any) -> None:
-    chat(server)
-    body = watched(server)
-    replicas = [replica for pool in body["pools"].values() for replica in pool["replicas"]]
-    engines = body["figures"]["engines"]
-    objects = {
-        "body": [body],
-        "figures": [body["figures"]],
-        "ingress": [body["figures"]["ingress"]],
-        "engine": engines,
-        "pool": list(body["pools"].values()),
-        "replica": replicas,
-        "rank": [rank for replica in replicas for rank in replica["ranks"]],
-    }
-    same = {
-        "found": "pool",
-        "last": "figures",
-        "earlier": "ingress",
-        "each": "figures",
-        "dead": "rank",
-    }
-    same |= {"now": "figures", "then": "figures", "all": "figures"}
-    script = (PAGE / "page.js").read_text()
-    fields = {(same.get(name, name), field) for name, field in READ.findall(script)}
-    fields.discard(("object", "name"))
-    assert {name for name, _ in fields} == {*objects, "entry"}
-    for name, field in sorted(fields - {("entry", field) for _, field in fields}):
-        assert objects[name], name
-        assert all(field in found for found in objects[name]), (name, field)
-    # What is read by a name that is computed.
-    for field in re.findall(r'(?:sum|total\(figures,)\(?\s*"(\w+)"\)', script):
-        assert all(field in found for found in [*objects["rank"], *engines][:1]) or all(
-            field in engine for engine in engines
-        ), field
-    decoding = [engine for engine in engines if engine["pool"] == "decode"]
-    assert sum(engine["scheduled_tokens_total"] for engine in decoding) > 0
-    assert any(engine["replays"] for engine in decoding)
-    assert body["figures"]["ingress"]["generation_tokens_total"] > 0
-
-
 @pytest.mark.feature("R19", "R20")
 @pytest.mark.slow
 def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
@@ -141,14 +76,8 @@ def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
         assert time.monotonic() < deadline, body
         time.sleep(0.1)
     compiling = [entry for entry in seen if entry["what"] == "mixed: compiling"]
-    script = (PAGE / "page.js").read_text()
-    for name, field in READ.findall(script):
-        assert name != "entry" or all(field in entry for entry in seen), field
     assert compiling[-1]["elapsed_s"] > compiling[0]["elapsed_s"] >= 0
-    assert compiling[-1]["done"] > 0 and (compiling[0]["dp_rank"], compiling[0]["tp_rank"]) == (
-        0,
-        0,
-    )
+    assert compiling[-1]["done"] > 0
     said = (
         r"loading, \d+ s: .* for \d+ s",
         r"serves after [\d.]+ s, and compiles meanwhile",

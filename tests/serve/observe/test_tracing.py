@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -145,28 +146,19 @@ def test_a_mixed_pool_has_no_transfer_and_a_single_token_no_decode() -> None:
 
 
 @pytest.mark.feature("R15")
-@pytest.mark.parametrize(
-    ("traceparent", "is_sampled"), [(f"00-{TRACE_ID}-{PARENT_ID}-01", True), ("nonsense", False)]
-)
-def test_a_request_belongs_to_the_trace_that_its_client_names(
-    traceparent: str, is_sampled: bool
-) -> None:
-    root, _ = spans_of(request(sequence(), traceparent=traceparent, tracestate="a=b"))
-    if not is_sampled:
-        assert root.parent is None
-        return
+def test_a_request_belongs_to_the_trace_that_its_client_names() -> None:
+    named = f"00-{TRACE_ID}-{PARENT_ID}-01"
+    root, _ = spans_of(request(sequence(), traceparent=named, tracestate="a=b"))
     assert f"{root.context.trace_id:032x}" == TRACE_ID
     assert f"{root.parent.span_id:016x}" == PARENT_ID
     assert root.context.trace_state.get("a") == "b"
-
-
-@pytest.mark.feature("R15")
-def test_a_client_that_does_not_sample_gets_no_spans() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    record = request(sequence(), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00")
-    make_spans(provider.get_tracer("test"), record, NOW + 10)
-    assert exporter.get_finished_spans() == ()
+    root, _ = spans_of(request(sequence(), traceparent="nonsense"))
+    assert root.parent is None
+    collector = Collector()
+    tracing = Tracing(collector, "this")
+    tracing.write(request(sequence(), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00"))
+    tracing.close()
+    assert collector.spans == [], "the client does not sample"
 
 
 @pytest.mark.feature("R15")
@@ -186,10 +178,7 @@ def test_a_request_that_lost_its_ranks_has_the_spans_of_both_attempts() -> None:
     assert (event.name, event.attributes["reason"]) == ("lost", "died")
     assert round((event.timestamp - root.start_time) / 1e9, 6) == 2
     assert [c.attributes.get("lockstep.attempt") for c in children] == [None, 0, 1, 1, 1, 1]
-    assert (children[1].status.status_code, children[1].status.description) == (
-        StatusCode.ERROR,
-        "died",
-    )
+    assert children[1].status.description == "died"
     # It was answered all the same.
     assert root.status.status_code is StatusCode.UNSET and root.attributes["lockstep.attempts"] == 2
 
@@ -258,18 +247,20 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches every 10 ms."""
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the lines that are logged, while batches are sent every 10 ms."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "4")
+    lines: list[str] = []
+    logger = logging.getLogger("lockstep.tracing")
+    monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
+    return lines
 
 
 @pytest.mark.feature("R15")
 def test_a_collector_that_fails_is_told_once_and_so_is_its_return(
-    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
-    logger = logging.getLogger("lockstep.tracing")
-    monkeypatch.setattr(logger, "warning", lambda text, *args: told.append(text % args))
     collector = Collector()
     collector.results = [SpanExportResult.FAILURE] * 3
     tracing = Tracing(collector, "this")
@@ -292,16 +283,6 @@ def test_what_was_written_is_sent_before_the_end(monkeypatch: pytest.MonkeyPatch
     assert len(collector.spans) == 6
     resource = collector.spans[0].resource.attributes
     assert (resource["service.name"], resource["service.instance.id"]) == ("mine", "replica-7")
-
-
-@pytest.mark.feature("R15")
-def test_the_environment_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    collector = Collector()
-    tracing = Tracing(collector, "this")
-    tracing.write(request(sequence()))
-    tracing.close()
-    assert collector.spans == []
 
 
 @pytest.mark.parametrize("bad", ["localhost:4317", "ftp://host", "http://", "http://h:99999", "x"])
@@ -333,47 +314,36 @@ def test_missing_packages_are_named_with_what_to_install(
     assert str(found.value).startswith(f"otlp_traces_endpoint: {wanted}, found 'import of ")
 
 
-def grpc_collector(bodies: list[bytes]) -> Any:
-    """Return an OTLP/gRPC collector that runs, and its URL."""
+@pytest.mark.feature("R15")
+def test_spans_reach_a_collector_over_grpc() -> None:
+    pytest.importorskip(EXPORTERS[GRPC], reason="needs the extra `tracing`")
     import grpc
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
     class Servicer(service.TraceServiceServicer):  # type: ignore[misc, unused-ignore]
+        body = b""
+
         def Export(self, request: Any, context: Any) -> Any:
-            bodies.append(request.SerializeToString())
+            self.body += request.SerializeToString()
             return ExportTraceServiceResponse()
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    service.add_TraceServiceServicer_to_server(Servicer(), server)
+    server, servicer = grpc.server(ThreadPoolExecutor(2)), Servicer()
+    service.add_TraceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    return server, f"http://127.0.0.1:{port}"
-
-
-@pytest.mark.feature("R15")
-def test_spans_reach_a_collector_over_grpc() -> None:
-    pytest.importorskip(EXPORTERS[GRPC], reason="needs the extra `tracing`")
-    bodies: list[bytes] = []
-    server, url = grpc_collector(bodies)
     try:
-        tracing = Tracing(otlp_exporter(url), "this")
+        tracing = Tracing(otlp_exporter(f"http://127.0.0.1:{port}"), "this")
         tracing.write(request(sequence()))
         tracing.close()
     finally:
         server.stop(None).wait()
-    assert b"llm_request" in b"".join(bodies) and b"transfer" in b"".join(bodies)
+    assert b"llm_request" in servicer.body and b"transfer" in servicer.body
 
 
 @pytest.mark.feature("R15")
-def test_a_port_on_which_nobody_listens_is_told(
-    quick: None, free_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_on_which_nobody_listens_is_told(told: list[str], free_port: int) -> None:
     pytest.importorskip(EXPORTERS[HTTP], reason="needs the extra `tracing`")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "4")
-    told: list[str] = []
-    logger = logging.getLogger("lockstep.tracing")
-    monkeypatch.setattr(logger, "warning", lambda text, *args: told.append(text % args))
     tracing = Tracing(otlp_exporter(f"http://127.0.0.1:{free_port}/v1/traces"), "this")
     began = time.monotonic()
     for _ in range(100):
@@ -387,8 +357,6 @@ def test_a_port_on_which_nobody_listens_is_told(
 
 
 def test_nothing_is_imported_where_nothing_is_traced() -> None:
-    import subprocess
-
     code = (
         "import sys; from serve.config import deploy_config; import serve.observe.tracing;"
         "assert deploy_config({}).args.otlp_traces_endpoint is None;"

@@ -302,8 +302,6 @@ def test_a_schema_whose_process_was_killed_is_tried_again(call: Any, llm: LLM) -
     """It gets 503 then, and is served the next time."""
     queue = llm.tokenizer.grammars
     queue.start()
-    while len(queue._idle) + len(queue._cold) < queue._threads._max_workers:
-        time.sleep(0.01)  # a grammar of a test before this one is still being compiled
     process = queue._idle[-1]._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,8 @@ class Group:
         self.epoch, self.handles, self.inboxes = epoch, [None], ["inbox"]
         self.is_named_by_watchdog = self.is_stopped = False
         self.verdict = ""
-        self.ended = asyncio.Event()
+        self.ended, self.is_ready = asyncio.Event(), asyncio.Event()
+        self.is_ready.set()
         self._start = start
         self._num_reports = 1 - epoch
 
@@ -43,6 +44,7 @@ class Group:
 
     async def start(self) -> None:
         self._start()
+        await self.is_ready.wait()
 
     async def stop(self) -> None:
         self.is_stopped = True
@@ -66,6 +68,8 @@ class Shell:
         """The state in which something was noted, what, and of what."""
         self.reports: list[ReplicaReport] = []
         self.is_answering = True
+        self.is_next_ready = asyncio.Event()
+        self.is_next_ready.set()
         self.aborted: list[str] = []
         self.core = PoolCore(
             "mixed",
@@ -77,8 +81,17 @@ class Shell:
         )
 
     def new_group(self, epoch: int) -> Group:
-        self.groups.append(Group(epoch, self._starts[min(epoch, len(self._starts) - 1)]))
-        return self.groups[-1]
+        group = Group(epoch, self._starts[min(epoch, len(self._starts) - 1)])
+        if epoch:
+            group.is_ready = self.is_next_ready
+        self.groups.append(group)
+        return group
+
+    def end_group(self) -> asyncio.Event:
+        """End the group; the next one is ready when the event is set."""
+        self.is_next_ready = asyncio.Event()
+        self.groups[-1].ended.set()
+        return self.is_next_ready
 
     async def connect(self, inboxes: Sequence[str]) -> Sequence[Shell]:
         return [self for _ in inboxes]
@@ -113,8 +126,10 @@ class Shell:
                 await asyncio.sleep(0.01)
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
+async def started(*starts: Callable[[], None], hold_s: float = 0.01) -> Shell:
+    shell = Shell(*starts, hold_s=hold_s)
+    await shell.core.start()
+    return shell
 
 
 def fail(reason: str = ENDED, verdict: str = "") -> Callable[[], None]:
@@ -124,108 +139,71 @@ def fail(reason: str = ENDED, verdict: str = "") -> Callable[[], None]:
     return start
 
 
-def test_a_pool_is_healthy_as_long_as_its_tasks_run() -> None:
+async def test_a_pool_is_healthy_as_long_as_its_tasks_run() -> None:
     async def broken() -> None:
         raise ValueError("inbox: wanted one, found none")
 
-    async def scenario() -> None:
-        shell = Shell()
-        await shell.core.start()
-        shell.core.spawn(asyncio.sleep(0))
-        await asyncio.sleep(0.01)
+    shell = await started()
+    shell.core.spawn(asyncio.sleep(0))
+    await asyncio.sleep(0.01)
+    shell.core.check_health()
+    shell.core.spawn(broken())
+    await asyncio.sleep(0.01)
+    with pytest.raises(ValueError, match="inbox: wanted one"):
         shell.core.check_health()
-        shell.core.spawn(broken())
-        await asyncio.sleep(0.01)
-        with pytest.raises(ValueError, match="inbox: wanted one"):
-            shell.core.check_health()
-
-    run(scenario)
 
 
 @pytest.mark.feature("P14")
-def test_a_request_waits_a_while_for_ranks_that_are_rebuilt() -> None:
+async def test_a_request_waits_a_while_for_ranks_that_are_rebuilt() -> None:
     """A refusal at once would draw all requests here, past a replica that is healthy."""
-
-    async def scenario() -> None:
-        ready = asyncio.Event()
-        shell = Shell(hold_s=30)
-        restarting = Shell(hold_s=0.01)
-        for each in (shell, restarting):
-            await each.core.start()
-            each.groups[0].ended.set()
-
-            async def start() -> None:
-                await ready.wait()
-
-            each.new_group = lambda epoch: _with(Group(epoch), start)  # type: ignore[method-assign]
-            await each.until(lambda each=each: each.core.state == "restarting")
-        with pytest.raises(PoolUnavailable, match=f"found it restarting: {ENDED}"):
-            await restarting.ask()
-        waiting = asyncio.create_task(shell.ask())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        ready.set()
-        assert await waiting == "length"
-
-    run(scenario)
+    patient, impatient = await started(hold_s=30), await started(hold_s=0.01)
+    ready = [each.end_group() for each in (patient, impatient)]
+    await patient.until(lambda: patient.core.state == impatient.core.state == "restarting")
+    with pytest.raises(PoolUnavailable, match=f"found it restarting: {ENDED}"):
+        await impatient.ask()
+    waiting = asyncio.create_task(patient.ask())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    ready[0].set()
+    assert await waiting == "length"
 
 
-def _with(group: Group, start: Callable[[], Coroutine[Any, Any, None]]) -> Group:
-    group.start = start  # type: ignore[method-assign]
-    return group
-
-
-def test_a_request_of_another_deployment_is_not_run() -> None:
+async def test_a_request_of_another_deployment_is_not_run() -> None:
     """Its ingress would drop every token; a replica of its own is on its way."""
-
-    async def scenario() -> None:
-        shell = Shell()
-        await shell.core.start()
-        with pytest.raises(PoolUnavailable, match="config_hash: wanted ours, found theirs"):
-            await shell.ask("theirs")
-
-    run(scenario)
+    shell = await started()
+    with pytest.raises(PoolUnavailable, match="config_hash: wanted ours, found theirs"):
+        await shell.ask("theirs")
 
 
-def test_calls_end_with_their_ranks_and_one_that_is_cancelled_is_aborted() -> None:
-    async def scenario() -> None:
-        shell = Shell()
-        await shell.core.start()
-        shell.is_answering = False
-        cancelled = asyncio.create_task(shell.ask())
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        assert shell.aborted == ["r"]
-        lost = asyncio.create_task(shell.ask())
-        await asyncio.sleep(0.01)
-        shell.groups[0].ended.set()
-        with pytest.raises(RankDied, match=ENDED):
-            await lost
-
-    run(scenario)
+async def test_calls_end_with_their_ranks_and_one_that_is_cancelled_is_aborted() -> None:
+    shell = await started()
+    shell.is_answering = False
+    cancelled = asyncio.create_task(shell.ask())
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert shell.aborted == ["r"]
+    lost = asyncio.create_task(shell.ask())
+    await asyncio.sleep(0.01)
+    shell.groups[0].ended.set()
+    with pytest.raises(RankDied, match=ENDED):
+        await lost
 
 
 @pytest.mark.feature("P14")
-def test_ranks_of_a_group_that_ended_are_told_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_of_a_group_that_ended_are_told_of_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pool_core, "REPORT_PERIOD_S", 0.01)
     monkeypatch.setattr(pool_core, "STUCK_AFTER_S", 0.5)
-
-    async def scenario() -> list[ReplicaReport]:
-        shell = Shell()
-        await shell.core.start()
-        shell.core.spawn(shell.core.report())
-        await shell.until(lambda: shell.reports and shell.reports[-1].state == "stuck")
-        await asyncio.sleep(0.5)
-        ready = asyncio.Event()
-        shell.new_group = lambda epoch: _with(Group(epoch), ready.wait)  # type: ignore
-        shell.groups[0].ended.set()
-        await shell.until(lambda: shell.reports[-1].state == "restarting")
-        await shell.core.stop()
-        return shell.reports
-
-    reports = asyncio.run(scenario())
-    states = [report.state for report in reports]
+    shell = await started()
+    shell.core.spawn(shell.core.report())
+    await shell.until(lambda: shell.reports and shell.reports[-1].state == "stuck")
+    await asyncio.sleep(0.5)
+    shell.end_group()
+    await shell.until(lambda: shell.reports[-1].state == "restarting")
+    await shell.core.stop()
+    reports, states = shell.reports, [report.state for report in shell.reports]
     # One that does not answer in time keeps its figures, and is stuck.
     assert states[:2] == ["ready", "ready"], "one late answer says nothing"
     assert "stuck" in states and states[-1] == "restarting"
@@ -235,61 +213,43 @@ def test_ranks_of_a_group_that_ended_are_told_of_no_more(monkeypatch: pytest.Mon
         assert (new.in_state_s > old.in_state_s) == (new.state == old.state), (old, new)
 
 
-def test_a_pool_that_is_stopped_while_its_group_is_rebuilt_keeps_no_ranks() -> None:
-    async def scenario() -> None:
-        shell = Shell()
-        await shell.core.start()
-        ready = asyncio.Event()
-        rebuilt = _with(Group(1), ready.wait)  # type: ignore[arg-type]
-        shell.new_group = lambda epoch: rebuilt  # type: ignore[method-assign]
-        shell.groups[0].ended.set()
-        await shell.until(lambda: shell.core.group is rebuilt)
-        stopping = asyncio.create_task(shell.core.stop())
-        await asyncio.sleep(0)
-        ready.set()
-        await stopping
-        assert rebuilt.is_stopped and shell.core.state == "stopping"
-
-    run(scenario)
+async def test_a_pool_that_is_stopped_while_its_group_is_rebuilt_keeps_no_ranks() -> None:
+    shell = await started()
+    ready = shell.end_group()
+    await shell.until(lambda: len(shell.groups) == 2)
+    stopping = asyncio.create_task(shell.core.stop())
+    await asyncio.sleep(0)
+    ready.set()
+    await stopping
+    assert shell.groups[1].is_stopped and shell.core.state == "stopping"
 
 
 @pytest.mark.feature("E01", "F07")
-def test_a_group_that_no_start_can_compile_is_not_rebuilt_and_its_pool_fails() -> None:
-    async def scenario() -> None:
-        shell = Shell()
-        await shell.core.start()
-        shell.groups[0].verdict = VERDICT
-        shell.groups[0].ended.set()
-        await shell.until(lambda: shell.core.state == "failed")
-        assert len(shell.groups) == 1 and shell.core.error == ENDED
-        # The note is kept before the state is entered, and behind that of the recovery.
-        assert shell.noted == [("restarting", "recovered", ""), ("restarting", "final", VERDICT)]
-        with pytest.raises(RankDied, match=ENDED):
-            shell.core.check_health()
-
-    run(scenario)
+async def test_a_group_that_no_start_can_compile_is_not_rebuilt_and_its_pool_fails() -> None:
+    shell = await started()
+    shell.groups[0].verdict = VERDICT
+    shell.groups[0].ended.set()
+    await shell.until(lambda: shell.core.state == "failed")
+    assert len(shell.groups) == 1 and shell.core.error == ENDED
+    # The note is kept before the state is entered, and behind that of the recovery.
+    assert shell.noted == [("restarting", "recovered", ""), ("restarting", "final", VERDICT)]
+    with pytest.raises(RankDied, match=ENDED):
+        shell.core.check_health()
 
 
-def test_a_group_that_fails_to_start_again_and_again_fails_its_pool() -> None:
-    async def scenario() -> None:
-        shell = Shell(lambda: None, fail("rank dp=0 tp=1 epoch=2: stuck"))
-        await shell.core.start()
-        shell.groups[0].ended.set()
-        await shell.until(lambda: shell.core.state == "failed")
-        assert len(shell.groups) == 1 + pool_core.MAX_FAILED_STARTS
-        assert shell.noted[-1] == ("restarting", "failed", "rank dp=0 tp=1 epoch=2: stuck")
-
-    run(scenario)
+async def test_a_group_that_fails_to_start_again_and_again_fails_its_pool() -> None:
+    shell = await started(lambda: None, fail("rank dp=0 tp=1 epoch=2: stuck"))
+    shell.groups[0].ended.set()
+    await shell.until(lambda: shell.core.state == "failed")
+    assert len(shell.groups) == 1 + pool_core.MAX_FAILED_STARTS
+    assert shell.noted[-1] == ("restarting", "failed", "rank dp=0 tp=1 epoch=2: stuck")
 
 
-def test_a_pool_that_is_stopped_while_it_fails_is_not_failed() -> None:
-    async def scenario() -> None:
-        shell = Shell(fail(verdict=VERDICT))
-        starting = asyncio.create_task(shell.core.start())
-        await asyncio.sleep(0)
-        await shell.core.stop()
-        with pytest.raises(RankDied):
-            await starting
-        assert shell.noted == [("stopping", "final", VERDICT)] and shell.core.state == "stopping"
-
-    run(scenario)
+async def test_a_pool_that_is_stopped_while_it_fails_is_not_failed() -> None:
+    shell = Shell(fail(verdict=VERDICT))
+    starting = asyncio.create_task(shell.core.start())
+    await asyncio.sleep(0)
+    await shell.core.stop()
+    with pytest.raises(RankDied):
+        await starting
+    assert shell.noted == [("stopping", "final", VERDICT)] and shell.core.state == "stopping"

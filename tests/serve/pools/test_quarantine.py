@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from cluster.wire.messages import FinishReason
 from serve.pools import quarantine as quarantine_module
-from serve.pools.quarantine import LOST_AFTER_S, CrashHistory, FairLock, Quarantine, Trial
+from serve.pools.quarantine import LOST_AFTER_S, CrashHistory, FairLock, Quarantine
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def ask_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine_module, "ASK_PERIOD_S", 0.01)
 
@@ -38,15 +38,15 @@ class Shared:
 def suspect() -> CrashHistory:
     history = CrashHistory()
     while not history.is_suspect:
-        history.add(FinishReason.DIED, Trial())
+        history.add(FinishReason.DIED)
     return history
 
 
-def trials(*names: str) -> list[AbstractAsyncContextManager[Trial]]:
+def trials(*names: str) -> list[AbstractAsyncContextManager[None]]:
     """Return a trial in the quarantine of each ingress."""
     lock = FairLock()
     made = {name: Quarantine(Shared(lock, name)) for name in names}
-    return [made[name].trial(suspect()) for name in names]
+    return [made[name].attempt(suspect()) for name in names]
 
 
 @asynccontextmanager
@@ -55,87 +55,73 @@ async def soon() -> AsyncIterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("ask_soon")
-def test_suspects_of_two_ingresses_are_tried_one_at_a_time() -> None:
+async def test_suspects_of_two_ingresses_are_tried_one_at_a_time() -> None:
     now, tried = set[int](), list[int]()
 
-    async def run() -> None:
-        lock = FairLock()
-        quarantines = [Quarantine(Shared(lock, name)) for name in "ab"]
+    async def run(number: int, trial: AbstractAsyncContextManager[None]) -> None:
+        async with trial:
+            assert not now
+            now.add(number)
+            tried.append(number % 2)
+            await asyncio.sleep(0.03)
+            now.remove(number)
 
-        async def trial(number: int) -> None:
-            async with quarantines[number % 2].trial(suspect()):
-                assert not now
-                now.add(number)
-                tried.append(number % 2)
-                await asyncio.sleep(0.03)
-                now.remove(number)
-
-        async with soon():
-            await asyncio.gather(*map(trial, range(8)))
-
-    asyncio.run(run())
+    async with soon():
+        await asyncio.gather(*map(run, range(8), trials(*"abababab")))
     assert tried == [0, 1] * 4, "neither ingress waits for all suspects of the other"
 
 
-@pytest.mark.usefixtures("ask_soon")
-def test_a_client_that_leaves_does_not_keep_the_next_one_waiting() -> None:
-    async def run() -> None:
-        other, leaving, next_one = trials("b", "a", "c")
-        async with soon():
-            async with other:
-                waiting = asyncio.create_task(leaving.__aenter__())
-                await asyncio.sleep(0.05)
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
-            async with next_one as trial:
-                assert trial.is_open
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_does_not_keep_the_next_one_waiting() -> None:
+    other, leaving, next_one = trials("b", "a", "c")
+    async with soon():
+        async with other:
+            waiting = asyncio.create_task(leaving.__aenter__())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        async with next_one:
+            pass
 
 
-@pytest.mark.usefixtures("ask_soon")
-def test_a_long_trial_is_not_taken_for_a_dead_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_trial_is_not_taken_for_a_dead_ingress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(quarantine_module, "LOST_AFTER_S", 0.5)
-
-    async def run() -> bool:
-        mine, other = trials("a", "b")
-        async with soon():
-            async with mine:
-                waiting = asyncio.create_task(other.__aenter__())
-                await asyncio.sleep(1.5)
-                was_let_in = waiting.done()
-            (await waiting).end()
-            return was_let_in
-
-    assert not asyncio.run(run())
+    mine, other = trials("a", "b")
+    async with soon():
+        async with mine:
+            waiting = asyncio.create_task(other.__aenter__())
+            await asyncio.sleep(1.5)
+            assert not waiting.done()
+        await waiting
+        await other.__aexit__(None, None, None)
 
 
-def test_who_is_no_suspect_waits_for_nobody_and_who_gave_tokens_holds_nobody_up() -> None:
-    async def run() -> None:
-        quarantine = Quarantine()
-        async with soon(), quarantine.trial(suspect()) as trial:
-            async with quarantine.trial(CrashHistory()) as free:
-                assert trial.is_open and not free.is_open
-            trial.count(1)
-            assert trial.is_open
-            trial.count(1)
-            assert not trial.is_open
-            async with quarantine.trial(suspect()) as next_one:
-                assert next_one.is_open
-
-    asyncio.run(run())
+async def test_who_is_no_suspect_waits_for_nobody_and_who_gave_tokens_holds_nobody_up() -> None:
+    quarantine, tried, free = Quarantine(), suspect(), CrashHistory()
+    async with soon(), quarantine.attempt(tried):
+        async with quarantine.attempt(free):
+            assert tried.is_on_trial and not free.is_on_trial
+        tried.count(1)
+        assert tried.is_on_trial
+        tried.count(1)
+        assert not tried.is_on_trial
+        async with quarantine.attempt(suspect()):
+            pass
 
 
-class Clock:
+def test_who_is_silent_loses_the_lock_and_its_place() -> None:
     now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+    lock = FairLock(lambda: now)
+    assert lock.take("dead") and not lock.take("next")
+    now = LOST_AFTER_S
+    assert not lock.take("next")
+    now += 0.1
+    assert lock.take("next") and not lock.take("dead")
 
 
 def test_each_has_the_lock_in_the_order_in_which_they_asked() -> None:
-    lock = FairLock(Clock())
+    lock = FairLock(lambda: 0.0)
     assert lock.take("a") and not lock.take("b") and not lock.take("c")
     assert lock.take("a"), "it keeps what it has"
     lock.give_back("a")
@@ -145,19 +131,9 @@ def test_each_has_the_lock_in_the_order_in_which_they_asked() -> None:
     assert lock.take("a")
 
 
-def test_who_is_silent_loses_the_lock_and_its_place() -> None:
-    clock = Clock()
-    lock = FairLock(clock)
-    assert lock.take("dead") and not lock.take("next")
-    clock.now = LOST_AFTER_S
-    assert not lock.take("next")
-    clock.now += 0.1
-    assert lock.take("next") and not lock.take("dead")
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=40))
 def test_nobody_takes_what_another_has_and_nobody_starves(steps: list[tuple[str, bool]]) -> None:
-    lock, holder, had = FairLock(Clock()), None, Counter[str]()
+    lock, holder, had = FairLock(lambda: 0.0), None, Counter[str]()
     for name, is_taking in [*steps, *(("abc"[i % 3], i % 2 == 0) for i in range(30))]:
         if is_taking and lock.take(name):
             assert holder in (None, name)

@@ -27,32 +27,33 @@ from serve.pools.quarantine import FairLock, Quarantine
 from serve.pools.router import Router
 from serve.requests.records import SequenceRecord
 
-REQUEST = GenerateRequest(
-    "r", [1, 2], [], Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None), "", b""
+GREEDY = Sampling(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    max_tokens=8,
+    stop_token_ids=(),
+    num_logprobs=-1,
+    num_prompt_logprobs=-1,
+    rules=None,
+    grammar=None,
 )
+REQUEST = GenerateRequest("r", [1, 2], [], GREEDY, "", b"")
+Script = Callable[[Mailbox], Any]
+"""What a pool does with one call: it may put outputs, and returns what the call returns."""
 
 
 def output(
-    token_ids: list[int], finish_reason: str = "", error: str = "", position: int = 0
+    token_ids: list[int],
+    finish_reason: str = "",
+    error: str = "",
+    position: int = 0,
+    queued_us: int = 0,
 ) -> EngineOutput:
     ended = EngineOutput.ended("", FinishReason(finish_reason), error, position=position)
-    return msgspec.structs.replace(ended, token_ids=token_ids)
-
-
-def serve_pd(
-    prefill: list[Callable[[Mailbox], Any]], decode: list[Callable[[Mailbox], Any]]
-) -> tuple[list[EngineOutput], Pool, Pool]:
-    """Run one request through two pools."""
-
-    async def main() -> tuple[list[EngineOutput], Pool, Pool]:
-        tokens = Tokens()
-        pools = {"prefill": Pool(tokens, *prefill), "decode": Pool(tokens, *decode)}
-        router = Router(pools, tokens)  # type: ignore[arg-type]
-        async with asyncio.timeout(20), aclosing(router.generate(REQUEST)) as outputs:
-            found = [o async for o in outputs]
-        return found, pools["prefill"], pools["decode"]
-
-    return asyncio.run(main())
+    return msgspec.structs.replace(ended, token_ids=token_ids, queued_us=queued_us)
 
 
 class Tokens:
@@ -63,13 +64,12 @@ class Tokens:
     def __init__(self) -> None:
         self.mailboxes: dict[str, Mailbox] = {}
         self.aborted: list[str] = []
-        self.late: list[tuple[str, EngineOutput]] = []
+        self.waiting: list[Callable[[], None]] = []
         """What has come and waits in the socket."""
 
     async def caught_up(self) -> None:
-        for request_id, found in self.late:
-            self.mailboxes[request_id].put(found, "engine")
-        self.late.clear()
+        for put in self.waiting:
+            put()
 
     def engines_of(self, mailbox: Any) -> list[str]:
         return []
@@ -86,37 +86,49 @@ class Tokens:
 
 
 class Pool:
-    """Runs one script per call; a script may put outputs and returns what the call returns."""
+    """Runs one script per call, and the last one for all calls that follow."""
 
-    def __init__(self, tokens: Tokens, *scripts: Callable[[Mailbox], Any]) -> None:
+    def __init__(self, tokens: Tokens, scripts: list[Script]) -> None:
         self._tokens = tokens
-        self._scripts = list(scripts)
-        self.submitted: list[Submit] = []
+        self._scripts = scripts
+        self.received: list[list[int]] = []
+        """The output tokens of each request that was submitted."""
 
     def generate(self, request_id: str, frame: bytes) -> Any:
-        self.submitted.append(decode(frame, Submit))
+        self.received.append(decode(frame, Submit).request.output_token_ids)
         script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
 
         async def call() -> Any:
             return script(self._tokens.mailboxes[request_id])
 
-        task = asyncio.ensure_future(call())
-        return task
+        return asyncio.ensure_future(call())
 
 
-def serve(*scripts: Callable[[Mailbox], Any]) -> tuple[list[EngineOutput], Pool, Tokens]:
-    """Run one request through a mixed pool."""
+class Pools:
+    """Pools of scripts, by name, with a router before them."""
 
-    async def main() -> tuple[list[EngineOutput], Pool, Tokens]:
-        tokens = Tokens()
-        pool = Pool(tokens, *scripts)
-        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
-        async with asyncio.timeout(20), aclosing(router.generate(REQUEST)) as outputs:
-            found = [o async for o in outputs]
-        await asyncio.sleep(0)
-        return found, pool, tokens
+    def __init__(self, **scripts: list[Script]) -> None:
+        self.tokens = Tokens()
+        self.pools = {name: Pool(self.tokens, each) for name, each in scripts.items()}
+        self.router = Router(self.pools, self.tokens)  # type: ignore[arg-type]
+        self.record = SequenceRecord()
 
-    return asyncio.run(main())
+    @property
+    def received(self) -> list[list[int]]:
+        [pool] = self.pools.values()
+        return pool.received
+
+    async def serve(self) -> list[EngineOutput]:
+        """Run one request."""
+        async with asyncio.timeout(20):
+            async with aclosing(self.router.generate(REQUEST, self.record)) as outputs:
+                return [found async for found in outputs]
+
+
+async def tokens_of(pools: Pools) -> list[int]:
+    found = await pools.serve()
+    assert found[-1].finish_reason == "length"
+    return [token for each in found for token in each.token_ids]
 
 
 def refuse(mailbox: Mailbox) -> Any:
@@ -132,54 +144,93 @@ def lose(mailbox: Mailbox) -> Any:
     return "kv_lost"
 
 
-def two_then_crash(mailbox: Mailbox) -> Any:
+def cancel(mailbox: Mailbox) -> Any:
     mailbox.put(output([5]), "engine")
-    mailbox.put(output([6], position=1), "engine")
-    raise RuntimeError("rank ended")
+    raise asyncio.CancelledError
 
 
-def finish(mailbox: Mailbox, position: int = 0) -> str:
-    mailbox.put(output([7], "length", position=position), "engine")
-    return "length"
+def give_up(mailbox: Mailbox) -> str:
+    mailbox.put(output([5]), "engine")
+    mailbox.put(output([], "abort", position=1), "engine")
+    return "abort"
 
 
-def test_a_pool_that_is_restarted_makes_a_request_wait_and_not_fail() -> None:
-    found, pool, _ = serve(*[refuse] * 5, finish)  # more often than losses are allowed
-    assert [o.token_ids for o in found] == [[7]]
-    assert found[-1].finish_reason == "length"
-    assert len(pool.submitted) == 6
+def crash_after(num_tokens: int, position: int = 0) -> Script:
+    def script(mailbox: Mailbox) -> Any:
+        for i in range(num_tokens):
+            mailbox.put(output([5], position=position + i), "engine")
+        return crash(mailbox)
+
+    return script
 
 
-def test_tokens_before_a_loss_count_as_output_and_come_once() -> None:
-    found, pool, tokens = serve(two_then_crash, lambda mailbox: finish(mailbox, position=2))
-    assert [t for o in found for t in o.token_ids] == [5, 6, 7]
-    assert [s.request.output_token_ids for s in pool.submitted] == [[], [5, 6]]
-    # Who had something of the lost attempt was told to let go.
-    assert tokens.aborted == [pool.submitted[0].request.request_id]
-    assert not tokens.mailboxes
+def finish_at(position: int) -> Script:
+    def script(mailbox: Mailbox) -> str:
+        mailbox.put(output([7], "length", position=position), "engine")
+        return "length"
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("scripts", "tokens", "received"),
+    [
+        # A pool that is restarted makes a request wait, more often than losses are allowed.
+        ([*[refuse] * 5, finish_at(0)], [7], [[]] * 6),
+        # Tokens before a loss count as output, and come once.
+        ([crash_after(2), finish_at(2)], [5, 5, 7], [[], [5, 5]]),
+        # An engine takes an ingress that it cannot reach for dead; the client is still there.
+        ([give_up, finish_at(1)], [5, 7], [[], [5]]),
+        # Somebody else cancelled the call.
+        ([cancel, finish_at(1)], [5, 7], [[], [5]]),
+        # A call returns without a last output.
+        ([lambda mailbox: "length", finish_at(0)], [7], [[], []]),
+        # It dies again and again, of others, each time with new tokens.
+        (
+            [*(crash_after(3, 3 * i) for i in range(5)), finish_at(15)],
+            [5] * 15 + [7],
+            [[5] * 3 * i for i in range(6)],
+        ),
+    ],
+)
+async def test_what_is_lost_is_computed_again_with_the_tokens_so_far(
+    scripts: list[Script],
+    tokens: list[int],
+    received: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
+    pools = Pools(mixed=scripts)
+    assert await tokens_of(pools) == tokens
+    assert pools.received == received
+    # Who had something of a lost attempt was told to let go.
+    assert pools.tokens.aborted == [f"r.{i}" for i in range(len(received) - 1)]
+    assert not pools.tokens.mailboxes
+
+
+async def test_an_output_that_is_lost_on_its_way_is_no_gap_in_the_answer() -> None:
+    def first_and_third(mailbox: Mailbox) -> Any:
+        mailbox.put(output([5]), "engine")
+        return finish_at(2)(mailbox)
+
+    pools = Pools(mixed=[first_and_third, finish_at(1)])
+    assert await tokens_of(pools) == [5, 7]
+    assert pools.received == [[], [5]]
 
 
 @pytest.mark.feature("R15")
-def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() -> None:
+async def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() -> None:
     def hand_over(mailbox: Mailbox) -> str:
-        first = msgspec.structs.replace(output([5], "handoff"), queued_us=1_000)
-        mailbox.put(first, "engine")
+        mailbox.put(output([5], "handoff", queued_us=1_000), "engine")
         return "handoff"
 
     def go_on(mailbox: Mailbox) -> str:
-        last = msgspec.structs.replace(output([6], "length", position=1), queued_us=2_000)
-        mailbox.put(last, "engine")
+        mailbox.put(output([6], "length", position=1, queued_us=2_000), "engine")
         return "length"
 
-    async def main() -> SequenceRecord:
-        tokens, record = Tokens(), SequenceRecord()
-        pools = {"prefill": Pool(tokens, crash, hand_over), "decode": Pool(tokens, go_on)}
-        router = Router(pools, tokens)  # type: ignore[arg-type]
-        async with asyncio.timeout(20), aclosing(router.generate(REQUEST, record)) as outputs:
-            assert [o.token_ids async for o in outputs if o.token_ids] == [[5], [6]]
-        return record
-
-    record = asyncio.run(main())
+    pools = Pools(prefill=[crash, hand_over], decode=[go_on])
+    assert await tokens_of(pools) == [5, 6]
+    record = pools.record
     lost, done = record.attempts
     assert (lost.number, lost.lost, lost.first_at) == (0, "died", 0)
     assert lost.submitted_at <= lost.lost_at <= done.submitted_at
@@ -188,64 +239,30 @@ def test_each_attempt_is_noted_with_its_own_times_and_how_it_was_lost() -> None:
     assert (record.queued_s, record.kv_wait_s, record.num_attempts) == (0.001, 0.002, 2)
 
 
-def first_and_third(mailbox: Mailbox) -> str:
+def twice(mailbox: Mailbox) -> str:
     mailbox.put(output([5]), "engine")
-    mailbox.put(output([7], "length", position=2), "engine")
-    return "length"
+    return finish_at(0)(mailbox)
 
 
-def test_an_output_that_is_lost_on_its_way_is_no_gap_in_the_answer() -> None:
-    found, pool, _ = serve(first_and_third, lambda mailbox: finish(mailbox, position=1))
-    assert [o.token_ids for o in found] == [[5], [7]]
-    assert [s.request.output_token_ids for s in pool.submitted] == [[], [5]]
-
-
-def test_an_output_that_comes_twice_ends_the_request_with_the_reason() -> None:
-    def twice(mailbox: Mailbox) -> str:
-        mailbox.put(output([5]), "engine")
-        return finish(mailbox)
-
-    found, pool, _ = serve(twice)
-    assert [o.token_ids for o in found] == [[5], []]
-    assert found[-1].finish_reason == "error"
-    assert found[-1].error == "output tokens: wanted those from 1 on, found from 0 on"
-    assert len(pool.submitted) == 1
-
-
-def test_a_request_that_is_lost_again_and_again_ends_with_the_reason() -> None:
-    found, pool, _ = serve(lose)
-    assert len(pool.submitted) == quarantine_module.MAX_LOSSES
-    [last] = found
-    assert (last.finish_reason, last.error) == (
-        "error",
-        "lost 3 times on its way, at last: ticket 7 ended",
-    )
-
-
-def test_a_request_whose_ranks_die_in_its_own_trials_ends_with_the_reason() -> None:
-    found, pool, _ = serve(crash)
-    assert (
-        len(pool.submitted) == quarantine_module.SHARED_DEATHS + quarantine_module.MAX_FAILED_TRIALS
-    )
-    [last] = found
-    assert last.finish_reason == "error"
-    assert last.error.startswith("its ranks died 4 times, at last: mixed replica")
-    assert "rank dp=0 tp=0 epoch=0 ended: killed" in last.error
-
-
-def test_a_request_that_dies_again_and_again_of_others_is_served() -> None:
-    def three_then_crash(position: int) -> Callable[[Mailbox], Any]:
-        def script(mailbox: Mailbox) -> Any:
-            for i in range(3):
-                mailbox.put(output([5], position=position + i), "engine")
-            raise RuntimeError("rank ended")
-
-        return script
-
-    scripts = [three_then_crash(3 * i) for i in range(5)]
-    found, pool, _ = serve(*scripts, lambda mailbox: finish(mailbox, position=15))
-    assert [t for o in found for t in o.token_ids] == [5] * 15 + [7]
-    assert len(pool.submitted) == 6
+@pytest.mark.parametrize(
+    ("script", "num_attempts", "error"),
+    [
+        (twice, 1, "output tokens: wanted those from 1 on, found from 0 on"),
+        (lose, 3, "lost 3 times on its way, at last: ticket 7 ended"),
+        (
+            crash,
+            4,
+            "its ranks died 4 times, at last: mixed replica: rank dp=0 tp=0 epoch=0 ended: killed",
+        ),
+    ],
+)
+async def test_a_request_that_cannot_be_served_ends_with_the_reason(
+    script: Script, num_attempts: int, error: str
+) -> None:
+    pools = Pools(mixed=[script])
+    last = (await pools.serve())[-1]
+    assert (last.finish_reason, last.error) == ("error", error)
+    assert len(pools.received) == num_attempts
 
 
 class Group:
@@ -271,13 +288,25 @@ class Group:
             position = len(request.output_token_ids) + i
             mailbox.put(output([5], position=position), "engine")
             await asyncio.sleep(0.05)
-        mailbox.put(output([7], "length", position=position + 1), "engine")
-        return "length"
+        return str(finish_at(position + 1)(mailbox))
+
+
+class Shared:
+    """One ingress's way to a lock."""
+
+    def __init__(self, lock: FairLock, name: str) -> None:
+        self._lock, self._name = lock, name
+
+    async def take(self) -> bool:
+        return self._lock.take(self._name)
+
+    def give_back(self) -> None:
+        self._lock.give_back(self._name)
 
 
 @pytest.mark.feature("R22")
 @pytest.mark.parametrize("num_ingresses", [1, 2])
-def test_requests_beside_one_that_kills_its_ranks_are_served(
+async def test_requests_beside_one_that_kills_its_ranks_are_served(
     monkeypatch: pytest.MonkeyPatch, num_ingresses: int
 ) -> None:
     """Four requests share a group with one of which it dies: they end well, that one does not.
@@ -285,148 +314,74 @@ def test_requests_beside_one_that_kills_its_ranks_are_served(
     Whichever ingress they came to.
     """
     monkeypatch.setattr(quarantine_module, "ASK_PERIOD_S", 0.01)
+    tokens, lock = Tokens(), FairLock()
+    handles = {"mixed": Group(tokens, "killer")}
+    routers = [
+        Router(handles, tokens, Quarantine(Shared(lock, str(i))))  # type: ignore[arg-type]
+        for i in range(num_ingresses)
+    ]
 
-    async def main() -> dict[str, str]:
-        tokens, lock = Tokens(), FairLock()
-        group = Group(tokens, "killer")
+    async def run(number: int, name: str) -> str:
+        request = msgspec.structs.replace(REQUEST, request_id=name)
+        async with aclosing(routers[number % num_ingresses].generate(request)) as outputs:
+            return [found async for found in outputs][-1].finish_reason
 
-        class Shared:
-            def __init__(self, name: str) -> None:
-                self._name = name
-
-            async def take(self) -> bool:
-                return lock.take(self._name)
-
-            def give_back(self) -> None:
-                lock.give_back(self._name)
-
-        def ingress(name: str) -> Router:
-            return Router({"mixed": group}, tokens, Quarantine(Shared(name)))  # type: ignore[arg-type]
-
-        routers = [ingress(f"ingress {i}") for i in range(num_ingresses)]
-
-        async def run(place: int, name: str) -> str:
-            request = msgspec.structs.replace(REQUEST, request_id=name)
-            router = routers[place % num_ingresses]
-            async with aclosing(router.generate(request)) as outputs:
-                return [o async for o in outputs][-1].finish_reason
-
-        names = ["a", "killer", "b", "c", "d"]
-        async with asyncio.timeout(60):
-            ends = await asyncio.gather(*(run(i, name) for i, name in enumerate(names)))
-        return dict(zip(names, ends, strict=True))
-
-    ends = asyncio.run(main())
-    assert ends.pop("killer") == "error"
-    assert set(ends.values()) == {"length"}
+    async with asyncio.timeout(60):
+        ends = await asyncio.gather(*map(run, range(5), ["a", "killer", "b", "c", "d"]))
+    assert ends == ["length", "error", "length", "length", "length"]
 
 
-def test_a_call_that_returns_without_a_last_output_is_a_loss(
+async def test_an_output_that_waits_in_the_socket_is_no_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
-    found, _, _ = serve(lambda mailbox: "length", finish)
-    assert [o.token_ids for o in found] == [[7]]
-
-
-def test_an_output_that_waits_in_the_socket_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long: a loop that has much to do must not have its requests computed again."""
     monkeypatch.setattr(router_module, "LAST_OUTPUT_GRACE_S", 0.05)
 
     def finish_late(mailbox: Mailbox) -> str:
-        tokens.late.append((mailbox.request_id, output([7], "length")))
+        pools.tokens.waiting.append(lambda: finish_at(0)(mailbox))
         return "length"
 
-    tokens = Tokens()
-
-    async def main() -> tuple[list[EngineOutput], Pool]:
-        pool = Pool(tokens, finish_late)
-        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
-        async with asyncio.timeout(20), aclosing(router.generate(REQUEST)) as outputs:
-            return [o async for o in outputs], pool
-
-    found, pool = asyncio.run(main())
-    assert [(o.token_ids, o.finish_reason) for o in found] == [([7], "length")]
-    assert len(pool.submitted) == 1
+    pools = Pools(mixed=[finish_late])
+    assert await tokens_of(pools) == [7]
+    assert pools.received == [[]]
 
 
-def test_a_request_that_its_engine_gave_up_is_computed_again() -> None:
-    """An engine takes an ingress that it cannot reach for dead; the client is still there."""
-
-    def give_up(mailbox: Mailbox) -> str:
-        mailbox.put(output([5]), "engine")
-        mailbox.put(output([], "abort", position=1), "engine")
-        return "abort"
-
-    found, pool, _ = serve(give_up, lambda mailbox: finish(mailbox, position=1))
-    assert [(o.token_ids, o.finish_reason) for o in found] == [([5], ""), ([7], "length")]
-    assert len(pool.submitted) == 2
-
-
-def test_a_prefill_replica_that_dies_after_its_handoff_wastes_no_decode() -> None:
+async def test_a_prefill_replica_that_dies_after_its_handoff_wastes_no_decode() -> None:
     def hand_over_and_die(mailbox: Mailbox) -> Any:
         mailbox.put(output([5], "handoff"), "prefill")
         raise RuntimeError("replica died")
 
-    def go_on(mailbox: Mailbox) -> str:
-        return finish(mailbox, position=1)
-
-    found, prefill, decode = serve_pd([hand_over_and_die], [go_on])
-    assert [t for o in found for t in o.token_ids] == [5, 7]
-    assert len(prefill.submitted) == len(decode.submitted) == 1
+    pools = Pools(prefill=[hand_over_and_die], decode=[finish_at(1)])
+    assert await tokens_of(pools) == [5, 7]
+    assert [pool.received for pool in pools.pools.values()] == [[[]], [[5]]]
 
 
-def cancel(mailbox: Mailbox) -> Any:
-    mailbox.put(output([5]), "engine")
-    raise asyncio.CancelledError
-
-
-def test_a_call_that_somebody_else_cancelled_is_a_loss() -> None:
-    found, pool, _ = serve(cancel, lambda mailbox: finish(mailbox, position=1))
-    assert [o.token_ids for o in found] == [[5], [7]]
-    assert [s.request.output_token_ids for s in pool.submitted] == [[], [5]]
-
-
-def test_a_client_that_leaves_is_not_prefilled_again() -> None:
+async def test_a_client_that_leaves_is_not_prefilled_again() -> None:
     """Serve cancels its calls first, and a moment later who waits for them."""
-
-    async def main() -> tuple[Pool, Tokens]:
-        tokens = Tokens()
-        pool = Pool(tokens, cancel)
-        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
-        outputs = router.generate(REQUEST)
-        assert (await anext(outputs)).token_ids == [5]
-        client = asyncio.ensure_future(anext(outputs))
-        await asyncio.sleep(router_module.LEAVING_GRACE_S / 4)
-        client.cancel()
-        await asyncio.wait([client])
-        await asyncio.sleep(2 * router_module.LEAVING_GRACE_S)
-        return pool, tokens
-
-    pool, tokens = asyncio.run(main())
-    assert len(pool.submitted) == 1
-    assert tokens.aborted == ["r.0"]
+    pools = Pools(mixed=[cancel])
+    outputs = pools.router.generate(REQUEST)
+    assert (await anext(outputs)).token_ids == [5]
+    client = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(router_module.LEAVING_GRACE_S / 4)
+    client.cancel()
+    await asyncio.wait([client])
+    await asyncio.sleep(2 * router_module.LEAVING_GRACE_S)
+    assert (pools.received, pools.tokens.aborted) == ([[]], ["r.0"])
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_request_is_said_to_be_prefilled_again_when_it_is(
+async def test_a_request_is_said_to_be_prefilled_again_when_it_is(
     leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(router_module, "LEAVING_GRACE_S", 0)
-
-    async def main() -> int:
-        tokens = Tokens()
-        pool = Pool(tokens, cancel, lambda mailbox: finish(mailbox, position=1))
-        router = Router({"mixed": pool}, tokens)  # type: ignore[arg-type]
-        outputs = router.generate(REQUEST)
-        await anext(outputs)
-        client = asyncio.ensure_future(anext(outputs))
-        while not tokens.aborted:  # its call is lost, and the pause begins
-            await asyncio.sleep(0)
-        if leaves:
-            client.cancel()
-        await asyncio.wait([client])
-        return len(pool.submitted)
-
-    assert asyncio.run(main()) == (1 if leaves else 2)
+    pools = Pools(mixed=[cancel, finish_at(1)])
+    outputs = pools.router.generate(REQUEST)
+    await anext(outputs)
+    client = asyncio.ensure_future(anext(outputs))
+    while not pools.tokens.aborted:  # its call is lost, and the pause begins
+        await asyncio.sleep(0)
+    if leaves:
+        client.cancel()
+    await asyncio.wait([client])
+    assert len(pools.received) == (1 if leaves else 2)
     assert ("prefilled again" in caplog.text) != leaves

@@ -47,27 +47,6 @@ def test_a_request_goes_to_a_least_loaded_rank_and_equal_ones_take_turns(
 
 
 @pytest.mark.feature("P08")
-def test_requests_that_end_before_the_next_comes_visit_all_ranks() -> None:
-    for routing in Routing:
-        router = LeaderRouter(routing, 3)
-        visited = []
-        for _ in range(6):
-            visited.append(router.take(10))
-            router.give_back(visited[-1], 10)
-        assert visited == [0, 1, 2, 0, 1, 2]
-
-
-def test_a_long_request_weighs_more_than_a_short_one_by_tokens_alone() -> None:
-    by_tokens, by_requests = (
-        LeaderRouter(Routing(f"least_{x}"), 2) for x in ("tokens", "requests")
-    )
-    for router in (by_tokens, by_requests):
-        assert [router.take(n) for n in (100, 10)] == [0, 1]
-    assert [by_tokens.take(n) for n in (10, 10)] == [1, 1]
-    assert [by_requests.take(n) for n in (10, 10)] == [0, 1]
-
-
-@pytest.mark.feature("P08")
 def test_each_pool_has_a_routing_of_its_own() -> None:
     config = deploy_config({"prefill.routing": "least_tokens"})
     assert [pool.routing for pool in config.pools] == [Routing.LEAST_TOKENS, Routing.LEAST_REQUESTS]

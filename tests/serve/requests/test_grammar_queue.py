@@ -24,12 +24,13 @@ from serve.requests.grammar_queue import (
     GrammarQueue,
     Job,
     Turns,
-    num_processes,
 )
 from serve.requests.structured import StructuredOutputsParams
 
 WANTED, OTHER = StructuredOutputsParams(regex="a"), StructuredOutputsParams(regex="b")
 HONEST = Client("honest")
+NOBODY: Any = None
+"""In place of those who wait for a job."""
 
 
 class Compiling:
@@ -46,7 +47,7 @@ class Compiling:
 
     def ask(self, client: Client, cost_s: float) -> Job:
         self._num += 1
-        job = Job(WANTED, client, self._num)
+        job = Job(WANTED, client, self._num, NOBODY)
         self.costs[job] = cost_s
         self._add(job)
         return job
@@ -181,10 +182,6 @@ def test_who_joins_a_grammar_of_a_client_that_waits_does_not_wait_for_its_sake()
     assert job.client == HONEST and done.index(job) == 0 and {running, behind} < set(done)
 
 
-def test_a_second_process_needs_cores() -> None:
-    assert [num_processes(num_cores) for num_cores in (1, 2, 3, 64)] == [1, 2, 2, 2]
-
-
 # --- with tries of a script in place of the process -----------------------------------------------
 
 
@@ -225,8 +222,8 @@ class Busy:
         return Tried("text")
 
 
-def ask(queue: GrammarQueue) -> str:
-    return asyncio.run(queue.text(WANTED, HONEST))
+async def ask(queue: GrammarQueue, wanted: StructuredOutputsParams = WANTED) -> str:
+    return await queue.text(wanted, HONEST)
 
 
 def lost(_: float) -> Tried:
@@ -234,90 +231,84 @@ def lost(_: float) -> Tried:
 
 
 @pytest.mark.feature("R09")
-def test_a_lost_process_is_no_verdict_and_is_tried_again_ever_later() -> None:
+async def test_a_lost_process_is_no_verdict_and_is_tried_again_ever_later() -> None:
     times = [0.0]
     does = [lost]
     queue, process = queue_of(lambda budget_s: does[0](budget_s), lambda: times[0])
     for _ in range(MAX_TIMES_LOST):
         with pytest.raises(GrammarProcessLost, match="it was killed"):
-            ask(queue)
+            await ask(queue)
     waits = []
     for _ in range(6):
         with pytest.raises(GrammarProcessLost, match="several times") as refused:
-            ask(queue)
+            await ask(queue)
         waits.append(refused.value.retry_after_s)
         times[0] += refused.value.retry_after_s
         with pytest.raises(GrammarProcessLost, match="it was killed"):
-            ask(queue)
+            await ask(queue)
     assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
     assert len(process.budgets) == MAX_TIMES_LOST + 6
     times[0] += 60.0
     does[0] = lambda _: Tried("text")
-    assert ask(queue) == ask(queue) == "text"
+    assert await ask(queue) == await ask(queue) == "text"
     assert len(process.budgets) == MAX_TIMES_LOST + 7
 
 
 @pytest.mark.feature("R09")
-def test_what_is_not_done_soon_is_tried_with_all_time_and_then_refused_for_good() -> None:
+async def test_what_is_not_done_soon_is_tried_with_all_time_and_then_refused_for_good() -> None:
     queue, process = queue_of(lambda budget_s: Tried(is_over_time=True, cpu_s=budget_s))
     for _ in range(2):
         with pytest.raises(FieldError, match="longer than 2 s to compile"):
-            ask(queue)
+            await ask(queue)
     assert process.budgets == [QUICK_CPU_S, MAX_CPU_S]
 
 
-def test_what_fails_unforeseen_is_no_verdict() -> None:
+async def test_what_fails_unforeseen_is_no_verdict() -> None:
     queue, process = queue_of(lambda _: Tried("text")[0])  # type: ignore[index]
     for _ in range(2):
         with pytest.raises(TypeError):
-            ask(queue)
+            await ask(queue)
     assert len(process.budgets) == 2
 
 
-def test_several_who_ask_for_one_grammar_wait_for_one_try() -> None:
+async def test_several_who_ask_for_one_grammar_wait_for_one_try() -> None:
     queue, process = queue_of(lambda _: Tried("text"))
-
-    async def all_at_once() -> list[str]:
-        return await asyncio.gather(*(queue.text(WANTED, Client(str(i))) for i in range(5)))
-
-    assert asyncio.run(all_at_once()) == ["text"] * 5
-    assert len(process.budgets) == 1
+    texts = await asyncio.gather(*(queue.text(WANTED, Client(str(i))) for i in range(5)))
+    assert (texts, len(process.budgets)) == (["text"] * 5, 1)
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_nobody_waits_for_any_more_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grammar_queue, "MAX_GRAMMAR_WAIT_S", 0.05)
     busy = Busy()
     queue, process = queue_of(busy)
     for wanted in (OTHER, WANTED):
         with pytest.raises(Overloaded, match="a grammar that is compiled in"):
-            asyncio.run(queue.text(wanted, HONEST))
+            await ask(queue, wanted)
     busy.may_end.set()
     monkeypatch.setattr(grammar_queue, "MAX_GRAMMAR_WAIT_S", 60)
-    assert asyncio.run(queue.text(StructuredOutputsParams(regex="c"), HONEST)) == "text"
+    assert await ask(queue, StructuredOutputsParams(regex="c")) == "text"
     assert len(process.budgets) == 2, "of the first and of the last"
 
 
 @pytest.mark.feature("R09")
-def test_no_grammar_waits_for_the_second_process_to_start() -> None:
+async def test_no_grammar_waits_for_the_second_process_to_start() -> None:
     busy, may_start = Busy(), threading.Event()
     second = ScriptedProcess(lambda _: Tried("by the second"), may_start)
     processes: list[Any] = [ScriptedProcess(busy), second]
     queue = GrammarQueue(Path(), 2, new_process=lambda _: processes.pop(0))
     queue.start()
-
-    async def all_at_once() -> None:
-        wanted = [StructuredOutputsParams(regex=f"[a-c]{{{i}}}") for i in (1, 2, 3)]
-        texts = asyncio.gather(*(queue.text(each, HONEST) for each in wanted))
-        assert await asyncio.to_thread(second.is_starting.wait, 60)
-        busy.may_end.set()
-        assert await texts == ["text"] * 3
-        busy.may_end.clear()
-        held = asyncio.create_task(queue.text(WANTED, HONEST))
-        await asyncio.sleep(0.01)
-        may_start.set()
-        async with asyncio.timeout(60):
-            assert await queue.text(OTHER, HONEST) == "by the second"
-        busy.may_end.set()
-        assert await held == "text"
-
-    asyncio.run(all_at_once())
+    wanted = [StructuredOutputsParams(regex=f"[a-c]{{{i}}}") for i in (1, 2, 3)]
+    texts = asyncio.gather(*(ask(queue, each) for each in wanted))
+    assert await asyncio.to_thread(second.is_starting.wait, 60)
+    busy.may_end.set()
+    assert await texts == ["text"] * 3
+    busy.may_end.clear()
+    held = asyncio.create_task(ask(queue))
+    await asyncio.sleep(0.01)
+    may_start.set()
+    async with asyncio.timeout(60):
+        assert await ask(queue, OTHER) == "by the second"
+    busy.may_end.set()
+    assert await held == "text"

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from cluster.wire.messages import (
     MAX_BIAS,
@@ -25,16 +26,14 @@ from compile.errors import FieldError
 from serve.requests.sampling import MAX_STOP_TOKEN_IDS, Resolver, SamplingParams
 
 
-def resolved(params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100) -> Any:
-    return resolve_all(params, prompt_len, max_model_len)[0]
+def resolved(params: SamplingParams, prompt_len: int = 10) -> Any:
+    return resolve_all(params, prompt_len)[0]
 
 
-def resolve_all(
-    params: SamplingParams, prompt_len: int = 10, max_model_len: int = 100
-) -> list[Sampling]:
+def resolve_all(params: SamplingParams, prompt_len: int = 10) -> list[Sampling]:
     resolver = Resolver(
         params,
-        max_model_len=max_model_len,
+        max_model_len=100,
         vocab_size=50,
         eos_token_ids=(2, 3),
         grammar_text=lambda wanted: "start: /a/",
@@ -42,74 +41,43 @@ def resolve_all(
     return resolver.choices(prompt_len)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", 1e39),  # infinite in float32
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("top_p", None),
-        ("top_k", -2),
-        ("top_k", 1.0),
-        ("top_k", True),
-        ("seed", 2**64),
-        ("seed", -(2**63) - 1),
-        ("seed", "1"),
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("stop", [""]),
-        ("stop", ""),
-        ("stop", [1]),
-        ("stop", ("a",)),
-        ("stop", ["a" * 257]),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", 5),
-        ("logprobs", -1),
-        ("logprobs", 21),
-        ("ignore_eos", 1),
-        ("n", 0),
-        ("n", 129),
-        ("n", True),
-        ("min_p", -0.01),
-        ("min_p", 1.01),
-        ("min_p", math.nan),
-        ("presence_penalty", 2.01),
-        ("presence_penalty", math.nan),
-        ("frequency_penalty", -2.01),
-        ("frequency_penalty", None),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", math.inf),
-        ("repetition_penalty", 1e-38),  # logits divided by it would be infinite
-        ("repetition_penalty", 1e39),
-        ("logit_bias", {1: 100.5}),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {"1": 1}),
-        ("logit_bias", {-1: 1}),
-        ("logit_bias", dict.fromkeys(range(1025), 1)),
-        ("logit_bias", [(1, 2)]),
-        ("allowed_token_ids", []),
-        ("allowed_token_ids", [1.0]),
-        ("allowed_token_ids", 3),
-        ("min_tokens", -1),
-        ("min_tokens", 17),
-        ("min_tokens", True),
-        ("prompt_logprobs", -1),
-        ("prompt_logprobs", 21),
-        ("skip_special_tokens", None),
-        ("include_stop_str_in_output", "no"),
+BAD: dict[str, list[Any]] = {
+    "temperature": [-0.1, math.nan, math.inf, 1e39, "hot", True],  # 1e39 is infinite in float32
+    "top_p": [0, 1.01, math.nan, None],
+    "top_k": [-2, 1.0, True],
+    "min_p": [-0.01, 1.01, math.nan],
+    "seed": [2**64, -(2**63) - 1, "1"],
+    "max_tokens": [0, 1.5],
+    "min_tokens": [-1, 17, True],
+    "n": [0, 129, True],
+    "stop": [[""], "", [1], ("a",), ["a" * 257]],
+    "stop_token_ids": [[-1], ["a"], 5],
+    "logprobs": [-1, 21],
+    "prompt_logprobs": [-1, 21],
+    "presence_penalty": [2.01, math.nan],
+    "frequency_penalty": [-2.01, None],
+    "repetition_penalty": [0, math.inf, 1e-38, 1e39],  # logits divided by 1e-38 would be infinite
+    "logit_bias": [
+        {1: 100.5},
+        {1: math.nan},
+        {"1": 1},
+        {-1: 1},
+        dict.fromkeys(range(1025), 1),
+        [(1, 2)],
     ],
-)
-def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(FieldError, match=f"^{name}: wanted .*, found") as raised:
-        SamplingParams(**{name: value})
-    assert raised.value.field == name
+    "allowed_token_ids": [[], [1.0], 3],
+    "ignore_eos": [1],
+    "skip_special_tokens": [None],
+    "include_stop_str_in_output": ["no"],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_are_refused_by_name(name: str) -> None:
+    for value in BAD[name]:
+        with pytest.raises(FieldError, match=f"^{name}: wanted .*, found") as raised:
+            SamplingParams(**{name: value})
+        assert raised.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -150,13 +118,10 @@ def test_defaults_are_those_of_vllm() -> None:
 
 
 def test_values_are_resolved_to_what_the_engine_takes() -> None:
-    params = SamplingParams(
-        temperature=0, top_k=-1, seed=-1, stop_token_ids=[9, 2], logprobs=0, max_tokens=None
-    )
+    params = SamplingParams(temperature=0, top_k=-1, seed=-1, stop_token_ids=[9, 2], logprobs=0)
     found = resolved(params)
     assert (found.temperature, found.top_k, found.seed) == (0.0, 0, 2**64 - 1)
     assert (found.stop_token_ids, found.num_logprobs) == ((9, 2, 3), 0)
-    assert found.max_tokens == 90
     ignoring = SamplingParams(stop_token_ids=[9], ignore_eos=True)
     assert resolved(ignoring).stop_token_ids == (9,)
 
@@ -180,14 +145,6 @@ def test_rules_are_sent_only_where_they_change_something() -> None:
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         assert resolved(SamplingParams(**{name: 0.5})).rules.has_penalties
     assert not resolved(SamplingParams(min_tokens=1)).rules.has_penalties
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("logit_bias", {50: 1}), ("allowed_token_ids", [3, 50])]
-)
-def test_token_outside_of_the_vocabulary_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(FieldError, match=f"^{name}: wanted token ids from 0 to 49, found 50"):
-        resolved(SamplingParams(**{name: value}))
 
 
 def test_tokens_that_may_come_are_not_all_stop_tokens_before_min_tokens() -> None:
@@ -215,38 +172,50 @@ def test_choices_differ_in_their_seeds_and_ask_once_for_the_prompt() -> None:
     assert resolve_all(SamplingParams(n=2))[1].seed != resolve_all(SamplingParams(n=2))[1].seed
 
 
-def test_one_stop_string_needs_no_list() -> None:
-    assert SamplingParams(stop="END").stop_strings == ["END"]
+@pytest.mark.parametrize(
+    ("given", "prompt_len", "max_tokens"),
+    [
+        ({"max_tokens": 90}, 10, 90),
+        ({"max_tokens": None}, 10, 90),
+        # The default gives way to a long prompt, and min_tokens never does.
+        *(({}, 100 - room, min(room, 16)) for room in (90, 16, 15, 1)),
+        *(({"min_tokens": 10, "max_tokens": most}, 90, 10) for most in (UNSET, None, 10)),
+        *(({"max_tokens": most}, 99, 1) for most in (None, 1)),
+    ],
+)
+def test_output_may_fill_the_models_length(
+    given: dict[str, Any], prompt_len: int, max_tokens: int
+) -> None:
+    assert resolved(SamplingParams(**given), prompt_len).max_tokens == max_tokens
 
 
-def test_output_may_fill_the_models_length_and_no_more() -> None:
-    assert resolved(SamplingParams(max_tokens=90)).max_tokens == 90
-    with pytest.raises(FieldError, match=r"at most 90 .*100.*10 tokens.*found 91"):
-        resolved(SamplingParams(max_tokens=91))
-
-
-def test_the_default_gives_way_to_a_long_prompt() -> None:
-    lengths = [(84, 16), (85, 15), (99, 1)]
-    assert [resolved(SamplingParams(), prompt_len=n).max_tokens for n, _ in lengths] == [
-        room for _, room in lengths
-    ]
-    with pytest.raises(FieldError, match=r"^max_tokens: wanted at most 15 .*found 16"):
-        resolved(SamplingParams(max_tokens=16), prompt_len=85)
-
-
-@pytest.mark.parametrize("given", [{}, {"max_tokens": None}, {"max_tokens": 10}])
-def test_min_tokens_never_gives_way(given: dict[str, Any]) -> None:
-    params = SamplingParams(min_tokens=10, **given)
-    assert resolved(params, prompt_len=90).rules.min_tokens == 10
-    with pytest.raises(FieldError, match=r"^min_tokens: wanted at most 9 .*found 10"):
-        resolved(params, prompt_len=91)
-
-
-@pytest.mark.parametrize("given", [{}, {"max_tokens": None}, {"max_tokens": 1}])
-def test_prompt_has_to_leave_room_for_a_token(given: dict[str, Any]) -> None:
-    params = SamplingParams(**given)
-    assert resolved(params, prompt_len=99).max_tokens == 1
-    with pytest.raises(FieldError, match=r"^prompt: wanted at most 99 .*100.*found 100"):
-        resolved(params, prompt_len=100)
-    with pytest.raises(FieldError, match=r"^prompt: wanted at least one"):
-        resolved(params, prompt_len=0)
+@pytest.mark.parametrize(
+    ("given", "prompt_len", "message"),
+    [
+        ({"max_tokens": 91}, 10, r"max_tokens: wanted at most 90 .*100.*10 tokens.*found 91"),
+        ({"max_tokens": 16}, 85, "max_tokens: wanted at most 15 .*found 16"),
+        *(
+            ({"min_tokens": 10, "max_tokens": most}, 91, "min_tokens: wanted at most 9 .*found 10")
+            for most in (UNSET, None, 10)
+        ),
+        *(
+            ({"max_tokens": most}, prompt_len, message)
+            for most in (UNSET, None, 1)
+            for prompt_len, message in (
+                (100, "prompt: wanted at most 99 .*100.*found 100"),
+                (0, "prompt: wanted at least one"),
+            )
+        ),
+        ({"logit_bias": {50: 1}}, 10, "logit_bias: wanted token ids from 0 to 49, found 50"),
+        (
+            {"allowed_token_ids": [3, 50]},
+            10,
+            "allowed_token_ids: wanted token ids from 0 to 49, found 50",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_by_name(
+    given: dict[str, Any], prompt_len: int, message: str
+) -> None:
+    with pytest.raises(FieldError, match=f"^{message}"):
+        resolved(SamplingParams(**given), prompt_len)

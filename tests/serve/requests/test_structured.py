@@ -9,8 +9,6 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cluster.grammar import masks as grammar_masks
 from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
@@ -78,7 +76,9 @@ def test_each_form_holds_the_text_and_ends_it(
 
 @pytest.mark.feature("R09")
 def test_a_schema_and_any_object_hold_the_text(llm: LLM) -> None:
-    for text, reason in generate(llm, {"json": PERSON}, n=8, max_tokens=300):
+    found = generate(llm, {"json": PERSON}, n=8, max_tokens=300)
+    assert sum(reason == "stop" for _, reason in found) >= 6
+    for text, reason in found:
         assert reason == "length" or fits(PERSON, text), text
     ended = 0
     for text, reason in generate(llm, {"json_object": True}, n=16, temperature=1.5):
@@ -138,84 +138,40 @@ def test_logprobs_are_those_of_the_raw_logits(llm: LLM) -> None:
     assert first[0].rank == 1 < first[1].rank
 
 
-# --- random schemas ---
+def fields(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
 
 
-SCALARS = st.one_of(
-    st.just({"type": "boolean"}),
-    st.just({"type": "null"}),
-    st.builds(
-        lambda low, span: {"type": "integer", "minimum": low, "maximum": low + span},
-        st.integers(-999, 999),
-        st.integers(0, 5000),
-    ),
-    st.builds(
-        lambda low, span: {"type": "string", "minLength": low, "maxLength": low + span},
-        st.integers(0, 3),
-        st.integers(0, 9),
-    ),
-    st.sampled_from(["[a-f]{2,4}", "[0-9]{3}-[A-Z]+", "x|yy|zzz"]).map(
-        lambda pattern: {"type": "string", "pattern": f"^({pattern})$", "maxLength": 12}
-    ),
-    st.lists(
-        st.one_of(st.text(max_size=4), st.integers(-5, 5), st.booleans(), st.none()),
-        min_size=1,
-        max_size=4,
-    ).map(lambda values: {"enum": values}),
-    st.sampled_from(["date", "ipv4", "uuid"]).map(lambda f: {"type": "string", "format": f}),
-)
-
-
-def compound(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    names = st.text(alphabet="abcdé_ ", min_size=1, max_size=4)
-    arrays = st.builds(
-        lambda items, low, span: {
-            "type": "array", "items": items, "minItems": low, "maxItems": low + span
-        },
-        inner, st.integers(0, 2), st.integers(0, 2),
-    )  # fmt: skip
-    objects = st.builds(
-        lambda properties, num: {
-            "type": "object",
-            "properties": properties,
-            "required": sorted(properties)[:num],
-            "additionalProperties": False,
-        },
-        st.dictionaries(names, inner, min_size=1, max_size=3), st.integers(0, 3),
-    )  # fmt: skip
-    either = st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"anyOf": parts})
-    return st.one_of(arrays, objects, either)
-
-
-SCHEMAS = st.recursive(SCALARS, compound, max_leaves=4)
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": -7, "maximum": 4000},
+    {"type": "string", "minLength": 3, "maxLength": 9},
+    {"type": "string", "pattern": "^([0-9]{3}-[A-Z]+)$", "maxLength": 12},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"enum": ["é", "", -5, True, None]},
+    {"anyOf": [{"type": "null"}, {"type": "string", "format": "ipv4"}]},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    fields({"é a": {"type": "boolean"}, "b_": {"enum": [1, 2]}}, required=["b_"]),
+    fields({"in": fields({"x": {"type": "array", "items": {"enum": [1]}, "maxItems": 1}})}),
+]
 
 
 @pytest.mark.feature("R09")
-@settings(max_examples=12)
-@given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**32))
-def test_every_answer_to_a_random_schema_fits_it(
-    llm: LLM, schemas: list[dict[str, Any]], seed: int
-) -> None:
+def test_answers_to_schemas_of_all_kinds_in_one_batch_fit_them(llm: LLM) -> None:
     params = [
         SamplingParams(
-            n=2,
-            max_tokens=60,
-            seed=seed,
-            structured_outputs=StructuredOutputsParams(json=schema),
+            n=4, max_tokens=60, seed=5, structured_outputs=StructuredOutputsParams(json=schema)
         )
-        for schema in schemas
+        for schema in SCHEMAS
     ]
-    outputs = llm.generate(PROMPTS, params)
-    for schema, output in zip(schemas, outputs, strict=True):
+    num_whole = 0
+    for schema, output in zip(
+        SCHEMAS, llm.generate(PROMPTS[:1] * len(params), params), strict=True
+    ):
         for choice in output.outputs:
-            if choice.finish_reason != "length":
-                assert fits(schema, choice.text), (schema, choice.text)
-
-
-def test_random_schemas_are_mostly_answered_to_the_end(llm: LLM) -> None:
-    """What the test above leaves out, answers that are cut, is not most of them."""
-    found = generate(llm, {"json": PERSON}, n=8, max_tokens=300)
-    assert sum(reason == "stop" for _, reason in found) >= 6
+            num_whole += choice.finish_reason == "stop"
+            assert choice.finish_reason == "length" or fits(schema, choice.text), choice.text
+    assert num_whole > 30, "most are not cut"
 
 
 # --- the state follows from grammar and output ---

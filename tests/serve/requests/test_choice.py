@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from serve.requests.sampling import SamplingParams
-from serve.requests.text import StopMatcher, StopStrings, TextStream
+from cluster.wire.messages import EngineOutput, FinishReason, GenerateRequest
+from serve.requests.choice import Choice, StopMatcher, StopStrings
+from serve.requests.sampling import Resolver, SamplingParams
 from serve.requests.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -61,34 +63,38 @@ IDS = {name: st.integers(0, t.vocab_size + 1) for name, t in TOKENIZERS.items()}
 BOTH = pytest.mark.parametrize("name", TOKENIZERS)
 
 
-def stream(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    *,
-    stop: list[str] | None = None,
-    include_stop: bool = False,
-    skip_special_tokens: bool = True,
-    cuts: random.Random | None = None,
-    prompt: Sequence[int] = (),
-) -> tuple[list[str], str | None, int]:
-    """Push in pieces; return the deltas, the stop string, and how many tokens were used."""
-    params = SamplingParams(
-        stop=stop or [],
-        include_stop_str_in_output=include_stop,
-        skip_special_tokens=skip_special_tokens,
+def choice_of(tokenizer: Tokenizer, prompt: Sequence[int] = (), **fields: Any) -> Choice:
+    """Return a choice of a request with such sampling parameters."""
+    params = SamplingParams(**{"max_tokens": None, **fields})
+    resolver = Resolver(
+        params, max_model_len=20_000, vocab_size=20_000, eos_token_ids=(), grammar_text=str
     )
-    text = TextStream(tokenizer, params, StopStrings(params.stop_strings), prompt)
-    deltas: list[str] = []
-    num_used = 0
-    while num_used < len(token_ids):
+    request = GenerateRequest("r", list(prompt), [], resolver.choices(1)[0], "", b"")
+    return Choice(0, request, tokenizer, params, StopStrings(params.stop_strings))
+
+
+def output(
+    token_ids: Sequence[int], finish_reason: str = "", stop_token_id: int = -1
+) -> EngineOutput:
+    ended = EngineOutput.ended("r", FinishReason(finish_reason))
+    return msgspec.structs.replace(ended, token_ids=list(token_ids), stop_token_id=stop_token_id)
+
+
+def stream(
+    choice: Choice, token_ids: Sequence[int], cuts: random.Random | None = None
+) -> tuple[list[str], str | int | None]:
+    """Absorb in pieces; return the deltas, and the stop string."""
+    rest, deltas, stop = list(token_ids), list[str](), None
+    while not choice.is_finished:
         size = cuts.randint(1, 5) if cuts else 1
-        delta = text.push(token_ids[num_used : num_used + size])
+        piece, rest = rest[:size], rest[size:]
+        choice.absorb(output(piece, "" if piece else "length"))
+        delta = choice.take()
         deltas.append(delta.text)
-        num_used += delta.num_tokens_used
-        if delta.stop_string is not None:
-            assert (text.finish(), text.stop_string) == ("", delta.stop_string)
-            return deltas, delta.stop_string, num_used
-    return [*deltas, text.finish()], text.stop_string, num_used
+        stop = delta.stop_reason
+    choice.absorb(output(token_ids))
+    assert choice.take().token_ids == [], "nothing follows the end"
+    return deltas, stop
 
 
 def decoded(tokenizer: Tokenizer, token_ids: Sequence[int], skip: bool = True) -> str:
@@ -130,18 +136,6 @@ def cut(text: str, stop: list[str], include_stop: bool) -> tuple[str, str | None
 @BOTH
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), seed=st.randoms(use_true_random=False), skip=st.booleans())
-def test_deltas_of_any_tokens_are_the_whole_decoding(
-    name: str, data: st.DataObject, seed: random.Random, skip: bool
-) -> None:
-    tokenizer = TOKENIZERS[name]
-    token_ids = data.draw(st.lists(IDS[name], max_size=40))
-    deltas, _, _ = stream(tokenizer, token_ids, skip_special_tokens=skip, cuts=seed)
-    assert "".join(deltas) == decoded(tokenizer, token_ids, skip)
-
-
-@BOTH
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), seed=st.randoms(use_true_random=False), skip=st.booleans())
 def test_deltas_are_what_any_tokens_add_to_any_prompt(
     name: str, data: st.DataObject, seed: random.Random, skip: bool
 ) -> None:
@@ -150,35 +144,13 @@ def test_deltas_are_what_any_tokens_add_to_any_prompt(
     words = [tokenizer._rust.token_to_id("he")]
     prompt = data.draw(st.lists(IDS[name], max_size=12)) + data.draw(st.sampled_from([[], words]))
     prompt *= prompt[-1:] == words
-    token_ids = data.draw(st.lists(IDS[name], max_size=20))
+    token_ids = data.draw(st.lists(IDS[name], max_size=40))
     before = decoded(tokenizer, prompt, skip)
     whole = decoded(tokenizer, [*prompt, *token_ids], skip)
     assert whole.startswith(before)
-    deltas, _, _ = stream(tokenizer, token_ids, skip_special_tokens=skip, cuts=seed, prompt=prompt)
+    choice = choice_of(tokenizer, prompt, skip_special_tokens=skip)
+    deltas, _ = stream(choice, token_ids, seed)
     assert "".join(deltas) == whole[len(before) :]
-
-
-def test_a_word_behind_a_prompt_keeps_its_space_and_a_stop_string_finds_it() -> None:
-    tokenizer = TOKENIZERS["sentence_piece"]
-    word, ll, o, byte = (tokenizer._rust.token_to_id(t) for t in ("▁he", "ll", "o", "<0xC3>"))
-    prompt, ids = [word], [word, ll, o]
-    assert stream(tokenizer, ids)[0][0] == "he"
-    assert stream(tokenizer, ids, prompt=prompt)[0][0] == " he"
-    # What the output may go on with is no context, what stands before it is.
-    assert stream(tokenizer, ids, prompt=[*prompt, byte])[0][0] == " he"
-    assert stream(tokenizer, ids, prompt=prompt, stop=[" he"])[:2] == ([""], " he")
-
-
-@BOTH
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(max_size=30), seed=st.randoms(use_true_random=False))
-def test_deltas_of_encoded_text_are_the_text(name: str, text: str, seed: random.Random) -> None:
-    tokenizer = TOKENIZERS[name]
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    deltas, _, _ = stream(tokenizer, token_ids, cuts=seed)
-    assert "".join(deltas) == decoded(tokenizer, token_ids)
-    if name == "byte_level":
-        assert "".join(deltas) == text
 
 
 @BOTH
@@ -191,11 +163,13 @@ def test_text_ends_at_the_first_complete_stop_string(
     text = data.draw(st.text("he lo.é日", max_size=30))
     stop = data.draw(st.lists(st.text("he lo.é日", min_size=1, max_size=4), max_size=3))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    wanted, wanted_stop = cut(decoded(tokenizer, token_ids), stop, include)
-    deltas, stop_string, _ = stream(
-        tokenizer, token_ids, stop=stop, include_stop=include, cuts=seed
-    )
-    assert ("".join(deltas), stop_string) == (wanted, wanted_stop)
+    wanted = cut(decoded(tokenizer, token_ids), stop, include)
+    choice = choice_of(tokenizer, stop=stop, include_stop_str_in_output=include)
+    deltas, stop_string = stream(choice, token_ids, seed)
+    assert ("".join(deltas), stop_string) == wanted
+    if stop_string is not None and name == "byte_level":
+        used = [decoded(tokenizer, token_ids[: choice.num_tokens - n]) for n in (0, 1)]
+        assert [cut(each, stop, include)[1] for each in used] == [stop_string, None]
 
 
 @given(text=st.text("abc", max_size=20), stop=st.lists(st.text("abc", min_size=1), max_size=3))
@@ -212,59 +186,50 @@ def test_matcher_holds_back_only_what_a_stop_string_starts_with(text: str, stop:
     assert not held or any(s.startswith(held) for s in stop)
 
 
-def test_text_arrives_with_the_token_that_completes_its_character() -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    deltas, _, _ = stream(tokenizer, tokenizer.encode("日本 hi", add_special_tokens=False))
-    assert deltas == ["", "", "日", "", "", "本", " ", "h", "i", ""]
-
-
-def test_unfinished_character_becomes_the_replacement_at_the_end() -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    token_ids = tokenizer.encode("hi日", add_special_tokens=False)[:-1]
-    assert stream(tokenizer, token_ids)[0] == ["h", "i", "", "", "�"]
-
-
-def test_characters_made_of_bytes_arrive_when_they_are_complete() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        ("▁he ▁w ▁ ▁he", ["he", " w", " ", " he", ""]),
+        ("▁he <0x0A> <0x0A> ▁he", ["he", "\n", "\n", " he", ""]),
+        ("<0xC3> <0xBC> <0xC3> <0xBC> <0xC3> ▁he", ["", "ü", "", "ü", "", "� he", ""]),
+        ("<0xC3> <0x0A> <0xBC>", ["", "", "", "���"]),
+    ],
+)
+def test_words_keep_their_spaces_and_bytes_arrive_with_their_character(
+    tokens: str, wanted: list[str]
+) -> None:
     tokenizer = TOKENIZERS["sentence_piece"]
-
-    def ids(*tokens: str) -> list[int]:
-        return [tokenizer._rust.token_to_id(token) for token in tokens]
-
-    newlines = ids("▁he", "<0x0A>", "<0x0A>", "▁he")
-    assert stream(tokenizer, newlines)[0] == ["he", "\n", "\n", " he", ""]
-    assert stream(tokenizer, newlines, stop=["\n"]) == (["he", ""], "\n", 2)
-    umlauts = ids("<0xC3>", "<0xBC>", "<0xC3>", "<0xBC>", "<0xC3>", "▁he")
-    assert stream(tokenizer, umlauts)[0] == ["", "ü", "", "ü", "", "� he", ""]
-    assert stream(tokenizer, ids("<0xC3>", "<0x0A>", "<0xBC>"))[0] == ["", "", "", "���"]
+    token_ids = [tokenizer._rust.token_to_id(token) for token in tokens.split()]
+    assert stream(choice_of(tokenizer), token_ids)[0] == wanted
 
 
-def test_leading_space_of_later_words_is_kept() -> None:
+def test_a_word_behind_a_prompt_keeps_its_space_and_a_stop_string_finds_it() -> None:
     tokenizer = TOKENIZERS["sentence_piece"]
-    token_ids = [tokenizer._rust.token_to_id(token) for token in ("▁he", "▁w", "▁", "▁he")]
-    assert stream(tokenizer, token_ids)[0] == ["he", " w", " ", " he", ""]
+    word, ll, o, byte = (tokenizer._rust.token_to_id(t) for t in ("▁he", "ll", "o", "<0xC3>"))
+    ids = [word, ll, o]
+    assert stream(choice_of(tokenizer, []), ids)[0][0] == "he"
+    assert stream(choice_of(tokenizer, [word]), ids)[0][0] == " he"
+    # What the output may go on with is no context, what stands before it is.
+    assert stream(choice_of(tokenizer, [word, byte]), ids)[0][0] == " he"
+    assert stream(choice_of(tokenizer, [word], stop=[" he"]), ids) == ([""], " he")
 
 
-def test_token_that_completes_a_stop_string_is_the_last_one_used() -> None:
+def test_text_arrives_with_the_token_that_completes_its_character_or_with_the_last_one() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    token_ids = tokenizer.encode("hi END more", add_special_tokens=False)
-    end = StopStrings(["END"])
-    text = TextStream(tokenizer, SamplingParams(), end)
-    delta = text.push(token_ids)
-    assert (delta.text, delta.stop_string) == ("hi ", "END")
-    assert tokenizer.decode(token_ids[: delta.num_tokens_used]) == "hi END"
-    assert text.push(token_ids).num_tokens_used == 0
+    token_ids = tokenizer.encode("日本 hi日", add_special_tokens=False)[:-1]
+    deltas, _ = stream(choice_of(tokenizer), token_ids)
+    assert deltas == ["", "", "日", "", "", "本", " ", "h", "i", "", "", "�"]
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_token_that_ended_the_sequence_has_text_only_when_included(include: bool) -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    none = StopStrings([])
-    params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
-    text = TextStream(tokenizer, params, none)
-    delta = text.push([*tokenizer.encode("h", add_special_tokens=False), end], stop_token_id=end)
-    assert delta.text + text.finish() == ("h<|im_end|>" if include else "h")
-    assert delta.num_tokens_used == 2
+    [h, end] = tokenizer.encode("h<|im_end|>", add_special_tokens=False)
+    choice = choice_of(tokenizer, include_stop_str_in_output=include, skip_special_tokens=False)
+    choice.absorb(output([h, end], "stop", stop_token_id=end))
+    delta = choice.take()
+    assert delta.text == ("h<|im_end|>" if include else "h")
+    assert (delta.token_ids, choice.num_tokens) == ([h, end], 2)
 
 
 @BOTH
@@ -280,21 +245,10 @@ def test_long_runs_without_text_take_constant_time_per_token(name: str) -> None:
             num_decodes += len(token_ids)
             return super().decode(token_ids, skip_special_tokens)
 
-    counting = Counting(tokenizer._hf, ())
     token_ids = [byte] * 5000 + [special] * 5000
-    deltas, _, _ = stream(counting, token_ids)
+    deltas, _ = stream(choice_of(Counting(tokenizer._hf, ())), token_ids)
     assert "".join(deltas) == tokenizer.decode(token_ids)
     assert num_decodes <= 3 * len(token_ids)
-
-
-def test_bundled_tokenizer_streams_what_it_decodes() -> None:
-    path = Path(__file__).parents[3] / "examples" / "tiny"
-    tokenizer = Tokenizer.from_dir(path)
-    rng = random.Random(0)
-    for _ in range(50):
-        token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(30)]
-        deltas, _, _ = stream(tokenizer, token_ids, cuts=rng)
-        assert "".join(deltas) == tokenizer.decode(token_ids)
 
 
 @pytest.mark.parametrize(
@@ -315,33 +269,33 @@ def test_stop_strings_wait_for_min_tokens(stop: list[str], min_tokens: int, want
     # One token per character, so that the tokens are easy to count.
     ids = [tokenizer.encode(char)[0] for char in "hello, hello"]
     for size in (1, 5, len(ids)):
-        params = SamplingParams(min_tokens=min_tokens, max_tokens=None)
-        stream = TextStream(tokenizer, params, StopStrings(stop))
-        text = ""
+        choice = choice_of(tokenizer, stop=stop, min_tokens=min_tokens)
         for start in range(0, len(ids), size):
-            text += stream.push(ids[start : start + size]).text
-        assert text + stream.finish() == wanted
+            choice.absorb(output(ids[start : start + size]))
+        choice.absorb(output([], "length"))
+        assert choice.take().text == wanted
 
 
 def test_offsets_count_characters_and_not_what_stands_for_their_pieces() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    ids = tokenizer.encode("é日本hi", add_special_tokens=False)
-    stream = TextStream(tokenizer, SamplingParams(), StopStrings(["zz"]))
-    found = [offset for token_id in ids for offset in stream.push([token_id]).offsets]
-    assert found == [0, 1, 1, 1, 2, 2, 2, 3, 4]
+    choice = choice_of(tokenizer, stop=["zz"])
+    for token_id in tokenizer.encode("é日本hi", add_special_tokens=False):
+        choice.absorb(output([token_id]))
+    assert choice.take().offsets == [0, 1, 1, 1, 2, 2, 2, 3, 4]
 
 
-def test_a_text_that_nearly_stops_all_the_time_is_read_once() -> None:
-    steps = 0
+def test_a_text_that_nearly_stops_all_the_time_is_read_about_twice() -> None:
+    num_looks = 0
 
-    class Counting(StopStrings):
-        def step(self, node: int, char: str) -> int:
-            nonlocal steps
-            steps += 1
-            return super().step(node, char)
+    class Counting(frozenset[str]):
+        def __contains__(self, text: object) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return super().__contains__(text)
 
-    stop = Counting(["a" * 255 + chr(ord("b") + i) for i in range(20)])
-    matcher, steps = StopMatcher(stop, include_stop=False), 0
+    stop = StopStrings(["a" * 255 + chr(ord("b") + i) for i in range(20)])
+    stop.beginnings = Counting(stop.beginnings)
+    matcher = StopMatcher(stop, include_stop=False)
     certain = "".join(matcher.push("a")[0] for _ in range(5000))
     assert certain == "a" * (5000 - 255)
-    assert steps == 5000
+    assert num_looks <= 2 * 5000
