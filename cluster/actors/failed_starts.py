@@ -1,7 +1,7 @@
 """Why a pool's replica cannot start, kept where whoever started the application finds it.
 
 Ray Serve has a replica that fails replaced, and says so in its own words. `serve run` ends with
-ours (`serve/failed_start.py`), after Serve has gone; so they stand in the key-value store of Ray's
+ours (`serve/app.py`), after Serve has gone; so they stand in the key-value store of Ray's
 control service (`secret.py` says why that one), by deployment.
 """
 
