@@ -43,12 +43,13 @@ from serve.pools.routing import Routing
 _MAX_BYTES = 1 << 63
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
 _SECRET = "api_keys"
+_SHAPES = ("compilation", "dynamic_shapes_config")
 ALIASES = {
     ("O",): ("compilation", "level"),
     ("cc",): ("compilation",),
     ("compilation_config",): ("compilation",),
-    ("compilation", "dynamic_shapes_config", "type"): ("compilation", "dynamic_shapes"),
-    ("compilation", "dynamic_shapes_config", "evaluate_guards"): ("compilation", "evaluate_guards"),
+    (*_SHAPES, "type"): ("compilation", "dynamic_shapes"),
+    (*_SHAPES, "evaluate_guards"): ("compilation", "evaluate_guards"),
 }
 """The paths that other spellings of an argument stand for, vLLM's among them."""
 _DASHED = re.compile(
@@ -337,7 +338,7 @@ def _insert(
     if isinstance(value, dict):
         for key, inner in value.items():
             _insert(nested, (*path, *str(key).split(".")), inner, given)
-        if value or is_mentioned:
+        if value or is_mentioned or path == _SHAPES:
             return
     elif is_mentioned:
         raise FieldError(".".join(path), "one value", "it twice")

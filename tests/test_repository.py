@@ -191,13 +191,6 @@ runner.close()
     ]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_each_package_imports_alone(package: str) -> None:
-    lower = PACKAGES[PACKAGES.index(package) :]
-    loaded = set(run_python(f"import sys, {package}; print(*sys.modules)").split())
-    assert loaded.isdisjoint(set(PACKAGES) - set(lower))
-
-
 def test_the_application_builder_keeps_its_annotations_evaluated() -> None:
     # Ray Serve reads the builder's annotation; as a string it silently hands over a raw dict.
     tree = ast.parse((ROOT / "serve" / "app.py").read_bytes())

@@ -95,7 +95,7 @@ def test_levels_objects_json_and_configurations_mean_the_same() -> None:
         {"cc": '{"level": 2, "compile_sizes": [1]}', "compilation.sealed": "strict"},
     ):
         assert fields_of(raw) == wanted
-    for given in (2, "2", {"level": 2}, '{"level": 2}'):
+    for given in (2, "2", {"level": 2}, '{"level": 2, "dynamic_shapes_config": {}}'):
         assert fields_of({"compilation_config": given}) == {"level": 2}
     shapes = DynamicShapes.UNBACKED
     config = CompilationConfig(level=3, cudagraph_capture_sizes=(1, 2), dynamic_shapes=shapes)
