@@ -127,10 +127,8 @@ def _meanings(
         found += [("level", section, int(CompilationLevel.NO_COMPILATION), None)]
     elif compiles is not UNSET:
         pieces = compiles.enable_piecewise_cuda_graph
-        found += [
-            ("level", section, UNSET, DEFAULT_LEVEL),
-            ("use_inductor", f"{section}.enable_inductor", compiles.enable_inductor, False),
-        ]
+        inductor = compiles.enable_inductor
+        found += [("use_inductor", f"{section}.enable_inductor", inductor, False)]
         if compiles.capture_num_tokens is not None:
             tokens = "capture_num_tokens"
             found += [(tokens, f"{section}.{tokens}", compiles.capture_num_tokens, None)]
