@@ -50,7 +50,7 @@ pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).resolve().parent
 NUM_WORKERS = 2
-"""Processes that share the files of a whole run; one of them has all that start Ray."""
+"""Processes that share the files of a whole run; one has all that share a Ray cluster."""
 
 # A plain run draws the same examples every time, from seeds that hypothesis derives from each
 # test's source. `--hypothesis-profile=explore` draws new ones and prints how to repeat a failure.
@@ -59,8 +59,18 @@ hypothesis.settings.register_profile("explore", print_blob=True, deadline=None, 
 hypothesis.settings.load_profile("lockstep")
 
 
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Load the feature report by its path: the name `tests` may belong to another package."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the option of the fuzz tests, and load the feature report.
+
+    By its path: the name `tests` may belong to another package.
+    """
+    parser.addoption(
+        "--fuzz",
+        type=int,
+        default=1,
+        metavar="FACTOR",
+        help="run fuzz tests with so many times as many examples; 20 before a release",
+    )
     name = "lockstep_feature_report"
     if pluginmanager.has_plugin(name):
         return
@@ -82,10 +92,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files that start Ray to one worker.
+    """Give all files that share the run's Ray cluster to one worker.
 
-    Another would start the cluster and its application again, and the processes of two at once
-    would only wait for each other.
+    Another would start the cluster and its application again. A file whose tests start a cluster
+    of their own goes to whichever worker is free, as any other file does.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -95,26 +105,46 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "ray" if _starts_ray(config.rootpath / file) else file
+            return "ray" if _shares_ray(config.rootpath / file) else file
 
     return Scheduling(config, log)
 
 
+SHARED = "ray_cluster|running_group|server|start_app|start_shared_app"
+"""Fixtures that are, or need, the run's cluster."""
+
+
 @functools.cache
 def _starts_ray(file: Path) -> bool:
-    """Return whether tests of a file start Ray, by what is written in it."""
-    return re.search(r"mark\.ray\b|\b(ray_cluster|running_group): ", file.read_text()) is not None
+    """Return whether tests of a file start Ray.
+
+    Read from its text: the process that hands files out does not collect their tests.
+    """
+    return "mark.ray" in file.read_text()
+
+
+@functools.cache
+def _shares_ray(file: Path) -> bool:
+    """Return whether tests of a file use the run's cluster."""
+    return _starts_ray(file) and re.search(rf"\b({SHARED}): ", file.read_text()) is not None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start Ray, before `-m` selects, and skip those that need a missing GPU.
 
-    What starts Ray and the simulator's files take longest: they come first, so that no
-    worker is left with one of them alone.
+    What shares the cluster comes first, as one worker has all of it; then what starts Ray, the
+    simulator's files and those of the examples, which take longest, so that no worker is left with
+    one of them alone.
     """
-    simulation = TESTS / "simulation"
-    items.sort(key=lambda item: (not _starts_ray(item.path), item.path.parent != simulation))
+    long = (TESTS / "simulation", TESTS / "examples")
+    items.sort(
+        key=lambda item: (
+            not _shares_ray(item.path),
+            not _starts_ray(item.path),
+            item.path.parent not in long,
+        )
+    )
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
@@ -134,6 +164,23 @@ def _has_cuda() -> bool:
 def tiny_checkpoint() -> Path:
     """The bundled model: a directory with config.json, weights and tokenizer."""
     return TESTS.parent / "examples" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def fuzz(request: pytest.FixtureRequest) -> Callable[[int], hypothesis.settings]:
+    """Return settings of a fuzz test, with so many examples times what the command line says."""
+    factor: int = request.config.getoption("--fuzz")
+
+    def of(max_examples: int) -> hypothesis.settings:
+        return hypothesis.settings(
+            max_examples=max_examples * factor,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+
+    return of
 
 
 @pytest.fixture(scope="session")

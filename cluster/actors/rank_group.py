@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.config import ParallelConfig
-from cluster.engine.compile_handover import CannotCompile
+from cluster.engine.compile_switch import CannotCompile
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.watchdog import SILENT_AFTER_S, Watchdog
 from cluster.group.context import RankPlace

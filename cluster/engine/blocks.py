@@ -40,11 +40,7 @@ def max_blocks_for(num_tokens: int, block_size: int, sliding_window: int | None)
 
 
 def check_num_blocks(config: EngineConfig, sliding_window: int | None, num_blocks: int) -> None:
-    """Refuse a pool that does not hold one sequence, however long.
-
-    Raises:
-        FieldError: names num_kv_blocks, how many are needed and how many there are.
-    """
+    """Refuse a pool that does not hold one sequence, however long."""
     length = config.max_model_len
     needed = max_blocks_for(length, config.cache.block_size, sliding_window)
     if num_blocks < needed:
@@ -68,9 +64,8 @@ class BlockManager:
     ) -> None:
         """Start with all blocks free.
 
-        Args:
-            sliding_window: how many of a sequence's last tokens any layer ever reads, the one
-                that reads included; None if a layer reads all.
+        No layer reads more than the last `sliding_window` tokens, the one that reads included;
+        None if a layer reads all.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -94,7 +89,6 @@ class BlockManager:
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` tokens fill."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks_for(self, num_tokens: int) -> int:
@@ -128,10 +122,7 @@ class BlockManager:
         return found
 
     def first_missing(self, seq: Sequence, num_cached: int) -> bytes | None:
-        """Return the digest of the block that ended a match of `num_cached` blocks.
-
-        None if nothing ended it, nothing is looked up, or a hit need not start at the head.
-        """
+        """Return the digest of the block that ended a match of `num_cached` blocks, if one did."""
         is_whole = num_cached >= (seq.num_tokens - 1) // self.block_size
         if self.sliding_window is not None or is_whole or not self._is_looked_up(seq):
             return None
@@ -246,7 +237,6 @@ class BlockManager:
         seq.num_committed_blocks = num_full
 
     def _take(self) -> int:
-        """Hand out the least valuable free block for new content."""
         block, _ = self._free.popitem(last=False)
         digest = self._hashes[block]
         if digest is not None:

@@ -47,8 +47,8 @@ class StepDivergence(RuntimeError):
 class StepDigester:
     """Digests of the steps that one rank runs, one after the other.
 
-    Where steps overlap, all ranks know what a step draws before its tokens are in a plan. The
-    digest of the next step but one covers them: by then every rank has waited for that step.
+    Where steps overlap, the digest of the next step but one covers what a step drew: by then every
+    rank has waited for it.
 
     Invariant: `row_state` covers all admissions and new blocks so far, in order; two ranks with
     equal digests hold equal rows.
@@ -57,9 +57,7 @@ class StepDigester:
     def __init__(self, *, is_overlapped: bool = False) -> None:
         """Start before the first step.
 
-        Args:
-            is_overlapped: `note_drawn` will be called for each step, at the latest before the
-                digest of the next step but one.
+        If overlapped, `note_drawn` must be called for each step before the next but one's digest.
         """
         self._previous_step = 0
         self._row_state = 0
@@ -98,11 +96,7 @@ class StepDigester:
 
 
 def check_digest(rank: str, wanted: StepDigest, found: StepDigest) -> None:
-    """Compare a leader's digest with a follower's own.
-
-    Raises:
-        StepDivergence: names the follower, its step and the first field that differs.
-    """
+    """Compare a leader's digest with a follower's own; raise for the first field that differs."""
     if wanted == found:
         return
     for field in StepDigest.__struct_fields__:

@@ -11,12 +11,12 @@ leader books the result:
    a dummy batch. Before the first collective `lockstep.confirm()` waits until every rank has
    confirmed the same step; it rarely blocks, because building inputs takes longer.
    While the group serves and compiles, an agreement may name a stage that all ranks enter first
-   (`cluster/engine/compile_handover.py`); they confirm before they enter it.
+   (`cluster/engine/compile_switch.py`); they confirm before they enter it.
 5. `scheduler.update(plan, sampled)` appends tokens, ends sequences and returns their outputs.
 
 The loop that calls `step` is in `cluster/rank/leader.py`. `cluster/rank/runner.py` implements
-`Executor`; `cluster/rank/lockstep.py`, `Lockstep`. `overlap.py` is the same step with the next one
-planned while the device runs this one.
+`Executor`; `lockstep.py`, `Lockstep`. `overlap.py` is the same step with the next one planned while
+the device runs this one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.scheduler import Scheduler, SchedulerStats
+from cluster.engine.step_stats import StepStats
 from cluster.wire.messages import EngineOutput, SampledTokens, StepAgreement, StepPlan, Submit, Vote
 
 
@@ -46,18 +47,17 @@ class Channel(Protocol):
         """Hand one step's plan to every follower."""
 
     def note_drawn(self, token_ids: list[int]) -> None:
-        """Note what the first step drew of which that was not noted yet.
-
-        Followers that draw along are checked for it two steps later. The plain loop does not call
-        it: there they learn the tokens from the next plan.
-        """
+        """Note what a step drew where followers draw along: they are checked two steps later."""
 
 
 class Executor(Protocol):
     """Runs plans on this rank, one after the other; shared by leaders and followers."""
 
-    handover: CompileHandover
-    """How far this rank has gone over to compiled steps."""
+    switch: CompileSwitch
+    step_stats: StepStats
+
+    def load_slice(self) -> None:
+        """Load a part of what was compiled, if there is any. Call it between steps."""
 
     def execute(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
@@ -67,11 +67,10 @@ class Executor(Protocol):
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None] | None = None
     ) -> Any:
-        """Run the model on the plan's batch, or a dummy one; return what to wait for.
+        """Enter the agreement's stage and run the batch, or a dummy one; return what to wait for.
 
-        It enters the agreement's stage before. On a device that runs by itself the step may still
-        be under way. `confirm` is called before the first collective: when the inputs are ready, or
-        ahead of a stage that is entered.
+        On a device that runs by itself the step may still be under way. `confirm` is called before
+        the first collective: when the inputs are ready, or ahead of a stage that is entered.
         """
 
     def wait(self, launched: Any) -> SampledTokens:
@@ -111,11 +110,11 @@ class Engine:
         return self.scheduler.update(plan, sampled)
 
     def _agree(self, plan: StepPlan) -> StepAgreement:
-        handover = self.executor.handover
+        switch = self.executor.switch
         vote = plan.vote(
             draining=self.is_draining,
-            stage=handover.stage,
-            can_advance=not handover.is_over and handover.can_advance,
+            stage=switch.stage,
+            can_advance=not switch.is_over and switch.can_advance,
         )
         self.agreed = self.lockstep.agree(vote)
         return self.agreed
@@ -123,10 +122,6 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Queue a request; a bad one ends with an error output of the next step."""
         self.scheduler.add(submit)
-
-    def refuse(self, request_id: str, error: str) -> None:
-        """End a request that could not be read, with an error output of the next step."""
-        self.scheduler.refuse(request_id, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.scheduler.abort(request_ids)
@@ -143,7 +138,6 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting, running or handing over."""
         return self.scheduler.has_unfinished
 
     def stats(self) -> SchedulerStats:

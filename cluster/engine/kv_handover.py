@@ -18,8 +18,6 @@ from cluster.engine.sequence import Sequence, SequenceStatus
 from cluster.kv.handoff import HandoffMetadata, KVReader, KVReadResult, TicketHolder
 from cluster.wire.messages import KVHandoff
 
-NO_READER = "handoff: wanted none on an engine without KV reader, found one"
-
 
 class KVHandover:
     """Who holds and reads for one engine, and the sequences that they have.
@@ -31,17 +29,15 @@ class KVHandover:
     def __init__(
         self,
         blocks: BlockManager,
-        metadata: HandoffMetadata,
+        metadata: HandoffMetadata | None,
         *,
         holder: TicketHolder | None = None,
         reader: KVReader | None = None,
     ) -> None:
         """Start with none.
 
-        Args:
-            metadata: what tickets say that are written here, and that are read.
-            holder: keeps tickets, on a prefill engine.
-            reader: reads KV, on a decode engine.
+        `metadata` is what tickets say that are written and read here; None on an engine that keeps
+        its sequences.
         """
         self._blocks = blocks
         self._metadata = metadata
@@ -56,12 +52,11 @@ class KVHandover:
 
     @property
     def num_tickets(self) -> int:
-        """Tickets that have not ended."""
         return self._holder.num_held if self._holder else 0
 
     def hold(self, seq: Sequence) -> KVHandoff:
         """Put a computed sequence's blocks under a ticket and return it."""
-        assert self._holder is not None, "a prefill engine has a holder"
+        assert self._holder is not None and self._metadata is not None, "a prefill engine's"
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
         generations = [self._blocks.generations[block] for block in block_ids]
@@ -74,7 +69,6 @@ class KVHandover:
         )
 
     def drop(self, request_ids: Container[str]) -> None:
-        """End the tickets of these requests."""
         for ticket, seq in self._held.items():
             if seq.request_id in request_ids and self._holder is not None:
                 self._holder.drop(ticket)
@@ -99,8 +93,8 @@ class KVHandover:
 
     def find_error(self, seq: Sequence, handoff: KVHandoff) -> str:
         """Return what keeps a new sequence's KV from being read here, or nothing."""
-        if self._reader is None:
-            return NO_READER
+        if self._reader is None or self._metadata is None:
+            return "handoff: wanted none on an engine without KV reader, found one"
         if seq.request_id in self._reading:
             return f"request_id: wanted a new one, found the read of {seq.request_id!r} unfinished"
         num_tokens = seq.num_tokens - 1
@@ -144,9 +138,3 @@ class KVHandover:
     def has_any(self) -> bool:
         """Whether a sequence is held, or may still be written to."""
         return bool(self._held or self._reading)
-
-    @property
-    def holders(self) -> Iterator[Sequence]:
-        """The sequences that hold blocks here."""
-        yield from self._held.values()
-        yield from self._reading.values()

@@ -8,22 +8,23 @@
    arrive while inputs are built, so a rank hardly ever waits for them.
 4. An agreement without work lets the group sleep. The first vote for the next step wakes it.
 
-There is no I/O here. `LockstepMachine` is given what arrived, in the order of each connection, and
-says what to send and which frames are missing; `cluster/rank/lockstep.py` drives it over sockets.
-A rank never receives a vote from two steps ahead, because no rank votes again before it has heard
-from all.
+`LockstepMachine` has no I/O: it is given what arrived, in the order of each connection, and says
+what to send and which frames are missing. `JoinedLockstep` drives it over `PeerSockets`
+(`cluster/group/peers.py`), or over a simulated channel. A rank never receives a vote from two steps
+ahead, because no rank votes again before it has heard from all.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDivergence
-from cluster.wire.group_messages import PeerHello, StepConfirm
-from cluster.wire.messages import StepAgreement, StepKind, Vote
+from cluster.engine.step_stats import StepStats
+from cluster.wire.group_messages import PeerHello, StepConfirm, ToPeer
+from cluster.wire.messages import StepAgreement, StepKind, Vote, decode_from, encode
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs, decide
 
@@ -74,29 +75,72 @@ def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     )
 
 
-def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
-    """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
-
-    The latter is None if there is one rank (after ATOM's function of this name, which asks all
-    ranks by an all-reduce).
-    """
-    across = agreed.num_tokens_across_dp
-    num_padding = across[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
-    return num_padding, across if len(across) > 1 else None
-
-
 class AloneLockstep:
     """The agreement of a group of one: its own vote."""
 
-    def __init__(self, handover: CompileHandover | None = None) -> None:
-        """Dispatch over what `handover` has captured; None: nothing."""
-        self._handover = handover or CompileHandover()
+    def __init__(self, switch: CompileSwitch | None = None) -> None:
+        """Dispatch over what `switch` has captured; None: nothing."""
+        self._switch = switch or CompileSwitch()
 
     def agree(self, vote: Vote) -> StepAgreement:
-        return agree((vote,), self._handover.captured)
+        return agree((vote,), self._switch.captured)
 
     def confirm(self) -> None:
         """There are no others to ask."""
+
+
+class VoteChannel(Protocol):
+    """Ordered frames between this leader and each other one."""
+
+    def send(self, body: bytes) -> None:
+        """Send a frame to every peer."""
+
+    def receive(self, dp_rank: int) -> bytes | None:
+        """Wait for the next frame of a peer; None if there is none in time."""
+
+
+class JoinedLockstep:
+    """The agreement of several leaders. Belongs to the step thread.
+
+    Both methods raise `StepDivergence`, which names rank, step and field, if a peer is in another
+    step or agreed on something else, and `PeersSilent` if one sends nothing in time.
+    """
+
+    def __init__(
+        self, machine: LockstepMachine, channel: VoteChannel, stats: StepStats | None = None
+    ) -> None:
+        """Drive `machine` over `channel`; `stats` notes when this rank and when all voted."""
+        self._machine = machine
+        self._channel = channel
+        self._stats = stats or StepStats()
+
+    def agree(self, vote: Vote) -> StepAgreement:
+        """Exchange votes and return what they amount to: the same value on every rank."""
+        machine = self._machine
+        self._channel.send(encode(machine.vote(vote)))
+        self._stats.vote()
+        while missing := machine.missing_votes:
+            self._receive(missing)
+        confirm = machine.conclude()
+        self._stats.agree()
+        self._channel.send(encode(confirm))
+        return confirm.agreed
+
+    def confirm(self) -> None:
+        """Wait until every rank is known to have agreed on the same.
+
+        Call it once per agreement, before the first collective that follows from it.
+        """
+        while missing := self._machine.missing_confirms:
+            self._receive(missing)
+
+    def _receive(self, missing: list[int]) -> None:
+        machine, dp_rank = self._machine, missing[0]
+        body = self._channel.receive(dp_rank)
+        if body is None:
+            machine.on_silence(missing)
+        else:
+            machine.on_frame(dp_rank, decode_from(f"rank dp={dp_rank} tp=0", body, ToPeer))
 
 
 class _Peer:
@@ -105,17 +149,21 @@ class _Peer:
     Invariant: frames so far were Vote(1), Confirm(1), Vote(2), ...; `step` is the last vote's.
     """
 
-    def __init__(self, dp_rank: int, epoch: int, first_step: int) -> None:
+    def __init__(self, dp_rank: int, epoch: int) -> None:
         self.name = f"rank dp={dp_rank} tp=0 epoch={epoch}"
         self.epoch = epoch
-        self.step = first_step - 1
+        self.step = 0
         self.votes: deque[Vote] = deque()
         self.confirms: deque[StepConfirm] = deque()
         self.has_to_confirm = False
 
     def on_vote(self, vote: Vote) -> None:
-        if self.has_to_confirm or vote.step != self.step + 1 or vote.epoch != self.epoch:
-            self._refuse_vote(vote)
+        self._check("epoch", self.epoch, vote.epoch, vote.step)
+        if self.has_to_confirm and vote.step == self.step:
+            raise StepDivergence(self.name, vote.step, "votes", 1, 2)
+        self._check("step", self.step + 1, vote.step, vote.step)
+        if self.has_to_confirm:
+            raise StepDivergence(self.name, self.step, "confirms", 1, 0)
         if vote.kind is StepKind.DECODE:
             # What `decide` relies on.
             wanted = vote.num_seqs * vote.max_query_len
@@ -124,18 +172,10 @@ class _Peer:
         self.has_to_confirm = True
         self.votes.append(vote)
 
-    def _refuse_vote(self, vote: Vote) -> NoReturn:
-        self._check("epoch", self.epoch, vote.epoch, vote.step)
-        if self.has_to_confirm and vote.step == self.step:
-            raise StepDivergence(self.name, vote.step, "votes", 1, 2)
-        self._check("step", self.step + 1, vote.step, vote.step)
-        raise StepDivergence(self.name, self.step, "confirms", 1, 0)
-
     def on_confirm(self, confirm: StepConfirm) -> None:
         agreed = confirm.agreed
-        if agreed.epoch != self.epoch or agreed.step != self.step:
-            self._check("epoch", self.epoch, agreed.epoch, agreed.step)
-            self._check("step", self.step, agreed.step, agreed.step)
+        self._check("epoch", self.epoch, agreed.epoch, agreed.step)
+        self._check("step", self.step, agreed.step, agreed.step)
         if not self.has_to_confirm:
             raise StepDivergence(self.name, self.step, "confirms", 1, 2)
         self.has_to_confirm = False
@@ -150,55 +190,36 @@ class LockstepMachine:
     """One leader's side of the lockstep.
 
     Call `vote`, then `on_frame` until `missing_votes` is empty, `conclude`, and `on_frame` until
-    `missing_confirms` is empty; then the next step. Frames may come at any time.
+    `missing_confirms` is empty; then the next step. Frames may come at any time. What does not come
+    next, or disagrees with this rank's view of the step, is a `StepDivergence`, which names rank,
+    step and field.
     """
 
-    def __init__(
-        self,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        epoch: int,
-        handover: CompileHandover,
-        first_step: int = 1,
-    ) -> None:
-        """Start before the first step; steps dispatch over what `handover` has captured."""
+    def __init__(self, *, dp_rank: int, dp_size: int, epoch: int, switch: CompileSwitch) -> None:
+        """Start before the first step; steps dispatch over what `switch` has captured."""
         self._dp_rank = dp_rank
         self._epoch = epoch
-        self._handover = handover
-        self._step = first_step - 1
-        others = (rank for rank in range(dp_size) if rank != dp_rank)
-        self._peers = {rank: _Peer(rank, epoch, first_step) for rank in others}
+        self._switch = switch
+        self._step = 0
+        self._peers = {rank: _Peer(rank, epoch) for rank in range(dp_size) if rank != dp_rank}
         self._mine: Vote | None = None
         self._confirm: StepConfirm | None = None
 
     def vote(self, vote: Vote) -> Vote:
-        """Take this rank's vote for the next step; return it to be sent to all others.
-
-        Raises:
-            StepDivergence: it is of another epoch or step than comes next.
-        """
-        if vote.epoch != self._epoch or vote.step != self._step + 1:
-            self._refuse_vote(vote)
+        """Take this rank's vote for the next step; return it to be sent to all others."""
+        step = self._step + 1
+        for field, wanted in (("epoch", self._epoch), ("step", step)):
+            if wanted != (found := getattr(vote, field)):
+                me = f"rank dp={self._dp_rank} tp=0 epoch={self._epoch}"
+                raise StepDivergence(me, step, field, wanted, found)
         assert self._confirm is not None or self._mine is None, "the step before has not concluded"
-        assert not any(map(self.lacks_confirm, self._peers)), "the step before is not confirmed"
+        assert not self.missing_confirms, "the step before is not confirmed"
         self._step += 1
         self._mine, self._confirm = vote, None
         return vote
 
-    def _refuse_vote(self, vote: Vote) -> None:
-        me, step = f"rank dp={self._dp_rank} tp=0 epoch={self._epoch}", self._step + 1
-        for field, wanted in (("epoch", self._epoch), ("step", step)):
-            if wanted != getattr(vote, field):
-                raise StepDivergence(me, step, field, wanted, getattr(vote, field))
-
     def on_frame(self, dp_rank: int, frame: PeerHello | Vote | StepConfirm) -> None:
-        """Take what arrived from a peer.
-
-        Raises:
-            StepDivergence: it is not what comes next, or disagrees with this rank's view of
-                the step; names rank, step and field.
-        """
+        """Take what arrived from a peer."""
         peer = self._peers[dp_rank]
         if isinstance(frame, Vote):
             peer.on_vote(frame)
@@ -212,32 +233,19 @@ class LockstepMachine:
             raise StepDivergence(peer.name, peer.step, "frame", "a vote or confirm", "a hello")
 
     @property
-    def peers(self) -> Iterable[int]:
-        return self._peers
-
-    def lacks_vote(self, dp_rank: int) -> bool:
-        return self._peers[dp_rank].step < self._step
-
-    def lacks_confirm(self, dp_rank: int) -> bool:
-        peer = self._peers[dp_rank]
-        return peer.step < self._step or (peer.has_to_confirm and peer.step == self._step)
-
-    @property
     def missing_votes(self) -> list[int]:
-        return [rank for rank in self._peers if self.lacks_vote(rank)]
+        return [rank for rank, peer in self._peers.items() if peer.step < self._step]
 
     @property
     def missing_confirms(self) -> list[int]:
-        return [rank for rank in self._peers if self.lacks_confirm(rank)]
+        return [
+            rank
+            for rank, peer in self._peers.items()
+            if peer.step < self._step or (peer.has_to_confirm and peer.step == self._step)
+        ]
 
     def conclude(self) -> StepConfirm:
-        """Compute the agreement, to be sent to all others.
-
-        Call it once, when no vote is missing.
-
-        Raises:
-            StepDivergence: a peer stands at another stage; names it.
-        """
+        """Compute the agreement, to be sent to all others. Call it when no vote is missing."""
         assert self._mine is not None and not self.missing_votes
         votes = {rank: peer.votes.popleft() for rank, peer in self._peers.items()}
         for rank, vote in votes.items():
@@ -250,17 +258,13 @@ class LockstepMachine:
             self._check_confirm(peer)
         return self._confirm
 
-    def on_silence(self, missing: Iterable[int]) -> None:
-        """Give up a step that lacks frames for too long.
-
-        Raises:
-            PeersSilent: always; names them.
-        """
+    def on_silence(self, missing: Iterable[int]) -> NoReturn:
+        """Give up a step that lacks frames for too long; name who did not send them."""
         names = ", ".join(self._peers[rank].name for rank in missing)
         raise PeersSilent(f"{names} step {self._step}: wanted a frame in time, found none")
 
     def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
-        return agree(votes, self._handover.captured)
+        return agree(votes, self._switch.captured)
 
     def _check_confirm(self, peer: _Peer) -> None:
         mine = self._confirm

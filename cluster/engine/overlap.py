@@ -20,12 +20,9 @@ plans as the plain step does. This is so
   their length, and those of a prefill engine, whose first token is their last;
 - while the group serves and compiles: it enters a stage of going over between two steps.
 
-A step that scores a prompt reads its logits on the host, so its launch waits for the device. Draws
-(seeds by output position), penalties, biases, masks and `min_tokens` need nothing of the host: the
-plan counts pending tokens, and ranks count tokens on the device. A step in flight is always retired
-before the group sleeps or ends.
-
-`Engine` is the readable twin of this one and its oracle: both generate the same tokens.
+A step that scores a prompt reads its logits on the host, so its launch waits for the device. All
+other rules of sampling need nothing of the host: the plan counts pending tokens, and ranks count
+tokens on the device. `Engine` is the readable twin and the oracle: both generate the same tokens.
 """
 
 from __future__ import annotations
@@ -52,9 +49,8 @@ class OverlappedEngine(Engine):
         """With what its launch returned."""
 
     def step(self) -> list[EngineOutput]:
-        """Launch a step and return the outputs of the one before; or only the latter, if the next
-        cannot be planned without them."""
-        if self._in_flight is not None and not self.executor.handover.is_over:
+        """Launch a step, if it can be planned now, and return the outputs of the one before."""
+        if self._in_flight is not None and not self.executor.switch.is_over:
             return self._retire()
         plan = self.scheduler.schedule_ahead()
         if plan is None:

@@ -32,11 +32,12 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import SCRATCH, BlockManager
-from cluster.engine.kv_handover import NO_READER, KVHandover
+from cluster.engine.kv_handover import KVHandover
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.sequence import Batch, Sequence, SequenceStatus
 from cluster.grammar.matcher import MaskedRow
@@ -54,6 +55,7 @@ from cluster.wire.messages import (
 if TYPE_CHECKING:
     from cluster.grammar.masks import GrammarMasks  # whose library an engine may do without
 
+_ARRIVAL = attrgetter("arrival")
 WAITING = SequenceStatus.WAITING
 WAITING_FOR_KV = SequenceStatus.WAITING_FOR_KV
 RUNNING = SequenceStatus.RUNNING
@@ -111,21 +113,16 @@ class Scheduler:
         """Start without sequences.
 
         Args:
-            limits: what the engine can serve, of which role, in which blocks.
             handover: who holds or reads KV; None on an engine that keeps its sequences.
             grammars: compiles them and fills masks; None refuses requests with a grammar.
             clock: tells how long sequences wait; None: nobody wants to know.
-
-        Raises:
-            ValueError: a prefill engine has nobody to hold KV.
         """
         self._is_prefill = limits.role is Role.PREFILL
-        if self._is_prefill and handover is None:
-            raise ValueError("handover: wanted one for role prefill, found None")
+        self._hands_over = limits.role is not Role.MIXED
         self.blocks = limits.blocks
         self._config = config
         self._epoch = epoch
-        self._handover = handover
+        self._handover = handover or KVHandover(limits.blocks, None)
         self._clock = clock or (lambda: 0.0)
         self._limits = limits
         self._grammars = grammars
@@ -145,7 +142,8 @@ class Scheduler:
         self._in_flight: dict[int, list[Sequence]] = {}
         """By step the sequences of plans that were made and not booked, in the plan's order."""
         self._free_rows = list(range(config.max_num_seqs))
-        self._early_aborts = _EarlyAborts()
+        self._early_aborts: OrderedDict[str, None] = OrderedDict()
+        """The last aborts without a request: each may have overtaken its own."""
         self._outputs: list[EngineOutput] = []
         self._prompt_tokens_computed = 0
         self._num_preemptions = 0
@@ -161,7 +159,8 @@ class Scheduler:
             arrival=self._num_arrivals,
             handoff=submit.handoff,
         )
-        if self._early_aborts.take(request.request_id):
+        if request.request_id in self._early_aborts:
+            del self._early_aborts[request.request_id]
             self._refuse(seq, FinishReason.ABORT)
         elif error := self._find_error(seq):
             self._refuse(seq, FinishReason.ERROR, error)
@@ -184,9 +183,12 @@ class Scheduler:
         if num_waiting:  # all of them in one pass: the queue may be long
             self._waiting = deque(seq for seq in self._waiting if seq.status is not FINISHED)
         if unknown:
-            if self._handover is not None:
-                self._handover.drop(unknown)
-            self._early_aborts.remember(unknown)
+            self._handover.drop(unknown)
+            for request_id in unknown:
+                self._early_aborts[request_id] = None
+                self._early_aborts.move_to_end(request_id)
+            while len(self._early_aborts) > MAX_EARLY_ABORTS:
+                self._early_aborts.popitem(last=False)
 
     def refuse(self, request_id: str, error: str) -> None:
         """End a request that could not be read with an error among the outputs."""
@@ -245,7 +247,10 @@ class Scheduler:
             batch, plan.num_computed, plan.num_new, plan.output_index, strict=True
         ):
             has_drawn = index >= 0
-            num_confirmed = seq.retire(num_new, has_drawn)
+            # As `Batch.launch` noted it.
+            seq.num_in_flight_tokens -= num_new
+            seq.num_pending_tokens -= has_drawn
+            num_confirmed = seq.num_computed_tokens - seq.num_in_flight_tokens
             if start < seq.num_prompt_tokens:
                 end = min(start + num_new, seq.num_prompt_tokens)
                 self._prompt_tokens_computed += end - start
@@ -278,18 +283,17 @@ class Scheduler:
 
         So it does as long as a step in flight computes it, even if it has ended.
         """
-        is_handing_over = self._handover is not None and self._handover.has_any
-        return bool(self._unfinished or self._in_flight or self._outputs or is_handing_over)
+        is_busy = self._unfinished or self._in_flight or self._outputs
+        return bool(is_busy) or self._handover.has_any
 
     def stats(self) -> SchedulerStats:
         # Other threads ask too, and may come between two changes.
         num_waiting = max(0, len(self._unfinished) - len(self.running))
-        handover = self._handover
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=num_waiting,
-            num_waiting_for_kv=min(handover.num_reading, num_waiting) if handover else 0,
-            held_tickets=handover.num_tickets if handover else 0,
+            num_waiting_for_kv=min(self._handover.num_reading, num_waiting),
+            held_tickets=self._handover.num_tickets,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             prompt_tokens_computed=self._prompt_tokens_computed,
@@ -311,13 +315,11 @@ class Scheduler:
         error = self._limits.find_error(seq)
         if error or seq.handoff is None:
             return error
-        if self._handover is None:
-            return NO_READER
         return self._handover.find_error(seq, seq.handoff)
 
     def _refuse(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
         """End a request that was never queued. A ticket of a bad one runs out by itself."""
-        if self._handover is not None and not error:
+        if not error:
             self._handover.refuse(seq)
         self._emit(seq, reason, error)
 
@@ -329,8 +331,7 @@ class Scheduler:
             self._waiting.append(seq)
         else:
             self._compiling[seq.request_id] = seq
-        if self._handover is not None:
-            self._handover.expect(seq)
+        self._handover.expect(seq)
 
     def _is_compiled(self, seq: Sequence) -> bool:
         """Return whether a sequence may queue: it needs no grammar, or has it now."""
@@ -348,10 +349,9 @@ class Scheduler:
                 continue
             if result.compiled is not None:
                 seq.grammar = result.compiled
-                insort(self._waiting, seq, key=_arrival)
+                insort(self._waiting, seq, key=_ARRIVAL)
                 continue
-            if self._handover is not None:
-                self._handover.cancel(seq)
+            self._handover.cancel(seq)
             self._finish(seq, FinishReason.ERROR)
             self._emit(seq, FinishReason.ERROR, result.error)
 
@@ -359,11 +359,9 @@ class Scheduler:
 
     def _abort(self, seq: Sequence) -> bool:
         """End a request; return whether it is left in the queue, for the caller to take out."""
-        is_reading = is_waiting = False
-        if self._handover is not None:
-            is_reading = self._handover.is_reading(seq)
-            if seq.status is WAITING_FOR_KV:
-                self._handover.cancel(seq)
+        is_waiting, is_reading = False, self._handover.is_reading(seq)
+        if seq.status is WAITING_FOR_KV:
+            self._handover.cancel(seq)
         if self._compiling.pop(seq.request_id, None) is not None:
             assert self._grammars is not None
             self._grammars.forget(seq.request_id)
@@ -385,15 +383,15 @@ class Scheduler:
     def _take_what_ended(self) -> None:
         if self._compiling:
             self._take_compiled()
-        if self._handover is not None:
+        if self._hands_over:
             self._handover.free_ended()
-            self._take_finished_reads(self._handover)
+            self._take_finished_reads()
         # Sequences whose KV was read join the running ones, while rows last.
         while self._ready and self._free_rows:
             self._seat(self._ready.pop(0))
 
-    def _take_finished_reads(self, handover: KVHandover) -> None:
-        for seq, result in handover.take_finished():
+    def _take_finished_reads(self) -> None:
+        for seq, result in self._handover.take_finished():
             if seq.status is FINISHED:
                 self._release(seq)
             elif result.ok:
@@ -409,7 +407,7 @@ class Scheduler:
         self.blocks.commit(seq)
         seq.handoff = None
         seq.status = WAITING
-        insort(self._ready, seq, key=_arrival)
+        insort(self._ready, seq, key=_ARRIVAL)
 
     # --- choosing the batch -----------------------------------------------------------------
 
@@ -498,7 +496,7 @@ class Scheduler:
         assert not self._is_in_flight(seq), "a step in flight computes what is to be pre-empted"
         self._release(seq)
         seq.forget_computed()
-        insort(self._waiting, seq, key=_arrival)
+        insort(self._waiting, seq, key=_ARRIVAL)
         self._num_preemptions += 1
 
     def _schedule_waiting(self, batch: Batch) -> None:
@@ -516,7 +514,6 @@ class Scheduler:
             self._waiting.popleft()
 
     def _is_worth_a_try(self, seq: Sequence, batch: Batch) -> bool:
-        """Return whether the head of the queue may fit where it did not before."""
         blocked, spare = self._blocked, self._spare_for(seq)
         return blocked is None or blocked.may_fit(seq, self.blocks, batch.budget, spare)
 
@@ -526,30 +523,35 @@ class Scheduler:
         A read leaves one for each sequence that has some: otherwise the next running sequence to
         grow would pre-empt what was just read.
         """
-        if seq.handoff is None or self._handover is None:
+        if seq.handoff is None:
             return 0
         return len(self.running) + len(self._ready) + self._handover.num_reading
 
-    def _fits_now(self, need: _HeadNeed, batch: Batch) -> bool:
+    def _fits_now(
+        self,
+        seq: Sequence,
+        batch: Batch,
+        cached: list[int],
+        num_known: int,
+        max_new: int,
+        first: int = 0,
+    ) -> bool:
         """Return whether the head of the queue fits; if not, remember what it needs."""
-        fits = need.fits(self.blocks, batch.budget, self._spare_for(need.seq))
+        missing = self.blocks.first_missing(seq, len(cached))
+        saved = self.blocks.num_saved(cached, first)
+        need = _HeadNeed(seq, num_known, max_new, num_saved=saved, missing=missing)
+        fits = need.fits(self.blocks, batch.budget, self._spare_for(seq))
         self._blocked = None if fits else need
         return fits
 
     def _admit(self, seq: Sequence, batch: Batch) -> bool:
-        """Admit a sequence to be computed here, if its first chunk fits."""
         if not (batch.budget and self._free_rows and self.blocks.num_free_blocks):
             return False
         cached = self.blocks.match(seq)
         num_cached = len(cached) * self.blocks.block_size
         # With a sliding window a prompt may be longer than the pool; without, it never is.
         max_new = min(seq.num_tokens - num_cached, self.blocks.room_beside(cached))
-        missing = self.blocks.first_missing(seq, len(cached))
-        saved = self.blocks.num_saved(cached)
-        need = _HeadNeed(
-            seq, num_known=num_cached, max_new=max_new, num_saved=saved, missing=missing
-        )
-        if not self._fits_now(need, batch):
+        if not self._fits_now(seq, batch, cached, num_cached, max_new):
             return False
         num_new = min(max_new, batch.budget)
         self._open_table(seq, cached, num_cached + num_new)
@@ -565,13 +567,9 @@ class Scheduler:
         cached = self.blocks.match(seq)
         # Blocks that a sliding window has passed are neither kept nor read.
         cached[:first] = [SCRATCH] * min(first, len(cached))
-        missing = self.blocks.first_missing(seq, len(cached))
-        saved = self.blocks.num_saved(cached, first)
-        need = _HeadNeed(seq, num_known=num_tokens, max_new=0, num_saved=saved, missing=missing)
-        if not self._fits_now(need, batch):
+        if not self._fits_now(seq, batch, cached, num_tokens, 0, first):
             return False
         self._open_table(seq, cached, num_tokens, first)
-        assert self._handover is not None, "a ticket was accepted"
         self._handover.start_read(seq, handoff, max(len(cached), first))
         return True
 
@@ -632,7 +630,6 @@ class Scheduler:
 
     def _hand_over(self, seq: Sequence) -> KVHandoff:
         """Take a prefilled sequence out of its row; its blocks stay under a ticket."""
-        assert self._handover is not None
         self._free_row(seq)
         self._finish(seq, FinishReason.HANDOFF)
         return self._handover.hold(seq)
@@ -646,7 +643,6 @@ class Scheduler:
         del self._unfinished[seq.request_id]
 
     def _emit(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
-        """Queue the last output of a request that ended outside of a step."""
         self._outputs.append(seq.ended(reason, error))
 
     def _release(self, seq: Sequence) -> None:
@@ -669,11 +665,10 @@ class Scheduler:
 class _HeadNeed:
     """What the head of the queue needs, by what was cached of it when it was looked up.
 
-    To look up a long prompt's blocks takes a millisecond, and the head of the queue may wait for
-    seconds, so it is not done again in every step. What it lacked tells when another attempt can
-    end differently: when as many blocks are free as it needs, or when the first block that was
-    missing is cached. If others come to hold blocks of its cached head meanwhile, that many fewer
-    are free, and it waits until they end at the latest.
+    To look up a long prompt's blocks takes a millisecond, and it may wait for seconds, so that is
+    not done in every step: only when as many blocks are free as it needs, or when the first block
+    that was missing is cached. If others come to hold blocks of its cached head meanwhile, that
+    many fewer are free, and it waits until they end at the latest.
     """
 
     seq: Sequence
@@ -699,26 +694,6 @@ class _HeadNeed:
         return self.missing is not None and blocks.is_cached(self.missing)
 
 
-class _EarlyAborts:
-    """The last `MAX_EARLY_ABORTS` aborts without a request: each may have overtaken its own."""
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[str, None] = OrderedDict()
-
-    def remember(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._ids[request_id] = None
-            self._ids.move_to_end(request_id)
-        while len(self._ids) > MAX_EARLY_ABORTS:
-            self._ids.popitem(last=False)
-
-    def take(self, request_id: str) -> bool:
-        if request_id not in self._ids:
-            return False
-        del self._ids[request_id]
-        return True
-
-
 def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence]) -> None:
     num_rows = 0
     rows: list[MaskedRow] = []
@@ -735,7 +710,3 @@ def _fill_masks(grammars: GrammarMasks, plan: StepPlan, sequences: list[Sequence
 def _num_uncomputed(seq: Sequence) -> int:
     """Return how many tokens have no KV, and no step in flight that computes it."""
     return len(seq.token_ids) + seq.num_pending_tokens - seq.num_computed_tokens
-
-
-def _arrival(seq: Sequence) -> int:
-    return seq.arrival

@@ -112,7 +112,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
         return len(self.token_ids)
 
     @property
@@ -137,21 +136,6 @@ class Sequence:
     @property
     def is_at_limit(self) -> bool:
         return len(self.token_ids) >= self.max_total_len
-
-    def launch(self, step: int, num_new: int, draws: bool) -> None:
-        """Note that a step computes the next `num_new` tokens, and whether it draws the one behind
-        them."""
-        self.num_computed_tokens += num_new
-        self.num_in_flight_tokens += num_new
-        self.num_pending_tokens += draws
-        self.last_step = step
-
-    def retire(self, num_new: int, draws: bool) -> int:
-        """Note that the first step in flight has ended, see `launch`; return how many tokens have
-        KV now."""
-        self.num_in_flight_tokens -= num_new
-        self.num_pending_tokens -= draws
-        return self.num_computed_tokens - self.num_in_flight_tokens
 
     def forget_computed(self) -> None:
         """Start over after the blocks were freed: everything is computed again, here."""
@@ -203,7 +187,6 @@ class Batch:
     has_grammars: bool = False
 
     def add(self, seq: Sequence, num_new: int) -> None:
-        """Let a sequence compute its next `num_new` tokens in this step."""
         self.budget -= num_new
         if seq.grammar is not None:
             self.has_grammars = True
@@ -214,10 +197,7 @@ class Batch:
             self.chunk_sizes.append(num_new)
 
     def launch(self, epoch: int, step: int) -> StepPlan:
-        """Note in each sequence what the step computes of it.
-
-        Returns the plan, with a description of the rows that are new to the ranks.
-        """
+        """Return the plan, and note in each sequence what the step computes of it."""
         sequences = self.sequences = self.singles + self.chunks
         num_computed = [seq.num_computed_tokens for seq in sequences]
         num_new = [1] * len(self.singles) + self.chunk_sizes
@@ -244,7 +224,10 @@ class Batch:
             draws = start + new == total
             rows.append(seq.row)
             output_index.append(total - seq.num_prompt_tokens if draws else -1)
-            seq.launch(step, new, draws)
+            seq.num_computed_tokens += new
+            seq.num_in_flight_tokens += new
+            seq.num_pending_tokens += draws
+            seq.last_step = step
         return StepPlan(
             epoch=epoch,
             step=step,

@@ -81,8 +81,7 @@ class Watchdog:
     ) -> None:
         """Watch the ranks with these names from `now` on, or from their first answer if earlier.
 
-        Args:
-            leaders: for each rank, the one whose plans it waits for; None: all are leaders.
+        `leaders`: for each rank, the one whose plans it waits for; None: all are leaders.
         """
         self._leaders = range(len(names)) if leaders is None else leaders
         self._silent_s = silent_s
@@ -98,8 +97,7 @@ class Watchdog:
     def on_answer(self, rank: int, silent_from: float) -> None:
         """Take an answer of a rank that cannot say yet what it does, as while it imports torch.
 
-        Args:
-            silent_from: the time from which on its silence counts.
+        Its silence counts from `silent_from` on.
         """
         self._answered_at[rank] = max(self._answered_at[rank], silent_from)
 
@@ -111,11 +109,6 @@ class Watchdog:
             return f"{self._names[longest]}: no heartbeat for {silent_s[longest]:.1f} s"
         # What a silent rank does is unknown: it may be the one that the others wait for.
         return None if silent_s[longest] > STALE_AFTER_S else self._stuck(now)
-
-    @property
-    def next_deadline(self) -> float:
-        """When `on_tick` can have a new answer although no heartbeat comes."""
-        return min(self._answered_at) + self._silent_s
 
     def _stuck(self, now: float) -> str | None:
         """Name the rank that is furthest behind, once it has been there for too long.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
@@ -20,9 +19,8 @@ and another copy takes the host about as long to launch."""
 class Staging:
     """Memory for buffers that are copied to the device together, once a step.
 
-    A copy to a CUDA device reads its host array after the call has returned. With two arrays a step
-    fills the one that the step before the last one did: that step has ended. On a CPU there is one
-    array, which steps read where it is, and nothing is copied.
+    A copy to a CUDA device reads its host array after the call has returned: with two arrays a step
+    fills that of the step before the last one, which has ended. On a CPU nothing is copied.
 
     Invariant: all buffers are reserved before `allocate`, and none is used before it.
     """
@@ -41,7 +39,6 @@ class Staging:
         """What `upload` has to copy: first byte, and the one behind the last."""
 
     def reserve(self, buffer: StaticBuffer, num_bytes: int) -> int:
-        """Return where a new buffer begins."""
         self._buffers.append(buffer)
         start = self._num_bytes
         self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -116,7 +113,6 @@ class StaticBuffer:
         self._view: torch.Tensor | None = None
 
     def place(self, arrays: list[torch.Tensor], on_device: torch.Tensor) -> None:
-        """Take the buffer's part of its staging's memory."""
         self.hosts = [self._of(array).numpy() for array in arrays]
         self.host, self.device = self.hosts[0], self._of(on_device)
 
@@ -132,52 +128,6 @@ class StaticBuffer:
     def _of(self, memory: torch.Tensor) -> torch.Tensor:
         own = memory[self._start : self._start + self._num_bytes]
         return own.view(self._dtype).view(self._shape)
-
-
-class StaticTable:
-    """A table on the device of which each step fills the first rows and columns.
-
-    The table keeps its width, which graphs rely on. On a GPU what is filled is packed on the host
-    and spread on the device, because torch copies what is not contiguous by way of memory that is
-    not pinned, and waits. On a CPU the table itself is filled.
-
-    Invariant: what no step has filled is 0; what the last one left out is undefined.
-    """
-
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, staging: Staging) -> None:
-        self._rows, self._width = rows, columns
-        self._num_columns = columns
-        self._flat = StaticBuffer((rows * columns,), dtype, staging)
-        self._is_packed = staging.is_copied
-        self._view: torch.Tensor | None = None
-
-    @cached_property
-    def device(self) -> torch.Tensor:
-        """The whole table."""
-        table = self._flat.device.view(self._rows, self._width)
-        with torch.inference_mode(False):
-            return torch.zeros_like(table) if self._is_packed else table
-
-    def first_columns(self, columns: int) -> npt.NDArray[Any]:
-        """Return the array to fill in this step, [rows, columns], for `stage` to take."""
-        self._num_columns = columns
-        if self._is_packed:
-            return self._flat.host[: self._rows * columns].reshape(self._rows, columns)
-        return self._flat.host.reshape(self._rows, -1)[:, :columns]
-
-    def stage(self, n: int) -> torch.Tensor:
-        """Return the first `n` rows on the device, in their full width; see `spread`."""
-        if self._is_packed:
-            self._flat.stage(n * self._num_columns)
-        if self._view is None or self._view.shape[0] != n:
-            self._view = self.device[:n]
-        return self._view
-
-    def spread(self, n: int) -> None:
-        """Put the first `n` rows in their places, once the staging was uploaded."""
-        if self._is_packed:
-            columns = self._num_columns
-            self.device[:n, :columns].copy_(self._flat.device[: n * columns].view(n, columns))
 
 
 def upload_once(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

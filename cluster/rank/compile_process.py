@@ -2,12 +2,18 @@
 
     python -m cluster.rank.compile_process        started by a rank, never by hand
 
-The process builds the rank's model without values, traces it and compiles its pieces into the
-cache, under the key and in the directory that the rank itself would use. A lock lies on each piece
-that is being compiled, so processes of other ranks, and of a group that died, do no work twice.
+1. The process builds the rank's model without values, traces it and compiles its pieces into the
+   cache, under the key and in the directory that the rank itself would use. A lock lies on each
+   piece that is being compiled, so processes of other ranks, and of a group that died, do no work
+   twice. It gets a `CompileJob` on its standard input, reports its progress on its standard output
+   in lines of JSON, and ends with its rank: then its input ends.
+2. When it has ended, the rank's step thread loads one piece between two steps: all of them at once
+   would hold its streams up.
+3. Then the rank's `CompileSwitch` knows, and its next vote says so.
 
-It gets a `CompileJob` on its standard input, tells its progress on its standard output in lines of
-JSON, and ends with its rank: then its input ends.
+If compiling is ended from outside, or by the machine, the rank says why, once, and goes on as it
+is. If the model cannot be compiled, the rank ends, as it would have without serving meanwhile: the
+group's owner ends the start.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +36,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cluster.config import EngineConfig
+from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import Progress, RankContext, RankPlace
 from cluster.group.membership import GroupMembership
 from cluster.observe.logs import configure_logs
 from cluster.rank.compiling import as_final, graph_pools, one_line, rank_scope
 from cluster.rank.forward import StepForward
-from cluster.rank.free_memory import FreeMemory
 from cluster.rank.inputs import StepInputs
 from compile.counters import cache_misses
 from compile.scope import compile_scope
@@ -159,6 +165,75 @@ def _end_of(code: int) -> str:
     return f"the process that compiles was ended by {signal.Signals(-code).name}"
 
 
+class CompileAhead:
+    """What a rank does about its compiled pieces while it serves without them.
+
+    Everything but `progress`, `error` and `close` belongs to the step thread.
+    """
+
+    def __init__(self, job: CompileJob, forward: StepForward, wake: Callable[[], None]) -> None:
+        """Start compiling; `wake` wakes the step thread, and is called on any thread."""
+        self.error = ""
+        """Why the rank goes on without compiled pieces."""
+        self._num_threads = job.config.threads
+        self._forward = forward
+        self._wake = wake
+        self._loading: Iterator[None] | None = None
+        self._process = CompileProcess(job, wake)
+        log.warning(
+            "serving without compiled pieces, of which the cache lacks some; process %d compiles "
+            "them",
+            self._process.pid,
+        )
+
+    @property
+    def progress(self) -> tuple[str, int, int] | None:
+        """What is being done, how much of it is done and of how much; None when all is."""
+        switch = self._forward.switch
+        if self.error or switch.is_over:
+            return None
+        if switch.stage:
+            return "capturing graphs", switch.stage - 1, switch.last_stage - 1
+        return "compiling", self._process.done, self._process.total
+
+    def load_slice(self) -> None:
+        """Load the next piece, if there is one. Call it between steps.
+
+        Raises:
+            CannotCompile: there is nothing to load, and no other start would have it.
+        """
+        if self.error or self._forward.switch.is_loaded:
+            return
+        is_compiling = not self._process.has_ended
+        # A step whose threads wait for one that the compiler has displaced takes a hundred times
+        # as long.
+        if torch.get_num_threads() != (wanted := max(1, self._num_threads - is_compiling)):
+            torch.set_num_threads(wanted)
+        if is_compiling:
+            return
+        if self._process.is_final:
+            raise CannotCompile(self._process.error)
+        if self._process.error:
+            self._give_up(self._process.error)
+            return
+        if self._loading is None:
+            self._loading = self._forward.loading()
+        with torch.inference_mode():
+            has_more = next(self._loading, self) is not self
+        if not has_more and self._forward.is_loaded:
+            self._forward.switch.is_loaded = True
+        elif not has_more:
+            self._give_up("what was compiled cannot be loaded")
+        self._wake()
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _give_up(self, error: str) -> None:
+        self.error = error
+        log.warning("serving without compiled pieces until the next start: %s", error)
+
+
 # --- in the process ------------------------------------------------------------------------------
 
 
@@ -208,7 +283,6 @@ def compile_for(job: CompileJob, progress: Progress) -> None:
         scope.config,
         group=group,
         pools=pools,
-        free_memory=FreeMemory(group, device, 0),
     )
     forward.prepare(config.scheduler.max_num_batched_tokens)
 

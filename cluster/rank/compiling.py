@@ -16,7 +16,7 @@ import torch
 
 import model
 from cluster.config import EngineConfig
-from cluster.engine.compile_handover import CannotCompile
+from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from compile.cache.key import sources_hash
@@ -50,10 +50,7 @@ def graph_pools(config: CompilationConfig, device: torch.device) -> GraphPools:
 
 
 def rank_scope(context: RankContext, group: GroupMembership, pools: GraphPools) -> CompileScope:
-    """Return the scope that a rank's model is built in, its configuration resolved.
-
-    Equal on all ranks of the group but for their places: sizes and graphs follow from it.
-    """
+    """Return the scope that a rank's model is built in: equal on all ranks but for their places."""
     config, progress = context.config, context.progress
     if config.device == "cuda" and (missing := missing_for_triton()):
         log.warning(
@@ -104,11 +101,7 @@ def _can_compile(config: EngineConfig, group: GroupMembership) -> bool:
 
 
 def as_final(error: BaseException) -> CannotCompile | None:
-    """Return the error of which a start is sure to end again, if this is one.
-
-    None: it may be of the machine, such as a full disk, or of a C++ compiler, which a machine may
-    do without.
-    """
+    """Return the error of which every start would end, if this is one and not the machine's."""
     # Imported once there is an error: they take seconds.
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError

@@ -11,6 +11,7 @@ A follower that disagrees with its leader raises before it enters the step's col
 
 from __future__ import annotations
 
+import msgspec
 import zmq
 
 from cluster.engine.divergence import StepDigester
@@ -21,14 +22,12 @@ from cluster.group.rendezvous import Rendezvous
 from cluster.rank.follower_loop import FollowerLoop
 from cluster.rank.rank import Rank
 from cluster.wire.group_messages import FollowerHello
-from cluster.wire.messages import PROTOCOL_VERSION
 
 
 class Follower(Rank):
     """One following rank, with its receiver and its loop."""
 
     def __init__(self, context: RankContext, rendezvous: Rendezvous) -> None:
-        """Load, and greet the leader."""
         super().__init__(context, zmq.Context(), rendezvous)
         place, credentials = context.place, context.credentials
         self._receiver = StepReceiver(
@@ -39,10 +38,7 @@ class Follower(Rank):
         )
         self._receiver.open(
             FollowerHello(
-                protocol=PROTOCOL_VERSION,
-                config_hash=credentials.config_hash,
-                epoch=place.epoch,
-                nonce=rendezvous.nonce,
+                **msgspec.structs.asdict(rendezvous.hello(credentials, place.epoch)),
                 tp_rank=place.tp_rank,
                 num_blocks=self.runner.num_blocks,
                 layout=self.runner.kv_spec.layout,
@@ -62,17 +58,11 @@ class Follower(Rank):
         )
 
     def run(self) -> None:
-        """Do what the leader says until it ends, or until stopped.
-
-        Raises:
-            StepDivergence: a step is not the leader's; names rank, step and field.
-        """
         self.loop.run()
         self._receiver.close()
         self._close()
 
     def stop(self) -> None:
-        """Make `run` return before the next step. Any thread may call it."""
         self.loop.is_stopping = True
         self._doorbell.ring()
 

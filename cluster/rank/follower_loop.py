@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
 from cluster.engine.engine import Executor
 from cluster.kv.handoff import KVReader, TicketHolder
-from cluster.rank.step_stats import StepStats
 from cluster.wire.group_messages import (
     CancelRead,
     DropKV,
@@ -46,16 +45,6 @@ class PlanReceiver(Protocol):
         """Tell the leader what has ended here."""
 
 
-class StepRunner(Executor, Protocol):
-    """Runs plans on this rank, and keeps account of them."""
-
-    step_stats: StepStats
-    """What the step thread does, and the last steps."""
-
-    def load_slice(self) -> None:
-        """Load a part of what was compiled, if there is any."""
-
-
 class FollowerLoop:
     """What one follower does from its first step to its last.
 
@@ -67,19 +56,13 @@ class FollowerLoop:
         name: str,
         *,
         receiver: PlanReceiver,
-        runner: StepRunner,
+        runner: Executor,
         digester: StepDigester,
         holder: TicketHolder | None,
         reader: KVReader | None,
         is_overlapped: bool = False,
     ) -> None:
-        """Start before the first step.
-
-        Args:
-            is_overlapped: the leader's loop is, and this one too.
-            holder: keeps tickets for this rank's slice; None unless the role is prefill.
-            reader: reads this rank's slice; None unless the role is decode.
-        """
+        """Start before the first step; `is_overlapped` as the leader's loop is."""
         self.receiver = receiver
         self.step = 0
         """The last one that was executed."""
@@ -95,11 +78,6 @@ class FollowerLoop:
         """What the launch of a step has returned that was not waited for."""
 
     def run(self) -> None:
-        """Do what the leader says until it ends, or until stopped.
-
-        Raises:
-            StepDivergence: a step is not the leader's; names rank, step and field.
-        """
         while not self.is_stopping:
             self._runner.step_stats.wait(self.step + 1, is_asleep=False)
             match self.receiver.receive():
@@ -122,10 +100,10 @@ class FollowerLoop:
             check_digest(self._name, frame.digest, mine)
         except StepDivergence as error:
             raise error.after(self._runner.step_stats.tail()) from None
-        handover, wanted = self._runner.handover, frame.agreed.stage
-        if not handover.accepts(wanted):
-            raise StepDivergence(self._name, mine.step, "stage", wanted, handover.stage)
-        if wanted != handover.stage:
+        switch, wanted = self._runner.switch, frame.agreed.stage
+        if not switch.accepts(wanted):
+            raise StepDivergence(self._name, mine.step, "stage", wanted, switch.stage)
+        if wanted != switch.stage:
             self._retire()  # a stage is entered between two steps
         self.step = frame.plan.step
         if not self._is_overlapped:
@@ -164,7 +142,7 @@ class FollowerLoop:
 
     def _report(self) -> None:
         self._runner.load_slice()
-        if self._runner.handover.is_loaded and not self._has_said_loaded:
+        if self._runner.switch.is_loaded and not self._has_said_loaded:
             self._has_said_loaded = True
             self.receiver.report(PiecesLoaded())
         if self._holder is not None and (tickets := self._holder.take_ended()):

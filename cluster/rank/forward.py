@@ -4,7 +4,7 @@
 2. `capture` records the graphs that the configuration wants, largest first, and seals the process:
    what compiles or captures from here on is counted and named.
 3. If the rank is to serve while it compiles and the cache lacks its pieces, steps run as the model
-   is written. Compiling and capturing is left to the stages of a `CompileHandover`, which `enter`
+   is written. Compiling and capturing is left to the stages of a `CompileSwitch`, which `enter`
    enters between steps.
 4. `run` runs a step as all ranks agreed: a full graph, piecewise graphs, or the model itself. No
    rank looks at anything of its own to decide which. Behind the full graph of a decode step comes
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.group.context import Progress
 from cluster.group.membership import GroupMembership
-from cluster.rank.free_memory import FreeMemory
+from cluster.rank.free_memory import MARGIN_BYTES, free_memory_bytes
 from cluster.rank.inputs import StepBatch, StepInputs
 from cluster.wire.messages import MAX_LOGPROBS, StepAgreement, checksum
 from compile.cache.builds import install_for_kernels
@@ -40,7 +40,6 @@ from compile.context import (
 )
 from compile.dispatch import CapturedGraphs
 from compile.environment import is_compile_cache_disabled
-from compile.gaps import GapTimer
 from compile.graphs.capture import (
     CaptureCase,
     CaptureReport,
@@ -93,7 +92,7 @@ class StepOutput(NamedTuple):
 class StepForward:
     """The model's forward with its graphs.
 
-    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `handover`, and
+    Invariant: inputs come from one `StepInputs`, whose addresses graphs rely on; `switch`, and
     so `captured`, is equal on all ranks of the group.
     """
 
@@ -105,21 +104,25 @@ class StepForward:
         *,
         group: GroupMembership,
         pools: GraphPools,
-        free_memory: FreeMemory,
+        token_bytes: int = 0,
     ) -> None:
         """Prepare to run `model`, which was built in the scope of `config`.
 
         Args:
-            free_memory: tells before each graph whether it fits on all ranks.
+            token_bytes: what a graph needs for each of its tokens.
         """
         self.config = config
-        self._free_memory = free_memory
+        self._token_bytes = token_bytes
+        self._num_asked = 0
+        """How often ranks were asked for their free memory."""
         self._model = model
-        self.handover = CompileHandover()
+        self.switch = CompileSwitch()
         """At its end, unless `compile` leaves something to do while the rank serves."""
         self.report: CaptureReport | None = None
         self._reports: list[CaptureReport] = []
-        self.gaps = GapTimer()
+        self.num_piecewise_steps = 0
+        self._piecewise_s = self._replayed_s = 0.0
+        """Host seconds of those steps, and of what they replayed."""
         self._layers = model.attention_layers()
         self._inputs = inputs
         self._group = group
@@ -141,12 +144,12 @@ class StepForward:
 
     @property
     def captured(self) -> CapturedGraphs:
-        return self.handover.captured
+        return self.switch.captured
 
     def checksum(self) -> int:
         """Return what is equal on ranks that dispatch over the same graphs in the same modes, or
         will once they have gone over to them."""
-        return checksum(str((self.captured, self.handover.last_stage)))
+        return checksum(str((self.captured, self.switch.last_stage)))
 
     def set_kv_cache_data(self, kv_cache_data: dict[str, KVCacheTensor]) -> None:
         """Attend to these KV caches, by layer, from now on. Graphs keep those they captured."""
@@ -158,9 +161,8 @@ class StepForward:
     def compile(self, max_num_tokens: int, progress: Progress | None = None) -> None:
         """Run the model once on padding, which traces and compiles it, or loads what was.
 
-        What is not compiled runs too, so that no kernel is built in the first step. If the rank
-        serves while it compiles, and not all ranks find what was compiled, the model runs as it is
-        written, and `handover` has stages left.
+        If the rank serves while it compiles, and not all ranks find what was compiled, the model
+        runs as it is written, and `switch` has stages left.
         """
         unseal()
         is_compiled = self.config.level != CompilationLevel.NO_COMPILATION
@@ -183,16 +185,15 @@ class StepForward:
 
     @torch.inference_mode()
     def prepare(self, max_num_tokens: int) -> None:
-        """Trace and compile for a later process, and run nothing."""
         batch = self._inputs.dummy(self._num_traced_tokens(max_num_tokens), 1)
         with forward_context(self._context(batch, 1, is_dummy_run=True)):
             self._backbone.prepare(batch.input_ids, batch.positions)
 
     def _num_traced_tokens(self, max_num_tokens: int) -> int:
-        """Return how many tokens the padding has that the forward is traced on.
+        """Return how many tokens of padding the forward is traced on.
 
-        Inductor tunes a GPU's kernels while it compiles them, on as many: there it is a size that
-        is common, the middle one of those that are captured.
+        Inductor tunes a GPU's kernels on as many: there it is a common size, the middle one of
+        those that are captured.
         """
         num_tokens = NUM_TRACED_TOKENS
         sizes = self.config.cudagraph_capture_sizes
@@ -218,19 +219,17 @@ class StepForward:
         return self._group.all_reduce_min("found", found) == _MISSING
 
     def _defer(self) -> None:
-        """Run the model as it is written until the group goes over."""
         import_runtime()  # a rank that serves would stand still meanwhile
         self._backbone.run_as_written(True)
         shard = self._group.shard
-        self.handover = CompileHandover(
+        self.switch = CompileSwitch(
             last_stage=1 + len(self._cases()), num_followers=0 if shard.rank else shard.size - 1
         )
 
     def loading(self) -> Iterator[None]:
         """Load what another process has compiled, a piece at a time; see `is_loaded`.
 
-        Nothing but a CompileHandover makes steps run it. Call it between steps: it fills the static
-        inputs with padding.
+        Call it between steps: it fills the static inputs with padding.
         """
         batch = self._inputs.dummy(NUM_LOADED_TOKENS, 1)
         yield from self._backbone.loading(batch.input_ids, batch.positions)
@@ -241,26 +240,22 @@ class StepForward:
 
     @torch.inference_mode()
     def enter(self, stage: int) -> None:
-        """Enter the stage of going over that all ranks agreed on, between two steps.
-
-        All ranks do it at once: graphs may hold collectives.
-        """
+        """Enter the stage that all ranks agreed on: all at once, as graphs may hold collectives."""
         if stage == 1:
             self._backbone.run_as_written(False)
         else:
             self._reports.append(self._capture([self._cases()[stage - 2]]))
-        is_last = stage == self.handover.last_stage
-        self.handover.enter(stage, self._end_captures() if is_last else None)
+        is_last = stage == self.switch.last_stage
+        self.switch.enter(stage, self._end_captures() if is_last else None)
 
     @torch.inference_mode()
     def run_sizes(self) -> None:
         """Run on padding what a GPU has kernels of its own for, so that all of them are built.
 
-        These are decode steps of 1, 2, 4, ... sequences and of all, because the attention of a few
-        sequences is another kernel than that of many, and each size at which it changes lies
-        between two of these; prompts of 1, 2, 4, ... tokens and of a full step, because the tiles
-        of experts grow with tokens; and each number of tokens that pieces were compiled for, whose
-        kernels are tuned when they run. The last one's first tokens are sampled by every filter.
+        Decode steps of 1, 2, 4, ... sequences and of all: the attention of a few sequences is
+        another kernel than that of many. Prompts of 1, 2, 4, ... tokens and of a full step: the
+        tiles of experts grow with tokens. And each number of tokens that pieces were compiled for,
+        whose kernels are tuned when they run. The last one's tokens are sampled by every filter.
         """
         decodes = _doubling(self._inputs.max_num_seqs)
         listed = (size for size in self.config.compile_sizes or () if isinstance(size, int))
@@ -272,10 +267,7 @@ class StepForward:
 
     @torch.inference_mode()
     def time_step(self, max_num_tokens: int) -> tuple[int, float]:
-        """Run a small step on padding once more; return its tokens and seconds.
-
-        All ranks start at once, so that none waits inside for one that is late.
-        """
+        """Run a small step on padding once more, all ranks at once; return tokens and seconds."""
         num_tokens = min(NUM_TRACED_TOKENS, max_num_tokens)
         self._synchronize()
         self._group.barrier("timed")
@@ -361,7 +353,7 @@ class StepForward:
             self._group.barrier("allocated")
             reported = None if progress is None else partial(progress, "capturing graphs")
             self._reports.append(self._capture(cases, reported))
-        self.handover = CompileHandover(self._end_captures())
+        self.switch = CompileSwitch(self._end_captures())
 
     def _capture(
         self, cases: list[CaptureCase], progress: Callable[[int, int], None] | None = None
@@ -378,7 +370,6 @@ class StepForward:
         )
 
     def _end_captures(self) -> CapturedGraphs:
-        """Seal the process, and return what it has captured."""
         seal(self.config.sealed)
         if not self._reports:
             return CapturedGraphs()
@@ -409,12 +400,19 @@ class StepForward:
         return hidden
 
     def _fits_on_all_ranks(self, key: BatchDescriptor) -> bool:
-        logits_bytes = 0
+        """Wait for all ranks; return whether a graph fits on each.
+
+        They find different amounts of memory, but a graph that one must skip is skipped by all. No
+        rank captures before all have come to the same size.
+        """
+        needed = MARGIN_BYTES + key.num_tokens * self._token_bytes
         if self._score is not None and key.uniform_decode:
-            # As the product gives them, which may be float32 too, and in float32.
+            # Logits as the product gives them, which may be float32 too, and in float32.
             each = 2 * torch.float32.itemsize
-            logits_bytes = key.num_tokens * self._model.config.vocab_size * each
-        return self._free_memory.fits_on_all_ranks(key.num_tokens, logits_bytes)
+            needed += key.num_tokens * self._model.config.vocab_size * each
+        self._num_asked += 1
+        free = free_memory_bytes(self._inputs.device)
+        return self._group.all_reduce_min(f"free/{self._num_asked}", free) >= needed
 
     def _score_rows(self, hidden: torch.Tensor) -> Scored:
         """hidden: [graph_bs, E]"""
@@ -438,19 +436,8 @@ class StepForward:
 
     # --- in a step ---
 
-    def run(
-        self,
-        batch: StepBatch,
-        agreed: StepAgreement,
-        num_seqs: int,
-        num_tokens_across_dp: Sequence[int] | None = None,
-    ) -> StepOutput:
-        """Run a padded batch of `num_seqs` real sequences, or none.
-
-        Args:
-            num_tokens_across_dp: of all data-parallel ranks, padding included; None if this
-                is the only one.
-        """
+    def run(self, batch: StepBatch, agreed: StepAgreement, num_seqs: int) -> StepOutput:
+        """Run a padded batch of `num_seqs` real sequences, or none."""
         mode = CUDAGraphMode(agreed.mode)
         is_full = mode is CUDAGraphMode.FULL
         context = self._context(
@@ -459,16 +446,39 @@ class StepForward:
             mode,
             agreed.batch if is_full else agreed.batch.graph_key(mode),
             is_dummy_run=not num_seqs,
-            num_tokens_across_dp=num_tokens_across_dp,
+            num_tokens_across_dp=agreed.num_tokens_across_dp,
         )
         if mode is CUDAGraphMode.PIECEWISE:
-            with self.gaps.step(), forward_context(replace(context, replay=self.gaps.replay)):
-                return StepOutput(self._call(batch.input_ids, batch.positions), None)
+            return StepOutput(self._run_pieces(batch, context), None)
         with forward_context(context):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
             if self._score is None or not (is_full and agreed.batch.uniform_decode and num_seqs):
                 return StepOutput(hidden, None)
             return StepOutput(hidden, self._score(hidden))
+
+    def _run_pieces(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor:
+        """Run a step of replayed pieces, and note how much of its host time they take.
+
+        The rest is spent between them: in prefill that is attention with its metadata, which a
+        faster replay does not speed up. On a GPU a replay takes as long as launching it.
+        """
+
+        def replay(graph: Any) -> None:
+            began = time.perf_counter()
+            graph.replay()
+            self._replayed_s += time.perf_counter() - began
+
+        began = time.perf_counter()
+        with forward_context(replace(context, replay=replay)):
+            hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
+        self.num_piecewise_steps += 1
+        self._piecewise_s += time.perf_counter() - began
+        return hidden
+
+    @property
+    def eager_gap_share(self) -> float:
+        """The share of piecewise steps that is spent between their pieces; 0 before the first."""
+        return 1 - self._replayed_s / self._piecewise_s if self._piecewise_s else 0.0
 
     def _context(
         self,

@@ -1,56 +1,22 @@
 """The memory that a rank may still take, by which KV pools are refused and graphs skipped.
 
-Ranks find different amounts of it, but a graph that one of them must skip is skipped by all. So
-asking is a barrier as well: no rank captures before all have come to the same size.
-
 The node's memory is read from /proc and from the cgroups that the process is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import torch
 
-from cluster.group.membership import GroupMembership
 from model.config import ModelConfig
 
 MARGIN_BYTES = 64 << 20
 """Left to others: allocators round up, and libraries take a workspace when they first run."""
 LIVE_TENSORS = 8
 """Of the widest kind that a layer holds at once: input, residual, gate, up, output, copies."""
-
-
-class FreeMemory:
-    """The free memory of the rank with the least.
-
-    Invariant: `fits_on_all_ranks` is called for the same sizes in the same order on all ranks.
-    """
-
-    def __init__(
-        self,
-        group: GroupMembership,
-        device: torch.device,
-        bytes_per_token: int,
-        free_bytes: Callable[[torch.device], int] | None = None,
-    ) -> None:
-        self._group = group
-        self._device = device
-        self._bytes_per_token = bytes_per_token
-        self._free_bytes = free_bytes or free_memory_bytes
-        self._num_asked = 0
-
-    def fits_on_all_ranks(self, num_tokens: int, logits_bytes: int = 0) -> bool:
-        """Wait for all ranks; return whether a graph of this many tokens fits on each.
-
-        Args:
-            logits_bytes: what it takes if it scores the vocabulary as well.
-        """
-        self._num_asked += 1
-        free = self._group.all_reduce_min(f"free/{self._num_asked}", self._free_bytes(self._device))
-        return free >= MARGIN_BYTES + num_tokens * self._bytes_per_token + logits_bytes
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -10,12 +10,15 @@ Shapes: T tokens, S sequences, R rows (max_num_seqs), M columns of a block table
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cluster.config import EngineConfig
-from cluster.rank.buffers import Staging, StaticBuffer, StaticTable
+from cluster.rank.buffers import Staging, StaticBuffer
 from cluster.rank.row_rules import Counted, RowRulesTables
 from cluster.wire.messages import PENDING, RowAdmission, StepPlan
 from model.layers.attention import AttentionMetadata
@@ -54,11 +57,53 @@ class _SampledRows:
     wants_logprobs: list[int]
 
 
+class StaticTable:
+    """A table on the device of which each step fills the first rows and columns.
+
+    It keeps its width, which graphs rely on. On a GPU what is filled is packed on the host and
+    spread on the device, because torch copies what is not contiguous by way of memory that is not
+    pinned, and waits. What no step has filled is 0; what the last one left out is undefined.
+    """
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, staging: Staging) -> None:
+        self._rows, self._width = rows, columns
+        self._num_columns = columns
+        self._flat = StaticBuffer((rows * columns,), dtype, staging)
+        self._is_packed = staging.is_copied
+        self._view: torch.Tensor | None = None
+
+    @cached_property
+    def device(self) -> torch.Tensor:
+        table = self._flat.device.view(self._rows, self._width)
+        with torch.inference_mode(False):
+            return torch.zeros_like(table) if self._is_packed else table
+
+    def first_columns(self, columns: int) -> npt.NDArray[Any]:
+        """Return the array to fill in this step, [rows, columns], for `stage` to take."""
+        self._num_columns = columns
+        if self._is_packed:
+            return self._flat.host[: self._rows * columns].reshape(self._rows, columns)
+        return self._flat.host.reshape(self._rows, -1)[:, :columns]
+
+    def stage(self, n: int) -> torch.Tensor:
+        """Return the first `n` rows on the device, in their full width; see `spread`."""
+        if self._is_packed:
+            self._flat.stage(n * self._num_columns)
+        if self._view is None or self._view.shape[0] != n:
+            self._view = self.device[:n]
+        return self._view
+
+    def spread(self, n: int) -> None:
+        """Put the first `n` rows in their places, once the staging was uploaded."""
+        if self._is_packed:
+            columns = self._num_columns
+            self.device[:n, :columns].copy_(self._flat.device[: n * columns].view(n, columns))
+
+
 class StepInputs:
     """Row state and static buffers of one rank."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device) -> None:
-        """Start with empty rows."""
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         max_blocks_per_seq = config.max_blocks_per_seq
         self._is_overlapped = config.overlap
@@ -173,7 +218,6 @@ class StepInputs:
         self._last_tokens[batch.sampled_rows] = token_ids
 
     def _upload(self, num_seqs: int) -> None:
-        """Bring what was staged to the device."""
         for staging in self._copied:
             staging.upload()
         self._block_table.spread(num_seqs)
@@ -259,9 +303,9 @@ class StepInputs:
             return self._staged  # on a CPU the same views of what is filled anew
         attention = AttentionMetadata(
             num_decodes=num_decodes,
+            block_table=self._block_table.stage(num_seqs),
             cu_seqlens_q=self._cu_seqlens_q.stage(num_seqs + 1),
             seq_lens=self._seq_lens.stage(num_seqs),
-            block_table=self._block_table.stage(num_seqs),
             slot_mapping=self._slot_mapping.stage(num_tokens),
         )
         self._sizes = sizes

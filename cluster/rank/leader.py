@@ -22,7 +22,9 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import zmq
 
 from cluster.config import EngineConfig, Role
@@ -30,18 +32,16 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.divergence import StepDivergence
 from cluster.engine.engine import Channel, Engine, Lockstep
 from cluster.engine.kv_handover import KVHandover
-from cluster.engine.lockstep import AloneLockstep, LockstepMachine
+from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
 from cluster.engine.overlap import OverlappedEngine
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler, SchedulerStats
 from cluster.group.channel import StepSender
 from cluster.group.context import RankContext
-from cluster.group.links import LinkAddress
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
 from cluster.observe.counts import Counts
-from cluster.rank.lockstep import JoinedLockstep
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
 from cluster.rank.rank import Rank
 from cluster.rank.runner import ModelRunner
@@ -49,7 +49,6 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     FollowerHello,
     FollowerReport,
-    LeaderHello,
     PeerHello,
     PiecesLoaded,
     ReadEnded,
@@ -80,10 +79,7 @@ MAX_INBOX_WAITING = 64
 
 
 class Leader(Rank):
-    """Engine, sockets and transfer of one leading rank.
-
-    `inbox` is the endpoint that takes requests.
-    """
+    """Engine, sockets and transfer of one leading rank; `inbox` is where requests go."""
 
     def __init__(
         self,
@@ -93,9 +89,7 @@ class Leader(Rank):
     ) -> None:
         """Load, and wait until all followers and all other leaders have.
 
-        Args:
-            endpoints: where the followers connect; needed if there are any.
-            rendezvous: where to find other leaders; None if its own endpoints are all there is.
+        Followers connect at `endpoints`; other leaders are found by `rendezvous`.
         """
         endpoints = endpoints or LeaderEndpoints(context)
         rendezvous = rendezvous or endpoints.rendezvous
@@ -134,11 +128,6 @@ class Leader(Rank):
                 self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Step until all leaders are stopped. Returns normally only after `stop`.
-
-        Raises:
-            StepDivergence: another leader's step is not this one's; names rank, step and field.
-        """
         while not self.engine.has_ended:
             self.step()
             if self.engine.is_idle and not self.engine.has_ended:
@@ -155,7 +144,6 @@ class Leader(Rank):
         return self.engine.agreed.step if self.engine.agreed else 0
 
     def step(self) -> None:
-        """Take what waits in the inbox, run one step and send its outputs."""
         self.runner.step_stats.plan(self._last_step + 1)
         self._take_inbox()
         if self._channel is not None:
@@ -176,10 +164,6 @@ class Leader(Rank):
             self.engine.abort(lost)
 
     def stop(self) -> None:
-        """Make `run` return after the step in which all leaders were stopped.
-
-        Any thread may call it.
-        """
         self._is_stopping = True
         self._doorbell.ring()
 
@@ -187,7 +171,6 @@ class Leader(Rank):
         return self.engine.stats()
 
     def counts(self) -> Counts:
-        """Return what the rank has counted. Any thread may call it."""
         scheduled = self.engine.stats()
         return {
             ("num_preemptions_total",): scheduled.num_preemptions,
@@ -207,7 +190,7 @@ class Leader(Rank):
                         self.engine.submit(message)
                 case BadSubmit():
                     if self._expect(message.request_id, message.reply_to):
-                        self.engine.refuse(message.request_id, message.error)
+                        self.engine.scheduler.refuse(message.request_id, message.error)
                 case Abort():
                     self.engine.abort(message.request_ids)
                 case Watch():
@@ -221,16 +204,12 @@ class Leader(Rank):
             return False
         if not self._output_sender.expect(request_id, reply_to):
             error = f"reply_to: wanted one of at most {MAX_ADDRESSES} addresses, found another"
-            self.engine.refuse(request_id, error)
+            self.engine.scheduler.refuse(request_id, error)
             return False
         return True
 
     def _take_reports(self, channel: StepSender) -> None:
-        """Book what has ended on the followers.
-
-        Raises:
-            FrameError: a follower reports what it was not asked for; names it.
-        """
+        """Book what has ended on the followers; name one that reports what it was not asked for."""
         for tp_rank, report in channel.take_reports():
             try:
                 self._book(tp_rank, report)
@@ -244,7 +223,7 @@ class Leader(Rank):
             case ReadEnded() if self._reader is not None:
                 error = f"tp={tp_rank}: {report.error}" if report.error else ""
                 self._reader.on_read_ended(report.request_id, error)
-            case PiecesLoaded() if self.runner.handover.on_follower_loaded():
+            case PiecesLoaded() if self.runner.switch.on_follower_loaded():
                 pass
             case _:
                 raise FrameError(f"wanted a report of its role, found {type(report).__name__}")
@@ -252,35 +231,20 @@ class Leader(Rank):
     def _greet(
         self, rendezvous: Rendezvous | None
     ) -> tuple[list[FollowerHello], JoinedLockstep | None]:
+        """Greet all followers and other leaders, where there are any."""
         if rendezvous is None:
             return [], None
         hello = rendezvous.hello(self.context.credentials, self.context.place.epoch)
-        channel = self._channel
+        channel, peers = self._channel, self._peers
         followers = channel.accept(hello, self._wait_for) if channel is not None else []
-        return followers, self._join(rendezvous.earlier, hello)
-
-    def _join(self, earlier: tuple[LinkAddress, ...], hello: LeaderHello) -> JoinedLockstep | None:
-        """Greet the other leaders; return the lockstep with them, or None if there are none."""
-        if self._peers is None:
-            return None
-        group, forward = self._group, self.runner.forward
-        ours = PeerHello(
-            protocol=hello.protocol,
-            config_hash=hello.config_hash,
-            epoch=hello.epoch,
-            nonce=hello.nonce,
-            dp_rank=group.dp_rank,
-            dp_size=group.dp_size,
-            graphs=forward.checksum(),
-        )
-        self._peers.open(earlier, ours, self._wait_for)
-        machine = LockstepMachine(
-            dp_rank=group.dp_rank,
-            dp_size=group.dp_size,
-            epoch=hello.epoch,
-            handover=self.runner.handover,
-        )
-        return JoinedLockstep(machine, self._peers, self.runner.step_stats)
+        if peers is None:
+            return followers, None
+        place: dict[str, Any] = {"dp_rank": self._group.dp_rank, "dp_size": self._group.dp_size}
+        graphs = self.runner.forward.checksum()
+        ours = PeerHello(**msgspec.structs.asdict(hello), **place, graphs=graphs)
+        peers.open(rendezvous.earlier, ours, self._wait_for)
+        machine = LockstepMachine(**place, epoch=hello.epoch, switch=self.runner.switch)
+        return followers, JoinedLockstep(machine, peers, self.runner.step_stats)
 
     def _assemble(self, followers: list[FollowerHello], lockstep: JoinedLockstep | None) -> Engine:
         for hello in followers:
@@ -320,7 +284,6 @@ class Leader(Rank):
 
 
 def _check_follower(hello: FollowerHello, runner: ModelRunner) -> None:
-    """Compare what a follower made of the configuration with what we made of it."""
     wanted = {
         "num_blocks": runner.num_blocks,
         "layout": runner.kv_spec.layout,
@@ -343,14 +306,8 @@ def assemble_engine(
     holder: TicketHolder | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
-    """Return the engine of a leader.
-
-    Args:
-        channel: leads to the tensor-parallel followers; None if there are none.
-        lockstep: with the other data-parallel leaders; None if there are none.
-        metadata, holder, reader: with what KV is handed over, see `KVHandover`; None on an engine
-            that keeps its sequences.
-    """
+    """Return the engine of a leader; None for what it has not: followers, other leaders, or KV to
+    hand over (`KVHandover`)."""
     cache, model = config.cache, runner.model_config
     blocks = BlockManager(
         runner.num_blocks,
@@ -376,7 +333,7 @@ def assemble_engine(
         clock=time.monotonic,
     )
     loop = OverlappedEngine if config.overlap else Engine
-    return loop(scheduler, lockstep or AloneLockstep(runner.handover), channel, runner)
+    return loop(scheduler, lockstep or AloneLockstep(runner.switch), channel, runner)
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,7 @@ class OutputSender:
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without connections.
-
-        Args:
-            lease_s: an ingress that is unreachable this long is taken for dead.
-        """
+        """Start without connections; who is unreachable for `lease_s` is taken for dead."""
         self._context = context
         self._credentials = credentials
         self._handshake = CurveHandshake(credentials.secret)
@@ -201,7 +197,6 @@ class OutputSender:
         return [request for request, to in self._reply_to.items() if to == address]
 
     def _drop_the_idle(self) -> None:
-        """Let go of the addresses of ingresses that have no request left here."""
         for address in list(self._sockets):
             if address not in self._num_requests and address not in self._watchers:
                 self._drop(address)

@@ -94,16 +94,7 @@ class KVConnector:
             process=self.server.process if self.server else RankProcess(-1, ""),
         )
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.server.bytes_sent if self.server else 0
-
-    @property
-    def bytes_received(self) -> int:
-        return self.puller.bytes_received if self.puller else 0
-
     def counts(self) -> Counts:
-        """Return what was counted of the KV that was moved. Any thread may call it."""
         parts = (part for part in (self.server, self.puller) if part is not None)
         return {key: value for part in parts for key, value in part.counts().items()}
 
@@ -116,7 +107,8 @@ class KVConnector:
 class Rank(ABC):
     """A leader or a follower: its runner, what moves its KV, and what wakes its step thread.
 
-    All sockets of one rank share the context `_sockets`.
+    All sockets of one rank share the context `_sockets`. Any thread may call `stop`, and `stats`,
+    `counts` and `heartbeat`, which read plain numbers.
     """
 
     def __init__(
@@ -128,9 +120,7 @@ class Rank(ABC):
     ) -> None:
         """Load, and wait until all ranks of the group have.
 
-        Args:
-            rendezvous: where the group meets; None for a rank that is a group of its own.
-            listener: of the group's store, on the rank that keeps it.
+        `listener` is of the group's store, on the rank that keeps it.
         """
         self.context = context
         self._sockets = sockets
@@ -146,31 +136,30 @@ class Rank(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Step until stopped, and close."""
+        """Step until stopped, and close; or raise the `StepDivergence` that ends the group."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Make `run` return between two steps. Any thread may call it."""
+        """Make `run` return: a leader's after the step in which all leaders were stopped."""
 
     @abstractmethod
     def _scheduler_stats(self) -> SchedulerStats:
         """Return the scheduler's figures, empty on a rank that has none."""
 
     def stats(self) -> RankStats:
-        """Return the rank's figures. Any thread may call it: it reads plain numbers."""
+        transfer = self.transfer
         return RankStats.of(
             self.context,
             "ready",
             step=self.runner.step_stats.last_step,
             scheduler=self._scheduler_stats(),
-            kv_bytes_sent=self.transfer.bytes_sent,
-            kv_bytes_received=self.transfer.bytes_received,
+            kv_bytes_sent=transfer.server.bytes_sent if transfer.server else 0,
+            kv_bytes_received=transfer.puller.bytes_received if transfer.puller else 0,
             compiling=self.runner.compile_progress is not None,
             compile_error=self.runner.compile_error,
         )
 
     def counts(self) -> Counts:
-        """Return what the rank has counted. Any thread may call it."""
         misses: Counts = {
             ("compile_cache_misses_total", reason): n for reason, n in [*cache_misses.items()]
         }
@@ -182,11 +171,9 @@ class Rank(ABC):
         }
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the step thread does. Any thread may call it."""
         return self.runner.step_stats.heartbeat()
 
     def _wait_for(self, name: str) -> None:
-        """Let the owner know what this rank waits for."""
         if self.context.progress is not None:
             self.context.progress(f"waiting for {name}", 0, 1)
 

@@ -1,10 +1,9 @@
 """The rows' logit rules, with the tables on the device that they need.
 
-Everything here follows from the plans. A row is admitted with the tokens that are computed already,
-each plan brings those that it computes, and before a token is drawn both are counted. So after a
-pre-emption, a resume on another engine or a handoff the counts are those of an uninterrupted run,
-on every rank, and nothing waits for what a step has drawn: a plan that was made ahead of a token
-finds it in `input_ids` on the device.
+A row is admitted with the tokens that are computed already, each plan brings those that it
+computes, and before a token is drawn both are counted. So after a pre-emption, a resume elsewhere
+or a handoff the counts are those of an uninterrupted run, on every rank. A plan that was made ahead
+of a token finds it in `input_ids` on the device.
 
 Tables are allocated when the first row wants them. Token ids outside of the vocabulary, which a
 request may name as stop tokens, are left out: they are never drawn, and an index outside of a
@@ -89,9 +88,7 @@ class RowRulesTables:
     def stage_counted(self, rows: Ints, num_new: list[int], positions: Ints) -> Counted | None:
         """Stage which tokens of a step `count` counts: those in rows with penalties.
 
-        Args:
-            rows, num_new: [S], one entry per sequence of the step.
-            positions: [T], of the tokens in their sequences.
+        rows, num_new: [S]; positions: [T], of the tokens in their sequences.
         """
         if not self._has_penalties[rows].any():
             return None

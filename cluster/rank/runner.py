@@ -19,17 +19,15 @@ import torch
 
 from cluster.config import EngineConfig
 from cluster.engine.blocks import check_num_blocks
-from cluster.engine.lockstep import get_dp_padding
+from cluster.engine.step_stats import StepStats
 from cluster.group.context import Progress, RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank.buffers import upload_array, upload_once
-from cluster.rank.compile_ahead import CompileAhead
-from cluster.rank.compile_process import CompileJob
+from cluster.rank.compile_process import CompileAhead, CompileJob
 from cluster.rank.compiling import graph_pools, rank_scope
 from cluster.rank.forward import MAX_SCORED_ROWS, StepForward, StepOutput
-from cluster.rank.free_memory import FreeMemory, available_memory_bytes, bytes_per_token
+from cluster.rank.free_memory import available_memory_bytes, bytes_per_token
 from cluster.rank.inputs import StepBatch, StepInputs
-from cluster.rank.step_stats import StepStats
 from cluster.wire.messages import (
     PromptTargets,
     SampledTokens,
@@ -86,12 +84,8 @@ class ModelRunner:
     ) -> None:
         """Load the model, compile it, allocate the KV pool and capture graphs.
 
-        If the rank serves while it compiles, what the cache lacks is left for later.
-
-        Args:
-            group: the ranks that hold the model together; None for this one alone.
-            storage: returns memory of the given size in bytes for the pool, or None.
-            wake: wakes the step thread of a rank that sleeps.
+        If the rank serves while it compiles, what the cache lacks is left for later. `storage`
+        returns memory of so many bytes for the pool; `wake` wakes the step thread.
         """
         config, progress = context.config, context.progress
         group = group or GroupMembership(None, Shard())
@@ -138,7 +132,7 @@ class ModelRunner:
             scope.config,
             group=group,
             pools=pools,
-            free_memory=FreeMemory(group, self.device, token_bytes),
+            token_bytes=token_bytes,
         )
         # Compiling runs on padding, which lies in the scratch block: there is no pool yet, since
         # its size follows from the memory that a forward leaves.
@@ -156,17 +150,16 @@ class ModelRunner:
         )
         self.forward.set_kv_cache_data(self.kv_spec.views(self.kv_pool, list(layers)))
         self._ahead: CompileAhead | None = None
-        if self.forward.handover.is_over:
+        if self.forward.switch.is_over:
             self.forward.capture(progress)
         else:
             job = CompileJob.of(context, group)
             self._ahead = CompileAhead(job, self.forward, wake)
-        self.handover = self.forward.handover
+        self.switch = self.forward.switch
         if graph_bytes:
             log.info("graphs: %d bytes reserved, %d taken", graph_bytes, self.forward.taken_bytes)
 
     def load_slice(self) -> None:
-        """Load a part of what was compiled while the rank serves, if there is any."""
         if self._ahead is not None:
             self._ahead.load_slice()
 
@@ -177,11 +170,9 @@ class ModelRunner:
 
     @property
     def compile_error(self) -> str:
-        """Why the rank goes on without compiled pieces; empty if it does not."""
         return "" if self._ahead is None else self._ahead.error
 
     def close(self) -> None:
-        """End what compiles, and let go of all graphs."""
         if self.grammars is not None:
             self.grammars.close()
         if self._ahead is not None:
@@ -194,7 +185,6 @@ class ModelRunner:
         agreed: StepAgreement,
         confirm: Callable[[], None] | None = None,
     ) -> SampledTokens:
-        """Run the plan's batch and return the sampled tokens in batch order; see `launch`."""
         return self.wait(self.launch(plan, agreed, confirm))
 
     @torch.inference_mode()
@@ -214,28 +204,21 @@ class ModelRunner:
 
         A CUDA device runs the step after this has returned, unless it scores a prompt. With
         `overlap` another step may be launched before this one is waited for, but no more.
-
-        Before it the rank enters the agreement's stage: it goes over to compiled pieces, or
-        captures a graph.
-
-        Args:
-            confirm: called when the inputs are ready, or before a stage is entered; no collective
-                has begun.
         """
-        if agreed.stage != self.handover.stage:
+        if agreed.stage != self.switch.stage:
             self.step_stats.build(agreed.step, 0)
             if confirm is not None:
                 confirm()
                 confirm = None
             self.step_stats.run(agreed.step)  # a graph that is captured may hold collectives
             self.forward.enter(agreed.stage)
-        num_padding, across = get_dp_padding(agreed, self._dp_rank)
+        num_padding, _ = get_dp_padding(agreed, self._dp_rank)
         self.step_stats.build(agreed.step, plan.num_tokens + num_padding)
         batch = self.build(plan, agreed)
         if confirm is not None:
             confirm()
         self.step_stats.begin(plan, agreed, num_padding)
-        output = self.forward.run(batch, agreed, plan.num_seqs, across)
+        output = self.forward.run(batch, agreed, plan.num_seqs)
         prompt: list[list[TokenLogprobs]] = []
         if plan.prompt_targets:
             prompt = prompt_logprobs(self.model.compute_logits, output.hidden, plan)
@@ -262,7 +245,6 @@ class ModelRunner:
         logprobs: list[TokenLogprobs | None] = []
         if launched.drawn is not None:
             token_ids, logprobs = to_lists(launched.drawn, launched.wants_logprobs)
-        self.step_stats.book(launched.step)
         return SampledTokens(
             token_ids=token_ids, logprobs=logprobs, prompt_logprobs=launched.prompt_logprobs
         )
@@ -328,8 +310,8 @@ class ModelRunner:
             "late_compilations": counter.num_late_compilations,
             "late_captures": counter.num_late_captures,
             "replays": {str(key): times for key, times in forward.num_replays.items()},
-            "piecewise_steps": forward.gaps.num_steps,
-            "eager_gap_share": round(forward.gaps.share, 4),
+            "piecewise_steps": forward.num_piecewise_steps,
+            "eager_gap_share": round(forward.eager_gap_share, 4),
             "agreements": self.step_stats.as_dicts(),
         }
 
@@ -368,10 +350,7 @@ class ModelRunner:
 
 
 def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | None:
-    """Return what compiles grammars, or None if their library is not installed.
-
-    The engine runs without it, and refuses requests that have a grammar.
-    """
+    """Return what compiles grammars; without their library requests that have one are refused."""
     if importlib.util.find_spec("llguidance") is None:
         log.warning("llguidance is not installed: requests with a grammar are refused")
         return None
@@ -386,6 +365,17 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
     except VocabularyError as error:
         vocabulary = error
     return GrammarMasks(vocabulary, num_threads=config.threads, wake=wake)
+
+
+def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
+    """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
+
+    The latter is None if there is one rank (after ATOM's function of this name, which asks all
+    ranks by an all-reduce).
+    """
+    across = agreed.num_tokens_across_dp
+    num_padding = across[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
+    return num_padding, across if len(across) > 1 else None
 
 
 def on_host(output: SamplerOutput) -> SamplerOutput:
@@ -403,10 +393,7 @@ def on_host(output: SamplerOutput) -> SamplerOutput:
 def to_lists(
     output: SamplerOutput, wants_logprobs: list[int]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return samples as token ids, and logprobs aligned with them or empty.
-
-    Samples on a device are waited for.
-    """
+    """Return samples as token ids, and logprobs aligned with them or empty; wait for a device."""
     token_ids = output.token_ids.tolist()
     if output.logprobs is None:
         return token_ids, []

@@ -41,11 +41,7 @@ class Credentials:
         return encode(Header(PROTOCOL_VERSION, self.config_hash))
 
     def check(self, header: bytes) -> None:
-        """Compare a received header with our own.
-
-        Raises:
-            FrameError: names protocol version or configuration hash, with both values.
-        """
+        """Refuse a header of another protocol version or configuration hash by that name."""
         if header == self.header:
             return
         theirs: Header = decode(header, Header)

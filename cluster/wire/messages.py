@@ -498,14 +498,7 @@ class StepPlan(Wire, frozen=True):
     prompt_targets: list[PromptTargets]
     """Of the sequences that want log-probabilities of their prompt."""
 
-    def __post_init__(self) -> None:
-        if self.num_seqs != len(self.rows):
-            raise ValueError(f"num_seqs: wanted {len(self.rows)}, found {self.num_seqs}")
-        if self.num_tokens != len(self.token_ids):
-            raise ValueError(f"num_tokens: wanted {len(self.token_ids)}, found {self.num_tokens}")
-
     def vote(self, *, draining: bool = False, stage: int = 0, can_advance: bool = False) -> Vote:
-        """Return this rank's vote for the step."""
         num_seqs, has_work = self.num_seqs, self.num_seqs > 0
         kind = StepKind.DECODE if self.num_decodes == num_seqs else StepKind.MIXED
         return Vote(
@@ -585,11 +578,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
-    """Return the struct of type `kind` that `data` holds.
-
-    Raises:
-        FrameError: the bytes are not exactly one such struct; names the field.
-    """
+    """Return the struct of type `kind` that `data` is, exactly; else a `FrameError` says where."""
     try:
         return _decoder(cast("Hashable", kind)).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -600,11 +589,7 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
 
 
 def decode_from(sender: str, data: bytes, kind: type[T] | Any) -> Any:
-    """Return what `decode` does.
-
-    Raises:
-        FrameError: as of `decode`; names the sender too.
-    """
+    """Do what `decode` does; an error names the sender too."""
     try:
         return decode(data, kind)
     except FrameError as error:

@@ -10,10 +10,9 @@ until its handshake is done, and only processes of the application can finish on
 - KV, whose bytes would travel at a third of the speed, has a door of its own
   (`kv/transport/proofs.py`).
 
-The lock comes before all other bounds. High-water marks and the largest message are of no use
-against a peer that was let in. ZeroMQ counts whole messages and bounds single parts, so one message
-of endless parts fills the memory. Of a connection that has not finished its handshake
-ZeroMQ holds one part, and no longer than `HANDSHAKE_S`.
+The lock comes before all other bounds: ZeroMQ counts whole messages and bounds single parts, so one
+message of endless parts from a peer that was let in fills the memory. Of a connection that has not
+finished its handshake it holds one part, and no longer than `HANDSHAKE_S`.
 
 A frame that is longer than a part travels as a message of several (`split`, `join`). ZeroMQ
 delivers all parts of a message or none, so a frame that was cut arrives whole or is lost whole. A
@@ -67,12 +66,10 @@ class CurveHandshake:
         self._public_key = zmq.curve_public(self._secret_key)
 
     def demand(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a CURVE server."""
         socket.curve_server = True
         socket.curve_secretkey = self._secret_key
 
     def offer(self, socket: zmq.Socket[Any]) -> None:
-        """Make the socket a CURVE client."""
         socket.curve_serverkey = socket.curve_publickey = self._public_key
         socket.curve_secretkey = self._secret_key
 
@@ -80,11 +77,7 @@ class CurveHandshake:
 def listening_socket(
     context: zmq.Context[S], kind: int, handshake: Handshake, *, max_waiting: int
 ) -> S:
-    """Return a socket to bind.
-
-    Args:
-        max_waiting: messages that wait for each peer, either way.
-    """
+    """Return a socket to bind; so many messages wait for each peer, either way."""
     socket = _bounded(context, kind, max_waiting, MAX_PART_BYTES)
     handshake.demand(socket)
     return socket
@@ -138,11 +131,10 @@ def end_context(
 ) -> bool:
     """End `context`; return whether that was done in time.
 
-    libzmq's own end has no bound, and a rank must not hang in it: in 4.3.5 it waits for ever about
-    once in a thousand times when the peer closes its end in the same moment, whatever the linger
-    time. Sockets that are still open are closed with `linger` in ms, or their own. What does not
-    end in `timeout_s` is left to the end of the process, with a line in the log that names `owner`.
-    By then all that its sockets had to send has left or was dropped.
+    libzmq's own end has no bound: in 4.3.5 it hangs about once in a thousand times when the peer
+    closes its end in the same moment, whatever the linger time. Sockets that are still open are
+    closed with `linger` in ms, or their own. What does not end in `timeout_s` is left to the end of
+    the process, with a line in the log that names `owner`.
     """
     ending = threading.Thread(
         target=context.destroy, args=(linger,), name=f"end of {owner}", daemon=True
@@ -162,11 +154,7 @@ def split(body: bytes) -> Sequence[Part]:
 
 
 def join(parts: Sequence[bytes], max_bytes: int) -> bytes:
-    """Return the frame that came in these parts.
-
-    Raises:
-        FrameError: it is longer than `max_bytes`.
-    """
+    """Return the frame that came in these parts; refuse one that is longer than `max_bytes`."""
     if len(parts) == 1:
         return parts[0]
     if (found := sum(map(len, parts))) > max_bytes:
@@ -180,11 +168,7 @@ def pack(body: bytes, credentials: Credentials) -> Sequence[Part]:
 
 
 def unpack(message: Sequence[bytes], credentials: Credentials, max_bytes: int) -> bytes:
-    """Return the frame of a message.
-
-    Raises:
-        FrameError: it is another deployment's, or longer than `max_bytes`.
-    """
+    """Return the frame of a message; refuse another deployment's, or one that is too long."""
     header, *parts = message
     credentials.check(header)
     if not parts:

@@ -82,7 +82,7 @@ def part_sizing(at: Setting, kind: str = "dense") -> Iterator[Row]:
         )
     columns = limit // BLOCK_SIZE
     plan = make_plan(most // limit or 1, 0, min(limit, most), columns)
-    runner.execute(plan, AloneLockstep(runner.handover).agree(plan.vote()))
+    runner.execute(plan, AloneLockstep(runner.switch).agree(plan.vote()))
     note = f"{runner.num_blocks} blocks of {runner.kv_spec.block_bytes} bytes"
     if at.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(at.device)
@@ -183,7 +183,7 @@ def run(runner: ModelRunner, size: int) -> list[torch.Tensor]:
     found = []
     for computed, new in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, 1)):
         plan = make_plan(size, computed, new)
-        agreed = AloneLockstep(runner.handover).agree(plan.vote())
+        agreed = AloneLockstep(runner.switch).agree(plan.vote())
         batch = runner.build(plan, agreed)
         hidden, scored = runner.forward.run(batch, agreed, plan.num_seqs)
         found.append(hidden[: plan.num_tokens].clone())
@@ -200,7 +200,7 @@ def timed(at: Setting, runner: ModelRunner, title: str) -> Row:
     """Return a row with the time of a whole decode step of one sequence."""
     run(runner, 1)
     plan = make_plan(1, PROMPT, 1)
-    agreed = AloneLockstep(runner.handover).agree(plan.vote())
+    agreed = AloneLockstep(runner.switch).agree(plan.vote())
     weights = sum(parameter.nbytes for parameter in runner.model.parameters())
     # One row of the embedding is read.
     weights -= runner.model.model.embed_tokens.weight.nbytes

@@ -87,7 +87,7 @@ def make_config(
 
 def agreed(runner: ModelRunner, plan: StepPlan) -> tuple[StepPlan, StepAgreement]:
     """Return a plan and what a group of one agrees on for it."""
-    return plan, AloneLockstep(runner.handover).agree(plan.vote())
+    return plan, AloneLockstep(runner.switch).agree(plan.vote())
 
 
 def timed(at: Setting, runner: ModelRunner, plan: StepPlan, name: str, captures: str) -> Row:

@@ -94,7 +94,7 @@ def start(config: EngineConfig, triton_directory: str) -> Start:
     tokens = []
     for computed, new in ((0, PROMPT), (PROMPT, 1)):
         plan = make_plan(SIZES[-1], computed, new)
-        agreed = AloneLockstep(runner.handover).agree(plan.vote())
+        agreed = AloneLockstep(runner.switch).agree(plan.vote())
         tokens.append(list(runner.execute(plan, agreed).token_ids))
     seconds = time.perf_counter() - began
     faulthandler.cancel_dump_traceback_later()

@@ -25,11 +25,10 @@ from typing import Any
 import zmq
 
 from cluster.config import EngineConfig, ParallelConfig
-from cluster.engine.compile_handover import CompileHandover
-from cluster.engine.lockstep import LockstepMachine
+from cluster.engine.compile_switch import CompileSwitch
+from cluster.engine.lockstep import JoinedLockstep, LockstepMachine
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.rendezvous import LeaderEndpoints, introduce
-from cluster.rank.lockstep import JoinedLockstep
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello
 from cluster.wire.messages import (
@@ -123,9 +122,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
     endpoints.peers.open(told.earlier, hello, lambda name: None)
 
     captured = CapturedGraphs(CUDAGraphMode.FULL, batch_sizes=(64,))
-    machine = LockstepMachine(
-        dp_rank=rank, dp_size=size, epoch=0, handover=CompileHandover(captured)
-    )
+    machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, switch=CompileSwitch(captured))
     lockstep = JoinedLockstep(machine, endpoints.peers)
     listen_fd = endpoints.listener.detach() if endpoints.listener is not None else None
     store = dist.TCPStore(

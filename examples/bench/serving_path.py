@@ -42,7 +42,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from streams import Load, measure, memory_bytes
 
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.wire.messages import SampledTokens, StepAgreement, StepPlan
 
 BARE = "bare Starlette"
@@ -55,7 +55,7 @@ class InstantEngine:
     """Executes a plan by returning the same token for every sequence that samples."""
 
     def __init__(self, token_id: int, step_s: float) -> None:
-        self.handover = CompileHandover()
+        self.switch = CompileSwitch()
         self._token_id = token_id
         self._step_s = step_s
 

@@ -73,7 +73,9 @@ def test_grammars_that_would_end_an_ingress_are_refused_and_restart_nothing(
     report, _, _ = attacked
     for row, num_refused in zip(report["rows"][-2:], (3, 4), strict=True):
         outcomes = row["attacked"]["outcomes"]
-        assert set(outcomes) <= {"200", "400"} and outcomes["400"] >= num_refused, outcomes
+        # A busy machine answers some of them only when the attack has ended.
+        assert set(outcomes) <= {"200", "400", "unanswered"}, outcomes
+        assert outcomes["400"] >= num_refused, outcomes
         assert row["seen"]["restarted"] == [] and row["next_s"] is not None
 
 

@@ -168,7 +168,7 @@ MUTATIONS = (
         "Padding of a decode step keeps the lengths of an earlier step's sequences.",
         "cluster/rank/inputs.py",
         {"self._seq_lens.host[num_seqs:end_seqs] = 0": "pass"},
-        ("tests/cluster/rank/test_padding.py",),
+        ("tests/cluster/rank/test_inputs.py",),
     ),
     Mutation(
         "padding_rounds_down",
@@ -409,7 +409,7 @@ MUTATIONS = (
         "A pre-empted sequence waits behind those that came after it (T03).",
         "cluster/engine/scheduler.py",
         {
-            "seq.forget_computed()\n        insort(self._waiting, seq, key=_arrival)": (
+            "seq.forget_computed()\n        insort(self._waiting, seq, key=_ARRIVAL)": (
                 "seq.forget_computed()\n        self._waiting.append(seq)"
             )
         },
@@ -556,12 +556,8 @@ MUTATIONS = (
     Mutation(
         "runners_forget_the_other_ranks",
         "A forward takes its own number of tokens for that of all ranks (P03).",
-        "cluster/rank/runner.py",
-        {
-            "self.forward.run(batch, agreed, plan.num_seqs, across)": (
-                "self.forward.run(batch, agreed, plan.num_seqs)"
-            )
-        },
+        "cluster/rank/forward.py",
+        {"num_tokens_across_dp=agreed.num_tokens_across_dp,": ""},
         ("tests/cluster/rank/test_free_memory.py",),
     ),
     Mutation(

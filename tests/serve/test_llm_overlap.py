@@ -37,7 +37,7 @@ class Counting:
         self.plans: list[StepPlan] = []
         self.most_in_flight = 0
         self._num_in_flight = 0
-        self.handover = runner.handover
+        self.switch = runner.switch
 
     def launch(self, plan: StepPlan, agreed: StepAgreement, confirm: Any) -> LaunchedStep:
         self.plans.append(plan)

@@ -16,9 +16,9 @@ from cuda_device import CaptureInvalid
 from cuda_work import Case
 
 from cluster.kv.transport.store import BlockStore
-from cluster.rank.buffers import Staging, StaticTable
+from cluster.rank.buffers import Staging
 from cluster.rank.forward import Scored, StepForward
-from cluster.rank.inputs import StepInputs
+from cluster.rank.inputs import StaticTable, StepInputs
 from cluster.rank.runner import LaunchedStep, ModelRunner
 from compile.graphs.boundary import map_tensors
 from compile.graphs.cuda import CudaGraphPool, CudaStepGraph, alias

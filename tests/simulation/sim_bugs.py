@@ -91,7 +91,7 @@ class _DropsAborts(SimLeader):
 
 class _DispatchesOnItsBatch(LockstepMachine):
     def _agree(self, votes: Sequence[Vote]) -> StepAgreement:
-        agreed, mine = super()._agree(votes), agree([votes[self._dp_rank]], self._handover.captured)
+        agreed, mine = super()._agree(votes), agree([votes[self._dp_rank]], self._switch.captured)
         across = mine.num_tokens_across_dp * len(votes)
         return msgspec.structs.replace(agreed, batch=mine.batch, num_tokens_across_dp=across)
 
@@ -116,7 +116,7 @@ class _GoesOverAlone(SimLeader):
 
     def on_compiled(self) -> None:
         super().on_compiled()
-        self.handover.stage = 1
+        self.switch.stage = 1
 
 
 class _GoesOverBeforeItsLeader(SimFollower):
@@ -124,7 +124,7 @@ class _GoesOverBeforeItsLeader(SimFollower):
 
     def on_compiled(self) -> None:
         super().on_compiled()
-        self.handover.stage = 2
+        self.switch.stage = 2
 
 
 class _CapturesEarly(SimRunner):
@@ -140,7 +140,7 @@ class _ForgetsFollowers(SimLeader):
     """Goes over although a follower has not loaded what was compiled."""
 
     def on_compiled(self) -> None:
-        self.handover._num_awaited = 0
+        self.switch._num_awaited = 0
         super().on_compiled()
 
 
@@ -148,7 +148,7 @@ class _SleepsUntilARequest(SimLeader):
     """A rank that has compiled does not wake its group."""
 
     def on_compiled(self) -> None:
-        self.handover.on_loaded()
+        self.switch.is_loaded = True
 
     def sleep(self) -> None:
         self.step_stats.wait(self.last_step, is_asleep=True)

@@ -15,8 +15,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Assert the invariants of queues, rows and blocks."""
     finished, handover = SequenceStatus.FINISHED, scheduler._handover
     queued = [*scheduler._waiting, *scheduler._ready, *scheduler.running]
-    handed_over = list(handover.holders) if handover is not None else []
-    reads = handover._reading.values() if handover is not None else ()
+    held, reads = handover._held.values(), handover._reading.values()
     reading = [seq for seq in reads if seq.status is not finished]
     compiling = scheduler._compiling.values()
     unfinished = sorted(seq.request_id for seq in [*queued, *reading, *compiling])
@@ -31,7 +30,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         is_in_flight = id(seq) in computed
         assert is_in_flight == (seq.num_in_flight_tokens > 0), "in flight, or not"
         assert is_in_flight or not seq.num_pending_tokens, "nothing draws its token"
-    check_blocks(scheduler.blocks, [*queued, *handed_over, *ended])
+    check_blocks(scheduler.blocks, [*queued, *held, *reads, *ended])
 
 
 def check_blocks(blocks: BlockManager, holders: Iterable[Sequence]) -> None:

@@ -23,18 +23,17 @@ from sim_schedule import MAX_MODEL_LEN, VOCAB, Fault
 
 from cluster.config import Role, SchedulerConfig
 from cluster.engine.blocks import BlockManager
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDigester
 from cluster.engine.engine import Engine
 from cluster.engine.kv_handover import KVHandover
-from cluster.engine.lockstep import AloneLockstep, LockstepMachine
+from cluster.engine.lockstep import AloneLockstep, JoinedLockstep, LockstepMachine
 from cluster.engine.request_limits import RequestLimits
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
 from cluster.kv.group import GroupHolder, GroupReader
 from cluster.rank.follower_loop import FollowerLoop
-from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.step_stats import StepStats
 from cluster.wire.group_messages import PiecesLoaded, ReadEnded, StepFrame, TicketsEnded
 from cluster.wire.messages import (
     Abort,
@@ -73,10 +72,10 @@ class SimRank:
         schedule = group.schedule
         is_leader = not self.tp_rank
         num_followers = group.tp_size - 1 if is_leader else 0
-        self.handover = (
-            CompileHandover(GRAPHS)
+        self.switch = (
+            CompileSwitch(GRAPHS)
             if schedule.compile_s is None
-            else CompileHandover(last_stage=LAST_STAGE, num_followers=num_followers)
+            else CompileSwitch(last_stage=LAST_STAGE, num_followers=num_followers)
         )
         device = AsyncDevice if schedule.has_device else HostDevice
         self.device: AsyncDevice | HostDevice = device(self)
@@ -93,13 +92,13 @@ class SimRank:
     def start(self) -> None:
         """Run, and compile elsewhere. Called from the loop."""
         self.process.wake(self.process.ticket)
-        if not self.handover.is_over:
+        if not self.switch.is_over:
             within_s = self.group.schedule.compile_s or 0.0
             self.group.loop.after(self.group.rng.random() * within_s, self.on_compiled)
 
     def on_compiled(self) -> None:
         """What was compiled is loaded. Called from the loop."""
-        self.handover.on_loaded()
+        self.switch.is_loaded = True
         self.ring()
 
     def kill(self) -> None:
@@ -151,7 +150,7 @@ class SimRunner:
     def __init__(self, rank: SimRank) -> None:
         self._rank = rank
         self.step_stats = rank.step_stats
-        self.handover = rank.handover
+        self.switch = rank.switch
         self.ended_step = 0
         """The last one that was waited for."""
 
@@ -167,7 +166,7 @@ class SimRunner:
         """Do what `ModelRunner.launch` does, in its order."""
         rank, phases = self._rank, self.step_stats
         across = agreed.num_tokens_across_dp
-        if agreed.stage != self.handover.stage:
+        if agreed.stage != self.switch.stage:
             phases.build(agreed.step, 0)
             self._confirm(agreed, confirm)
             confirm = None
@@ -198,7 +197,6 @@ class SimRunner:
         sampled = self._rank.device.wait(job)
         self.ended_step = step
         self.step_stats.end_step(step)
-        self.step_stats.book(step)
         self._rank.pass_time(Phase.BOOKING, 0.0)
         return SampledTokens(sampled, [], [])
 
@@ -217,7 +215,7 @@ class SimRunner:
             capture = Job(lambda: self._capture(agreed.step, f"graph {stage - 1}", num_tokens))
             device.launch(capture)
             device.wait(capture)
-        self.handover.enter(stage, GRAPHS if stage == LAST_STAGE else None)
+        self.switch.enter(stage, GRAPHS if stage == LAST_STAGE else None)
 
     def _capture(self, step: int, name: str, num_tokens: int) -> list[int]:
         self.collective(step, name, num_tokens)
@@ -287,14 +285,14 @@ class SimLeader(SimRank):
                 dp_rank=self.dp_rank,
                 dp_size=self.group.dp_size,
                 epoch=self.epoch,
-                handover=self.handover,
+                switch=self.switch,
             )
             lockstep = JoinedLockstep(self.machine, self.peers, self.step_stats)
         self.runner: SimRunner = plants.runner(self)
         loop = plants.overlapped_engine if self.group.schedule.is_overlapped else Engine
         self.engine = loop(
             self.scheduler,
-            lockstep or AloneLockstep(self.handover),
+            lockstep or AloneLockstep(self.switch),
             self.sender,
             self.runner,
         )
@@ -384,7 +382,7 @@ class SimLeader(SimRank):
         for tp_rank, report in sender.take_reports():
             match report:
                 case PiecesLoaded():
-                    assert self.handover.on_follower_loaded()
+                    assert self.switch.on_follower_loaded()
                 case TicketsEnded():
                     assert self.holder is not None
                     self.holder.on_tickets_ended(report.tickets)

@@ -249,7 +249,7 @@ class World:
     def _is_busy(self) -> bool:
         leaders = [leader for pool in self.pools.values() for leader in pool.core.group.leaders]
         return any(
-            leader.scheduler.has_unfinished or not leader.handover.is_over for leader in leaders
+            leader.scheduler.has_unfinished or not leader.switch.is_over for leader in leaders
         )
 
     def _check_rest(self, group: SimGroup) -> None:
@@ -257,8 +257,8 @@ class World:
         for leader in group.leaders:
             scheduler = leader.scheduler
             check_scheduler(scheduler)
-            if not leader.handover.is_over or leader.handover.captured != GRAPHS:
-                text = f"{leader.name}: at stage {leader.handover.stage}"
+            if not leader.switch.is_over or leader.switch.captured != GRAPHS:
+                text = f"{leader.name}: at stage {leader.switch.stage}"
                 raise Violation("not gone over", text)
             if scheduler.has_unfinished or scheduler.blocks.num_free_blocks != (
                 self.schedule.num_blocks

@@ -29,19 +29,6 @@ def compute(blocks: BlockManager, seq: Sequence) -> None:
     blocks.commit(seq)
 
 
-def test_block_0_is_never_handed_out(blocks: BlockManager) -> None:
-    seq = make_sequence(list(range(32)))
-    compute(blocks, seq)
-    assert sorted(seq.block_table) == list(range(1, 9))
-    assert blocks.num_free_blocks == 0
-
-
-def test_allocation_is_all_or_nothing(blocks: BlockManager) -> None:
-    seq = make_sequence(list(range(33)))
-    assert blocks.allocate(seq, 33) is None
-    assert seq.block_table == [] and blocks.num_free_blocks == 8
-
-
 def test_equal_heads_share_blocks(blocks: BlockManager) -> None:
     first = make_sequence([*range(8), 90, 91])
     second = make_sequence([*range(8), 70])
@@ -76,29 +63,6 @@ def test_a_hit_never_covers_the_last_token(
     assert len(blocks.match(make_sequence(list(range(num_tokens))))) == num_hits
 
 
-def test_a_block_is_found_only_behind_the_same_head(blocks: BlockManager) -> None:
-    compute(blocks, make_sequence([0, 1, 2, 3, 4, 5, 6, 7]))
-    assert blocks.match(make_sequence([9, 9, 9, 9, 4, 5, 6, 7, 8])) == []
-
-
-def test_blocks_are_found_only_after_they_were_computed(blocks: BlockManager) -> None:
-    seq, other = make_sequence(list(range(9))), make_sequence(list(range(9)))
-    blocks.acquire(seq, [])
-    blocks.allocate(seq, 9)
-    seq.num_computed_tokens = 7
-    blocks.commit(seq)
-    assert blocks.match(other) == seq.block_table[:1]
-
-
-def test_a_free_cached_block_counts_as_free_and_is_found(blocks: BlockManager) -> None:
-    seq = make_sequence(list(range(8)))
-    compute(blocks, seq)
-    table = list(seq.block_table)
-    blocks.free(seq)
-    assert blocks.num_free_blocks == 8
-    assert blocks.match(make_sequence(list(range(9)))) == table
-
-
 def test_the_tail_is_evicted_before_the_head(blocks: BlockManager) -> None:
     seq = make_sequence(list(range(16)))
     compute(blocks, seq)
@@ -128,20 +92,6 @@ def test_a_hit_that_nobody_holds_is_not_counted_as_room(blocks: BlockManager) ->
     assert len(cached) == 4 and blocks.num_saved(cached) == 0
     blocks.acquire(make_sequence(list(range(16))), cached)
     assert blocks.num_saved(cached) == 4
-
-
-def test_without_prefix_caching_nothing_is_found() -> None:
-    blocks = BlockManager(num_blocks=8, block_size=4, enable_prefix_caching=False)
-    compute(blocks, make_sequence(list(range(8))))
-    assert blocks.match(make_sequence(list(range(9)))) == []
-    assert blocks.prefix_queries == 0
-
-
-def test_check_finds_a_leak(blocks: BlockManager) -> None:
-    seq = make_sequence(list(range(8)))
-    compute(blocks, seq)
-    with pytest.raises(AssertionError, match="block 1: 1 refs, 0 holders"):
-        check_blocks(blocks, [])
 
 
 @settings(max_examples=300, deadline=None, print_blob=True, database=None)

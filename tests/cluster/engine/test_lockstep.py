@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wire_structs import plan_of, vote_of
 
-from cluster.engine import lockstep
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDivergence
-from cluster.engine.lockstep import LockstepMachine, PeersSilent, get_dp_padding
-from cluster.rank.step_stats import StepStats
+from cluster.engine.lockstep import LockstepMachine, PeersSilent, agree
+from cluster.engine.step_stats import StepStats
+from cluster.rank.runner import get_dp_padding
 from cluster.wire.group_messages import StepConfirm
-from cluster.wire.messages import StepAgreement, StepKind, StepPlan, Vote
+from cluster.wire.messages import StepAgreement, StepKind, Vote
 from compile.config import CUDAGraphMode
 from compile.dispatch import CapturedGraphs
 
@@ -29,23 +30,8 @@ NO_GRAPHS = CapturedGraphs()
 GRAPHS = CapturedGraphs(CUDAGraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8), (4, 16, 64))
 
 
-def agree(votes: Iterable[Vote], captured: CapturedGraphs = NO_GRAPHS) -> StepAgreement:
-    return lockstep.agree(tuple(votes), captured)
-
-
 def vote(step: int = 1, **fields: Any) -> Vote:
-    given = {
-        "epoch": EPOCH,
-        "kind": StepKind.DECODE,
-        "num_tokens": 2,
-        "num_seqs": 2,
-        "max_query_len": 1,
-        "has_work": True,
-        "draining": False,
-        "stage": 0,
-        "can_advance": False,
-    }
-    return Vote(step=step, **{**given, **fields})
+    return vote_of(2, step=step, **{"epoch": EPOCH, **fields})
 
 
 @st.composite
@@ -69,7 +55,7 @@ class Leader:
 
     def __init__(self, rank: int, size: int, votes: list[Vote]) -> None:
         self.machine = LockstepMachine(
-            dp_rank=rank, dp_size=size, epoch=EPOCH, handover=CompileHandover(GRAPHS)
+            dp_rank=rank, dp_size=size, epoch=EPOCH, switch=CompileSwitch(GRAPHS)
         )
         self.votes = deque(votes)
         self.agreements: list[StepAgreement] = []
@@ -169,9 +155,7 @@ def test_ranks_whose_sequences_decode_different_numbers_of_tokens_do_not_decode_
 
 
 def machine(size: int = 2) -> LockstepMachine:
-    made = LockstepMachine(
-        dp_rank=0, dp_size=size, epoch=EPOCH, handover=CompileHandover(NO_GRAPHS)
-    )
+    made = LockstepMachine(dp_rank=0, dp_size=size, epoch=EPOCH, switch=CompileSwitch(NO_GRAPHS))
     made.vote(vote())
     return made
 
@@ -195,7 +179,7 @@ def test_a_vote_that_does_not_come_next_is_named(frames: list[Vote], message: st
 
 
 def test_a_confirm_that_does_not_come_next_is_named() -> None:
-    confirm = StepConfirm(agree((vote(), vote())))
+    confirm = StepConfirm(agree((vote(), vote()), NO_GRAPHS))
     for frames, message in [
         ([confirm], "step 1: step: wanted 0, found 1"),
         ([vote(), confirm, confirm], "step 1: confirms: wanted 1, found 2"),
@@ -215,7 +199,7 @@ def test_a_confirm_that_does_not_come_next_is_named() -> None:
 def test_a_peer_that_made_something_else_of_the_votes_is_named_by_the_field(
     field: str, is_late: bool
 ) -> None:
-    agreed = agree((vote(), vote()))
+    agreed = agree((vote(), vote()), NO_GRAPHS)
     value = getattr(agreed, field)
     other: Any = (2, 3) if isinstance(value, tuple) else 1 - value
     wrong = StepConfirm(msgspec.structs.replace(agreed, **{field: other}))
@@ -233,7 +217,7 @@ def test_a_peer_that_made_something_else_of_the_votes_is_named_by_the_field(
 
 
 def test_a_leader_that_skips_a_step_of_its_own_is_named() -> None:
-    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, handover=CompileHandover(NO_GRAPHS))
+    mine = LockstepMachine(dp_rank=1, dp_size=2, epoch=EPOCH, switch=CompileSwitch(NO_GRAPHS))
     with pytest.raises(StepDivergence, match=r"^rank dp=1 tp=0 epoch=3 step 1: step: wanted 1, fo"):
         mine.vote(vote(step=2))
     with pytest.raises(StepDivergence, match=r"epoch: wanted 3, found 2"):
@@ -249,7 +233,7 @@ def test_who_is_waited_for_in_vain_is_named() -> None:
 
 
 def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> None:
-    log, plan = StepStats(), StepPlan(3, 1, 0, 0, [], [], [], [], [], [], [], 0, [])
+    log, plan = StepStats(), plan_of([])
     for step in range(1, 1201):
         log.begin(plan, agree((vote(step), vote(step, num_tokens=3, num_seqs=3)), GRAPHS), 0)
     assert [record["step"] for record in log.as_dicts()] == [*range(201, 1201)]
@@ -259,8 +243,7 @@ def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> Non
     assert told[-1].startswith("ran epoch 3 step 1200: kind=1 mode=2 graph_bs=4 num_tokens=4 ")
     assert "num_scheduled_tokens=(2, 3)" in told[-1]
     assert len(told) == 8
-    kind, arguments = error.__reduce__()
-    assert str(kind(*arguments)) == str(error)  # as it arrives from another process
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # from a process
 
 
 @pytest.mark.feature("P03")
@@ -268,16 +251,14 @@ def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> Non
 def test_padding_fills_up_to_what_the_rank_runs(tokens: list[int], is_decode: bool) -> None:
     kind = StepKind.DECODE if is_decode else StepKind.MIXED
     votes = [
-        vote(
-            num_tokens=n,
-            num_seqs=n if is_decode else min(n, 1),
-            max_query_len=1 if is_decode else n,
+        vote_of(
+            *((n, 1) if is_decode else (min(n, 1), n)),
             kind=kind if n else StepKind.NOTHING,
             has_work=n > 0,
         )
         for n in tokens
     ]
-    agreed = agree(votes)
+    agreed = agree(votes, NO_GRAPHS)
     longest = max(tokens)
     # A rank without work runs something: it would miss a collective.
     run = tuple(longest if is_decode else max(1, n) if longest else 0 for n in tokens)

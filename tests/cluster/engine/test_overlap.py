@@ -10,7 +10,7 @@ import pytest
 import sim_engine as sim
 
 from cluster.config import Role
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.engine import Engine
 from cluster.engine.lockstep import AloneLockstep
 from cluster.engine.overlap import OverlappedEngine
@@ -30,7 +30,7 @@ class Device:
         self.idle_s: list[float] = []
         """Between two steps."""
         self.plans: list[StepPlan] = []
-        self.handover = CompileHandover()
+        self.switch = CompileSwitch()
 
     def launch(
         self, plan: StepPlan, agreed: StepAgreement, confirm: Callable[[], None]

@@ -7,43 +7,17 @@ from types import SimpleNamespace
 import pytest
 import sim_engine as sim
 
-from cluster.config import Role, SchedulerConfig
 from cluster.engine import scheduler as scheduler_module
-from cluster.engine.blocks import BlockManager
-from cluster.engine.request_limits import RequestLimits
-from cluster.engine.scheduler import MAX_EARLY_ABORTS, Scheduler
+from cluster.engine.scheduler import MAX_EARLY_ABORTS
 from cluster.engine.sequence import Sequence
 from cluster.wire.messages import SampledTokens, TokenLogprobs
+from compile.config import CompilationConfig, CUDAGraphMode
+from compile.resolve import StepLimits, resolve
 
 
 def texts(outputs: dict) -> dict[str, list[int]]:
     """Return the tokens of each request."""
     return {name: [t for o in each for t in o.token_ids] for name, each in outputs.items()}
-
-
-# --- T01: the prefix cache --------------------------------------------------------------------
-
-
-def test_a_shared_prompt_is_computed_once() -> None:
-    engine = sim.FakeEngine(sim.Shape())
-    prompt = list(range(10))
-    engine.submit(sim.make_request("a", prompt))
-    engine.run()
-    engine.submit(sim.make_request("b", [*prompt[:9], 5], max_tokens=2))
-    first = engine.step()[0]
-    assert first.num_cached_tokens == 8
-    assert engine.plans[-1].num_computed == [8] and engine.plans[-1].num_new == [2]
-    stats = engine.scheduler.stats()
-    assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
-    assert stats.prompt_tokens_computed == 12
-
-
-def test_a_prompt_is_not_shared_within_the_step_that_computes_it() -> None:
-    engine = sim.FakeEngine(sim.Shape(budget=32))
-    for name in "ab":
-        engine.submit(sim.make_request(name, list(range(9))))
-    engine.step()
-    assert engine.plans[0].num_new == [9, 9]
 
 
 # --- T02: chunked prefill -----------------------------------------------------------------------
@@ -65,39 +39,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert [plan.num_decodes for plan in engine.plans] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("budget", [1, 3, 7, 64])
-def test_chunks_do_not_change_the_text(budget: int) -> None:
-    engine = sim.FakeEngine(sim.Shape(budget=budget, max_num_seqs=1))
-    request = sim.make_request("a", list(range(20)))
-    engine.submit(request)
-    assert texts(engine.run()) == {"a": sim.continuation(request)}
-    assert max(len(plan.token_ids) for plan in engine.plans) == min(budget, 20)
-
-
-def test_single_tokens_come_first_in_stable_order() -> None:
-    engine = sim.FakeEngine(sim.Shape(budget=32))
-    for name, n in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
-        engine.submit(sim.make_request(name, [5] * n))
-    engine.step()
-    plan = engine.plans[0]
-    assert plan.rows == [1, 3, 0, 2]
-    assert plan.num_new == [1, 1, 3, 2] and plan.num_decodes == 2
-
-
 # --- T03: pre-emption ---------------------------------------------------------------------------
-
-
-def test_the_last_come_is_pre_empted_and_recomputed() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=5, max_num_seqs=3, caching=False))
-    requests = [sim.make_request(name, [i] * 4, max_tokens=10) for i, name in enumerate("ab")]
-    for request in requests:
-        engine.submit(request)
-    outputs = engine.run()
-    assert texts(outputs) == {r.request_id: sim.continuation(r) for r in requests}
-    stats = engine.scheduler.stats()
-    assert stats.num_preemptions == 1
-    assert stats.prompt_tokens_computed == 12, "the second prompt was computed twice"
-    assert len(outputs["a"]) == 10
 
 
 @pytest.mark.feature("T03")
@@ -116,29 +58,6 @@ def test_a_pre_empted_sequence_goes_on_before_those_that_came_after_it() -> None
     assert 0 < order.index("b") < order.index("c")
 
 
-def test_the_first_running_sequence_is_never_pre_empted() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=8, block_size=1, max_num_seqs=4))
-    for name in "abcd":
-        engine.submit(sim.make_request(name, [ord(name), 1], max_tokens=7))
-    outputs = engine.run()
-    finished = [name for name in outputs if outputs[name][-1].finish_reason == "length"]
-    assert finished == list("abcd")
-    assert len(engine.plans[:7]) == 7 and all(0 in plan.rows for plan in engine.plans[:7])
-
-
-def test_nobody_is_admitted_in_a_step_that_pre_empts() -> None:
-    shape = sim.Shape(num_blocks=6, block_size=2, max_num_seqs=2, budget=3, caching=False)
-    engine = sim.FakeEngine(shape)
-    engine.submit(sim.make_request("a", [1, 2, 3, 4], max_tokens=5))
-    engine.submit(sim.make_request("b", list(range(9)), max_tokens=2))
-    for _ in range(5):
-        engine.step()
-    assert engine.scheduler.stats().num_preemptions == 1
-    assert engine.scheduler.stats().num_free_blocks == 2, "room for the first chunk of b"
-    assert len(engine.plans[-1].rows) == 1
-    engine.run()
-
-
 def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted() -> None:
     engine = sim.FakeEngine(sim.Shape(num_blocks=6, block_size=2, max_num_seqs=2, budget=4))
     engine.submit(sim.make_request("a", list(range(9)), max_tokens=2))
@@ -150,43 +69,6 @@ def test_a_chunk_shrinks_to_the_free_blocks_before_anyone_is_pre_empted() -> Non
 
 
 # --- rows, limits and ends ----------------------------------------------------------------------
-
-
-def test_the_smallest_free_row_is_reused() -> None:
-    engine = sim.FakeEngine(sim.Shape(max_num_seqs=3))
-    for name, max_tokens in (("a", 9), ("b", 1), ("c", 9)):
-        engine.submit(sim.make_request(name, [ord(name)], max_tokens=max_tokens))
-    engine.step()
-    engine.submit(sim.make_request("d", [7], seed=3))
-    engine.step()
-    (admission,) = engine.plans[1].admitted
-    assert (admission.row, admission.seed) == (1, 3)
-    assert engine.plans[1].new_blocks[0].start == 0
-
-
-def test_a_stop_token_ends_a_sequence_and_is_named() -> None:
-    request = sim.make_request("a", [1, 2, 3])
-    stop = sim.continuation(request)[3]
-    engine = sim.FakeEngine(sim.Shape())
-    engine.submit(sim.make_request("a", [1, 2, 3], stop=(99, stop)))
-    last = engine.run()["a"][-1]
-    assert (last.finish_reason, last.stop_token_id, last.token_ids) == ("stop", stop, [stop])
-
-
-def test_max_model_len_ends_a_sequence() -> None:
-    engine = sim.FakeEngine(sim.Shape())
-    engine.submit(sim.make_request("a", [1] * (sim.MAX_MODEL_LEN - 2), max_tokens=50))
-    outputs = engine.run()["a"]
-    assert [o.finish_reason for o in outputs] == ["", "length"]
-
-
-def test_delivered_tokens_count_as_output_but_are_computed_like_a_prompt() -> None:
-    whole = sim.continuation(sim.make_request("a", [1, 2, 3]))
-    engine = sim.FakeEngine(sim.Shape())
-    engine.submit(sim.make_request("a", [1, 2, 3], output=whole[:5]))
-    assert texts(engine.run())["a"] == whole[5:]
-    assert engine.plans[0].num_new == [8] and engine.plans[0].output_index == [5]
-    assert engine.scheduler.stats().prompt_tokens_computed == 3
 
 
 def test_a_request_resumed_at_its_limit_ends_at_once() -> None:
@@ -207,24 +89,7 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
     assert [(o.request_id, o.logprobs) for o in outputs] == [("a", []), ("b", logprobs[1:])]
 
 
-def test_the_step_counts_every_schedule() -> None:
-    engine = sim.FakeEngine(sim.Shape())
-    assert [engine.scheduler.schedule().step for _ in range(3)] == [1, 2, 3]
-
-
 # --- aborts -------------------------------------------------------------------------------------
-
-
-def test_an_abort_works_waiting_and_running() -> None:
-    engine = sim.FakeEngine(sim.Shape(max_num_seqs=1))
-    for name in "ab":
-        engine.submit(sim.make_request(name, [1, 2]))
-    engine.step()
-    engine.scheduler.abort(["b", "a", "a"])
-    outputs = engine.step()
-    assert [(o.request_id, o.finish_reason) for o in outputs] == [("b", "abort"), ("a", "abort")]
-    assert not engine.scheduler.has_unfinished
-    assert engine.blocks.num_free_blocks == 16
 
 
 def test_an_abort_that_overtakes_its_request_wins_once() -> None:
@@ -308,27 +173,6 @@ def test_a_head_is_looked_up_again_when_more_of_it_is_cached() -> None:
     engine.run()
 
 
-def test_a_head_behind_a_window_waits_for_free_blocks_alone() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=6, max_num_seqs=2, budget=40, window=9))
-    engine.submit(sim.make_request("a", [7] * 16, max_tokens=9))
-    engine.step()
-    matches = count_matches(engine)
-    engine.submit(sim.make_request("head", [3] * 16, max_tokens=1))
-    engine.run()
-    assert matches.count("head") <= 2
-
-
-def test_a_head_that_is_aborted_or_overtaken_keeps_nobody_out() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=10, max_num_seqs=3, budget=40))
-    engine.submit(sim.make_request("a", [1] * 7, max_tokens=20))
-    engine.step()
-    engine.submit(sim.make_request("head", [3] * 36, max_tokens=2))
-    engine.submit(sim.make_request("next", [4], max_tokens=2))
-    engine.step()
-    engine.scheduler.abort(["head"])
-    assert "next" in [output.request_id for output in engine.step()]
-
-
 def test_many_are_aborted_in_one_pass_and_the_queue_keeps_its_order() -> None:
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=1))
     names = [f"r{i}" for i in range(40)]
@@ -367,12 +211,6 @@ def test_a_request_that_cannot_be_served_ends_with_what_was_wanted(
     assert not engine.scheduler.has_unfinished
 
 
-def test_the_largest_request_that_fits_the_pool_is_served() -> None:
-    engine = sim.FakeEngine(sim.Shape(num_blocks=3))
-    engine.submit(sim.make_request("a", [1] * 10, max_tokens=3))
-    assert len(engine.run()["a"]) == 3
-
-
 def test_more_than_can_ever_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "MAX_UNFINISHED_TIMES", 3)
     engine = sim.FakeEngine(sim.Shape(max_num_seqs=2))
@@ -400,7 +238,19 @@ def test_an_unfinished_id_is_refused() -> None:
     assert engine.step()[0].error == "request_id: wanted a new one, found 'a' unfinished"
 
 
-def test_a_prefill_engine_needs_a_holder() -> None:
-    limits = RequestLimits(BlockManager(4, 4, True), 8, Role.PREFILL)
-    with pytest.raises(ValueError, match="handover: wanted one for role prefill"):
-        Scheduler(SchedulerConfig(), limits, epoch=1)
+@pytest.mark.feature("C03")
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (4, 4), (5, 16), (8, 9)])
+def test_the_scheduler_fills_the_largest_captured_batch_and_none_above(
+    max_num_seqs: int, budget: int
+) -> None:
+    shape = sim.Shape(num_blocks=64, max_num_seqs=max_num_seqs, budget=budget, caching=False)
+    engine = sim.FakeEngine(shape)
+    for i in range(12):
+        engine.submit(sim.make_request(str(i), [i], max_tokens=16))
+    engine.run()
+    decodes = {len(plan.rows) for plan in engine.plans if plan.num_decodes == len(plan.rows)}
+    asked = CompilationConfig(
+        cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=tuple(range(1, 17))
+    )
+    captured = resolve(asked, StepLimits(max_num_seqs, budget)).graph_bs
+    assert max(decodes) == max(captured)

@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import SILENT_AFTER_S, Heartbeat, Phase, Watchdog
-from cluster.rank.step_stats import StepStats
 
 NAMES = ["rank dp=0 tp=0 epoch=3", "rank dp=0 tp=1 epoch=3", "rank dp=1 tp=0 epoch=3"]
 PLANNING, AGREEING, WAITING, BUILDING, RUNNING, BOOKING = (
@@ -51,7 +51,6 @@ def test_a_rank_that_does_not_answer_is_named_followers_included() -> None:
         if now <= SILENT_AFTER_S:
             assert named is None
     assert named == "rank dp=0 tp=1 epoch=3: no heartbeat for 4.0 s"
-    assert watchdog.next_deadline == SILENT_AFTER_S
 
 
 @pytest.mark.feature("P09")
@@ -210,13 +209,11 @@ def test_a_pulse_tells_the_phase_its_age_and_what_the_step_should_take() -> None
     assert phases.heartbeat() == beat(1, RUNNING, 0, oldest_step=1)
     clock.now = 2.5
     phases.end_step(1)
-    phases.book(1)
     assert phases.heartbeat().phase is Phase.BOOKING
     phases.build(2, 40)  # ten tokens took two seconds
     phases.run(2)
     assert phases.heartbeat() == beat(2, RUNNING, 0, expected_s=8.0, oldest_step=2)
     phases.end_step(2)
-    phases.book(2)
     phases.wait(3, is_asleep=False)
     assert phases.heartbeat() == beat(3, WAITING, 0)
 
@@ -230,14 +227,12 @@ def test_a_step_that_was_begun_behind_another_is_timed_from_that_ones_end() -> N
     assert phases.heartbeat().expected_s == pytest.approx(0.8 + 0.8)  # both must end
     clock.now = 0.8
     phases.end_step(1)
-    phases.book(1)
     assert phases.heartbeat().expected_s == pytest.approx(0.8)
     phases.build(3, 8)
     clock.now = 1.0
     phases.end_step(2)
     clock.now = 1.8
     phases.end_step(3)
-    phases.book(3)
     assert phases.heartbeat().expected_s == 0
     assert took(phases, clock, 8, 0.8) == pytest.approx(0.8)
     assert took(phases, clock, 1, 0.2) == pytest.approx(0.2)

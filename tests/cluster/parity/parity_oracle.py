@@ -13,302 +13,160 @@ TIE_GAP = 1e-4
 MAX_TIES = 1 / 500
 """Ties per compared token; more would hide something."""
 
-# Shapes that round numbers would hide mistakes in, written as config.json fields. The name's first
-# word is the family, where it is one; the others are Llama's.
-SHAPES: dict[str, dict[str, Any]] = {
-    "one kv head": {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64},
-    "six heads": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
-    "wide heads": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 48,
-        "head_dim": 32,
-    },
-    "tied": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "hidden_size": 64,
-        "tie_word_embeddings": True,
-    },
-    "odd vocabulary": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "vocab_size": 509,
-    },
-    "biases": {
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "hidden_size": 40,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },
-    "llama3 rope": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 5000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 24,
-        },
-    },
-    "linear rope": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 48,
-        "max_position_embeddings": 40,
-        "rope_parameters": {"rope_type": "linear", "factor": 3.5},
-    },
-    "mistral window 7": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "hidden_size": 64,
-        "sliding_window": 7,
-    },
-    "mistral window 13 wide heads": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_size": 60,
-        "head_dim": 24,
-        "sliding_window": 13,
-    },
-    "mistral window 1": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 40,
-        "sliding_window": 1,
-        "num_hidden_layers": 2,
-    },
-    "mistral without window": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "hidden_size": 48,
-        "vocab_size": 263,
-        "sliding_window": None,
-    },
-    "mistral tied yarn rope": {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "hidden_size": 54,
-        "sliding_window": 50,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 700.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
-    "mistral long window": {
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "hidden_size": 50,
-        "sliding_window": 100,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 90.0},
-    },
-    "mistral window 11 two kv heads": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 48,
-        "sliding_window": 11,
-    },
-    "mistral window 20 tied": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 64,
-        "sliding_window": 20,
-        "tie_word_embeddings": True,
-        "vocab_size": 259,
-    },
-    "mistral wide heads linear rope": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 42,
-        "head_dim": 26,
-        "sliding_window": None,
-        "rope_parameters": {"rope_type": "linear", "factor": 2.5},
-    },
-    "mistral window 16": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "hidden_size": 56,
-        "sliding_window": 16,
-    },
-    "qwen2 one kv head": {
-        "num_attention_heads": 7,
-        "num_key_value_heads": 1,
-        "hidden_size": 56,
-        "rms_norm_eps": 1e-5,
-    },
-    "qwen2 tied": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 48,
-        "tie_word_embeddings": True,
-        "vocab_size": 251,
-    },
-    "qwen2 wide heads": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 36,
-        "head_dim": 30,
-    },
-    "qwen2 window in the last layers": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "hidden_size": 40,
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "max_window_layers": 1,
-    },
-    "qwen2 window in all layers": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_size": 60,
-        "use_sliding_window": True,
-        "sliding_window": 10,
-        "max_window_layers": 0,
-    },
-    "qwen2 eight heads": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 80,
-        "vocab_size": 261,
-    },
-    "qwen2 yarn rope with mscale": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "max_position_embeddings": 32,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 6.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 1.2,
-            "mscale_all_dim": 0.7,
-            "beta_fast": 8,
-            "beta_slow": 0.5,
-        },
-    },
-    "qwen3 narrow heads": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "hidden_size": 96,
-        "head_dim": 10,
-    },
-    "qwen3 wide heads": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "hidden_size": 28,
-        "head_dim": 36,
-        "tie_word_embeddings": True,
-    },
-    "qwen3 biases": {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "hidden_size": 50,
-        "head_dim": 16,
-        "attention_bias": True,
-        "vocab_size": 257,
-    },
-    "qwen3 window in every other layer": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "head_dim": 18,
-        "use_sliding_window": True,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "qwen3 eight heads": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 76,
-        "head_dim": 14,
-    },
-    "qwen3 tied linear rope": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 32,
-        "head_dim": 20,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "linear", "factor": 1.5},
-    },
-    "qwen3 odd vocabulary": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_size": 42,
-        "head_dim": 22,
-        "vocab_size": 253,
-    },
-    "qwen3 dynamic rope": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 44,
-        "head_dim": 24,
-        # No prompt is longer, every output is.
-        "max_position_embeddings": 90,
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 300.0},
-    },
-    "qwen3 yarn rope without truncation": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "hidden_size": 30,
-        "head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 3.0,
-            "original_max_position_embeddings": 20,
-            "truncate": False,
-            "attention_factor": 1.3,
-        },
-    },
-    "mixtral window 11 wide heads": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 40,
-        "head_dim": 26,
-        "sliding_window": 11,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 4,
-        "intermediate_size": 31,
-    },
-    "mixtral tied eight experts": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_size": 60,
-        "vocab_size": 263,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "tie_word_embeddings": True,
-    },
-    "qwen3moe every other layer": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 44,
-        "head_dim": 18,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 29,
-        "decoder_sparse_step": 2,
-        "num_hidden_layers": 4,
-        "norm_topk_prob": True,
-    },
-    "qwen3moe many experts": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "hidden_size": 36,
-        "head_dim": 20,
-        "num_experts": 18,
-        "num_experts_per_tok": 5,
-        "moe_intermediate_size": 14,
-        "vocab_size": 251,
-    },
+
+def shape(sizes: tuple[int, int, int], **fields: Any) -> dict[str, Any]:
+    """Return fields of a config.json; `sizes` are heads, KV heads and the hidden size."""
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    return {**dict(zip(names, sizes, strict=True)), **fields}
+
+
+def rope(rope_type: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, **fields}
+
+
+# Shapes that round numbers would hide mistakes in.
+LLAMA_SHAPES = {
+    "one kv head": shape((4, 1, 64)),
+    "six heads": shape((6, 3, 96)),
+    "wide heads": shape((4, 2, 48), head_dim=32),
+    "tied": shape((4, 4, 64), tie_word_embeddings=True),
+    "odd vocabulary": shape((4, 2, 64), vocab_size=509),
+    "biases": shape(
+        (5, 5, 40),
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=rope("default", rope_theta=500.0),
+    ),
+    "llama3 rope": shape(
+        (4, 2, 64),
+        rope_parameters=rope(
+            "llama3",
+            rope_theta=5000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=24,
+        ),
+    ),
+    "linear rope": shape(
+        (2, 2, 48), max_position_embeddings=40, rope_parameters=rope("linear", factor=3.5)
+    ),
+}
+SHAPES = LLAMA_SHAPES | {  # the first word of the others is their family
+    "mistral window 7": shape((4, 1, 64), sliding_window=7),
+    "mistral window 13 wide heads": shape((6, 2, 60), head_dim=24, sliding_window=13),
+    "mistral window 1": shape((2, 2, 40), sliding_window=1, num_hidden_layers=2),
+    "mistral without window": shape((6, 3, 48), vocab_size=263, sliding_window=None),
+    "mistral tied yarn rope": shape(
+        (3, 3, 54),
+        sliding_window=50,
+        tie_word_embeddings=True,
+        rope_parameters=rope(
+            "yarn", rope_theta=700.0, factor=4.0, original_max_position_embeddings=32
+        ),
+    ),
+    "mistral long window": shape(
+        (5, 5, 50), sliding_window=100, rope_parameters=rope("default", rope_theta=90.0)
+    ),
+    "mistral window 11 two kv heads": shape((4, 2, 48), sliding_window=11),
+    "mistral window 20 tied": shape(
+        (8, 4, 64), sliding_window=20, tie_word_embeddings=True, vocab_size=259
+    ),
+    "mistral wide heads linear rope": shape(
+        (2, 2, 42), head_dim=26, sliding_window=None, rope_parameters=rope("linear", factor=2.5)
+    ),
+    "mistral window 16": shape((4, 4, 56), sliding_window=16),
+    "qwen2 one kv head": shape((7, 1, 56), rms_norm_eps=1e-05),
+    "qwen2 tied": shape((4, 2, 48), tie_word_embeddings=True, vocab_size=251),
+    "qwen2 wide heads": shape((2, 2, 36), head_dim=30),
+    "qwen2 window in the last layers": shape(
+        (4, 4, 40), use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen2 window in all layers": shape(
+        (6, 2, 60), use_sliding_window=True, sliding_window=10, max_window_layers=0
+    ),
+    "qwen2 eight heads": shape((8, 2, 80), vocab_size=261),
+    "qwen2 yarn rope with mscale": shape(
+        (4, 2, 64),
+        max_position_embeddings=32,
+        rope_parameters=rope(
+            "yarn",
+            factor=6.0,
+            original_max_position_embeddings=32,
+            mscale=1.2,
+            mscale_all_dim=0.7,
+            beta_fast=8,
+            beta_slow=0.5,
+        ),
+    ),
+    "qwen3 narrow heads": shape((6, 3, 96), head_dim=10),
+    "qwen3 wide heads": shape((4, 1, 28), head_dim=36, tie_word_embeddings=True),
+    "qwen3 biases": shape((3, 3, 50), head_dim=16, attention_bias=True, vocab_size=257),
+    "qwen3 window in every other layer": shape(
+        (4, 2, 64),
+        head_dim=18,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "qwen3 eight heads": shape((8, 4, 76), head_dim=14),
+    "qwen3 tied linear rope": shape(
+        (2, 2, 32),
+        head_dim=20,
+        tie_word_embeddings=True,
+        rope_parameters=rope("linear", factor=1.5),
+    ),
+    "qwen3 odd vocabulary": shape((6, 2, 42), head_dim=22, vocab_size=253),
+    "qwen3 dynamic rope": shape(
+        (4, 2, 44),
+        head_dim=24,
+        max_position_embeddings=90,  # no prompt is longer, every output is
+        rope_parameters=rope("dynamic", factor=2.5, rope_theta=300.0),
+    ),
+    "qwen3 yarn rope without truncation": shape(
+        (2, 1, 30),
+        head_dim=32,
+        rope_parameters=rope(
+            "yarn",
+            factor=3.0,
+            original_max_position_embeddings=20,
+            truncate=False,
+            attention_factor=1.3,
+        ),
+    ),
+    "mixtral window 11 wide heads": shape(
+        (2, 2, 40),
+        head_dim=26,
+        sliding_window=11,
+        num_local_experts=6,
+        num_experts_per_tok=4,
+        intermediate_size=31,
+    ),
+    "mixtral tied eight experts": shape(
+        (6, 2, 60),
+        vocab_size=263,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        tie_word_embeddings=True,
+    ),
+    "qwen3moe every other layer": shape(
+        (4, 2, 44),
+        head_dim=18,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=29,
+        decoder_sparse_step=2,
+        num_hidden_layers=4,
+        norm_topk_prob=True,
+    ),
+    "qwen3moe many experts": shape(
+        (4, 1, 36),
+        head_dim=20,
+        num_experts=18,
+        num_experts_per_tok=5,
+        moe_intermediate_size=14,
+        vocab_size=251,
+    ),
 }
 SLOW_SHAPES = {
     "mistral window 13 wide heads",
@@ -409,12 +267,13 @@ def new_oracle(path: Path, name: str) -> Oracle:
     """Write the checkpoint of a named shape to `path`."""
     import transformers
 
-    shape = SHAPES[name]
-    family = FAMILIES.get(name.split()[0], "Llama")
+    fields, family = SHAPES[name], "Llama"
+    if name not in LLAMA_SHAPES:
+        family = FAMILIES[name.split()[0]]
     make_config = getattr(transformers, f"{family}Config")
     make_model = getattr(transformers, f"{family}ForCausalLM")
-    torch.manual_seed(sum(map(ord, str(shape))))
-    fields: dict[str, Any] = {
+    torch.manual_seed(sum(map(ord, str(fields))))
+    common: dict[str, Any] = {
         "vocab_size": 256,
         "intermediate_size": 88,
         "num_hidden_layers": 3,
@@ -423,7 +282,7 @@ def new_oracle(path: Path, name: str) -> Oracle:
         "eos_token_id": None,
         "bos_token_id": None,
     }
-    model = make_model(make_config(**{**fields, **shape})).eval()
+    model = make_model(make_config(**{**common, **fields})).eval()
     if family in map(FAMILIES.get, SPARSE):
         # What it chooses by itself takes multiples of 16 bytes alone.
         model.set_experts_implementation("eager")

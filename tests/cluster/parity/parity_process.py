@@ -66,7 +66,7 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
         rank.stats(),
         rank.runner.step_stats.as_dicts(),
         {key: times for key, times in forward.num_replays.items() if times},
-        forward.gaps.num_steps,
+        forward.num_piecewise_steps,
         forward.captured,
         num_late() - num_late_before,
         rank.runner.kv_spec.block_bytes,

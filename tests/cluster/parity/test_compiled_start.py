@@ -38,29 +38,25 @@ def started(oracle: Any, row: Row, cache_dir: str, **compilation: Any) -> Iterat
 def test_each_step_of_pieces_reports_what_it_spends_between_them(
     make_oracle: Callable[[str], Any], cache_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(ROW, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    attend, shares = cpu.paged_prefill, []
+    row, attend = replace(ROW, mode=CUDAGraphMode.FULL_AND_PIECEWISE), cpu.paged_prefill
     with started(make_oracle("six heads"), row, cache_dir) as leader:
-        engine, gaps = leader.engine, leader.runner.forward.gaps
+        engine, forward = leader.engine, leader.runner.forward
+        assert (forward.num_piecewise_steps, forward.eager_gap_share) == (0, 0.0)
 
-        def prefill(i: int) -> None:
+        def prefill(i: int) -> float:
+            """Return the share after one more prompt, whose decodes replay full graphs."""
             engine.submit(Submit(Request([1, 2, 3], 3).message(i), None))
             while engine.has_unfinished:
                 engine.step()
-            shares.append(gaps.last_share)
+            return forward.eager_gap_share
 
         frames = dict(torch._dynamo.utils.counters["frames"])
-        for i in range(3):
-            prefill(i)
-        assert gaps.num_steps == 3  # the two steps of decodes replay full graphs
+        plain = [prefill(i) for i in range(3)][-1]
+        assert forward.num_piecewise_steps == 3
         # Slow between pieces.
-        monkeypatch.setattr(cpu, "paged_prefill", lambda *args: (time.sleep(0.02), attend(*args)))
-        prefill(3)
-        assert gaps.num_steps == 4
-    *plain, slow = shares
-    assert 0 < min(plain) < slow < 1  # the machine may pause in one of them
-    assert slow > 0.5
-    assert min(plain) < gaps.share < max(shares)
+        monkeypatch.setattr(cpu, "paged_prefill", lambda *args: (time.sleep(0.1), attend(*args)))
+        assert 0 < plain < prefill(3) < 1
+        assert forward.eager_gap_share > 0.5
     # Attention holds nothing that compiles while pieces are replayed.
     assert dict(torch._dynamo.utils.counters["frames"]) == frames
 

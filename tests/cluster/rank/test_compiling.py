@@ -10,7 +10,7 @@ import torch
 from torch._inductor.exc import CppCompileError, InductorError
 
 from cluster.config import EngineConfig, Role, SchedulerConfig
-from cluster.engine.compile_handover import CannotCompile
+from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank import compiling

@@ -10,17 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
+from wire_structs import vote_of
 
-from cluster.engine.lockstep import agree, get_dp_padding
-from cluster.wire.messages import StepKind, Vote
+from cluster.engine.lockstep import agree
+from cluster.rank.runner import get_dp_padding
+from cluster.wire.messages import StepKind
 from compile.context import DPMetadata
 from compile.dispatch import CapturedGraphs
 
 CASES = [(3, 9), (5, 5), (1, 7, 4), (12, 2, 12, 1)]
-
-
-def vote(kind: StepKind, num_tokens: int, num_seqs: int, query_len: int) -> Vote:
-    return Vote(0, 1, kind, num_tokens, num_seqs, query_len, True, False, 0, False)
 
 
 def all_reduced(rank: int, tokens: tuple[int, ...], store: Any) -> torch.Tensor:
@@ -38,8 +36,8 @@ def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]
     store, size = dist.HashStore(), len(tokens)
     with ThreadPoolExecutor(size) as threads:
         counts = list(threads.map(lambda rank: all_reduced(rank, tokens, store), range(size)))
-    decode = agree([vote(StepKind.DECODE, n, n, 1) for n in tokens], CapturedGraphs())
-    mixed = agree([vote(StepKind.MIXED, n, 1, n) for n in tokens], CapturedGraphs())
+    decode = agree([vote_of(n) for n in tokens], CapturedGraphs())
+    mixed = agree([vote_of(1, n, kind=StepKind.MIXED) for n in tokens], CapturedGraphs())
     for rank, across in enumerate(counts):
         longest = int(across.max())
         assert get_dp_padding(decode, rank) == (longest - tokens[rank], (longest,) * size)
@@ -56,7 +54,4 @@ def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]
 def test_a_rank_that_runs_other_tokens_than_agreed_is_refused() -> None:
     with pytest.raises(ValueError, match="num_tokens: wanted 9 as all ranks agreed, found 8"):
         DPMetadata.make((3, 9), 1, 8)
-
-
-def test_one_rank_has_no_metadata() -> None:
     assert DPMetadata.make((3,), 0, 3) is None

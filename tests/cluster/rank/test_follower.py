@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from wire_structs import submit_of
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from cluster.engine.divergence import StepDivergence
@@ -19,7 +20,6 @@ from cluster.group.rendezvous import LeaderEndpoints
 from cluster.rank.follower import Follower
 from cluster.rank.leader import Leader
 from cluster.wire.group_messages import StepFrame
-from cluster.wire.messages import GenerateRequest, Sampling, Submit
 from compile.config import CompilationConfig
 
 
@@ -92,12 +92,10 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     lost: list[BaseException] = []
 
     def serve() -> None:
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
         try:
             for step in range(8):
                 if step in (0, 3):
-                    request = GenerateRequest(str(step), [1, 2, 3, step], [], sampling, "", b"")
-                    leader.engine.submit(Submit(request, None))
+                    leader.engine.submit(submit_of(str(step), [1, 2, 3, step]))
                 leader.engine.step()
         except RuntimeError as error:  # nobody comes to its collective
             lost.append(error)

@@ -10,24 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from wire_structs import admission_of, plan_of, submit_of, vote_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.lockstep import AloneLockstep
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank import forward
-from cluster.rank.free_memory import FreeMemory
+from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import (
-    GenerateRequest,
     NewBlocks,
-    RowAdmission,
-    Sampling,
     StepAgreement,
     StepKind,
     StepPlan,
-    Submit,
     Vote,
 )
 from compile.config import CompilationConfig, CUDAGraphMode
@@ -42,6 +39,7 @@ from compile.context import (
 from compile.counters import counter
 from compile.dispatch import decide
 from compile.graphs.capture import is_in_capture_window
+from model.config import ModelConfig
 from model.kernels import cpu
 from model.layers.attention import AttentionMetadata
 from model.parallel import Shard
@@ -74,10 +72,6 @@ def make_runner(
         ),
     )
     return ModelRunner(RankContext(config), **arguments)
-
-
-def greedy(max_tokens: int) -> Sampling:
-    return Sampling(0.0, 0, 1.0, 0.0, 0, max_tokens, (), -1, -1, None, None)
 
 
 @pytest.fixture
@@ -163,7 +157,7 @@ def test_ops_of_a_served_step_find_the_step_and_the_pool_that_was_allocated_once
     pool = runner.kv_pool.untyped_storage().data_ptr()
     engine = assemble_engine(runner.config, runner)
     for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8])):
-        engine.submit(Submit(GenerateRequest(name, prompt, [], greedy(2), "", b""), None))
+        engine.submit(submit_of(name, prompt, max_tokens=2))
     seen.clear()
     for is_prefill, positions in ((True, [0, 1, 2, 3, 4, 0, 1, 2]), (False, [5, 3])):
         engine.step()
@@ -187,7 +181,7 @@ class Votes:
     """The lockstep of one rank; keeps what it was told."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._alone = AloneLockstep(runner.handover)
+        self._alone = AloneLockstep(runner.switch)
         self.cast: list[Vote] = []
 
     def agree(self, vote: Vote) -> StepAgreement:
@@ -231,10 +225,7 @@ def test_every_step_runs_in_the_mode_and_at_the_size_that_decide_gives_for_its_v
         if i % 5 == 0:
             for j in range(rng.randint(1, 5)):
                 prompt = [rng.randrange(200) for _ in range(rng.randint(1, 20))]
-                request = GenerateRequest(
-                    f"{i}-{j}", prompt, [], greedy(rng.randint(1, 11)), "", b""
-                )
-                engine.submit(Submit(request, None))
+                engine.submit(submit_of(f"{i}-{j}", prompt, max_tokens=rng.randint(1, 11)))
         before, num_forwards = counter.num_cudagraph_replayed, len(entered)
         engine.step()
         if len(entered) > num_forwards:
@@ -274,8 +265,8 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
     runner = make_runner(make_oracle("tied"), "FULL_DECODE_ONLY")
     keys = {BatchDescriptor(bs, bs, True): bs for bs in GRAPH_BS}
     assert dict(runner.forward.num_replays) == dict.fromkeys(keys, 0)
-    lockstep = AloneLockstep(runner.handover)
-    vote = Vote(0, 1, StepKind.DECODE, 4, 4, 1, True, False, 0, False)
+    lockstep = AloneLockstep(runner.switch)
+    vote = vote_of(4)
     with torch.inference_mode():
         for num_seqs, query_len, num_replays in ((4, 1, 1), (2, 2, 1), (4, 1, 2)):
             told = msgspec.structs.replace(vote, num_seqs=num_seqs, max_query_len=query_len)
@@ -287,25 +278,18 @@ def test_a_graph_is_replayed_for_its_batch_size_and_its_query_length_alone(
     assert sum(runner.forward.num_replays.values()) == 2
 
 
-def plan_of(step: int, computed: int, new: int, output_index: list[int]) -> StepPlan:
+def pair_of(step: int, computed: int, new: int, output_index: list[int]) -> StepPlan:
     """Return a step of two sequences, both `new` tokens further than `computed`; they draw."""
-    is_first = computed == 0
-    return StepPlan(
-        epoch=0,
+    rows = (0, 1) if computed == 0 else ()
+    filters = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    return plan_of(
+        [new] * 2,
         step=step,
-        num_seqs=2,
-        num_tokens=2 * new,
-        admitted=[
-            RowAdmission(row, 0.8, 20, 0.9, 0.0, row, -1, None) for row in (0, 1) if is_first
-        ],
-        new_blocks=[NewBlocks(row, 0, [1 + row]) for row in (0, 1) if is_first],
-        rows=[0, 1],
+        admitted=[admission_of(row, seed=row, **filters) for row in rows],
+        new_blocks=[NewBlocks(row, 0, [1 + row]) for row in rows],
         num_computed=[computed] * 2,
-        num_new=[new] * 2,
         output_index=output_index,
         token_ids=[11 + i for i in range(2 * new)],
-        num_decodes=2 if new == 1 else 0,
-        prompt_targets=[],
     )
 
 
@@ -317,9 +301,9 @@ def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_
     drawn = []
     for mode, fields in (("NONE", {}), ("FULL_DECODE_ONLY", {"capture_logits": True})):
         runner = make_runner(make_oracle("tied"), mode, fields=fields)
-        lockstep, found = AloneLockstep(runner.handover), list[list[int]]()
+        lockstep, found = AloneLockstep(runner.switch), list[list[int]]()
         for step, (computed, new, index) in enumerate([(0, 2, [-1, 0]), (2, 1, [-1, 1])]):
-            plan = plan_of(step, computed, new, index)
+            plan = pair_of(step, computed, new, index)
             found.append(runner.execute(plan, lockstep.agree(plan.vote())).token_ids)
         drawn.append(found)
         assert sum(runner.forward.num_replays.values()) == (mode != "NONE")
@@ -328,20 +312,16 @@ def test_a_row_that_samples_nothing_may_come_before_one_that_does_where_a_graph_
 
 
 @pytest.mark.feature("C10", "P05")
-def test_room_for_logits_is_asked_for_where_a_graph_scores(
-    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_graph_needs_room_for_the_logits_that_it_scores(
+    make_oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, scores: bool
 ) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def fits(self: FreeMemory, num_tokens: int, logits_bytes: int = 0) -> bool:
-        asked.append((num_tokens, logits_bytes))
-        return True
-
-    monkeypatch.setattr(FreeMemory, "fits_on_all_ranks", fits)
-    oracle = make_oracle("tied")
-    for scores in (False, True):
+    oracle, largest = make_oracle("tied"), GRAPH_BS[-1]
+    model = ModelConfig.from_dir(oracle.path)
+    token_bytes = bytes_per_token(model, "float32") + scores * 8 * model.vocab_size
+    needed = MARGIN_BYTES + largest * token_bytes
+    for free, sizes in ((needed, GRAPH_BS), (needed - 1, GRAPH_BS[:-1])):
+        monkeypatch.setattr(forward, "free_memory_bytes", lambda device, free=free: free)
         runner = make_runner(oracle, "FULL_DECODE_ONLY", fields={"capture_logits": scores})
-        vocab_size = runner.model_config.vocab_size
-        assert asked == [(bs, scores * 8 * bs * vocab_size) for bs in reversed(GRAPH_BS)]
-        asked.clear()
+        assert runner.forward.captured.batch_sizes == sizes
         runner.close()

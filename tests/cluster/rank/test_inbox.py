@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import zmq
+from wire_structs import submit_of
 
 from cluster.rank import leader
 from cluster.rank.leader import MAX_INBOX_FRAMES, BadSubmit, Inbox, max_submit_bytes
 from cluster.wire.credentials import Credentials
-from cluster.wire.messages import Abort, GenerateRequest, Sampling, Submit, Watch, encode
+from cluster.wire.messages import Abort, Watch, encode
 from cluster.wire.polling import Budget
 from cluster.wire.sockets import (
     MAX_PART_BYTES,
@@ -26,7 +27,6 @@ from cluster.wire.sockets import (
 )
 
 CREDENTIALS = Credentials("test", b"s" * 32)
-SAMPLING = Sampling(0.0, 0, 1.0, 0.0, 0, 8, (), -1, -1, None, None)
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ def test_a_budget_allows_the_first_whatever_has_passed() -> None:
 
 def test_the_longest_submission_arrives_whole(ends: tuple[Inbox, zmq.Socket[bytes]]) -> None:
     inbox, sender = ends
-    request = GenerateRequest("r", [100_000] * 131_071, [], SAMPLING, "tcp://10.0.0.1:9", b"")
-    body = encode(Submit(request, None))
+    submit = submit_of("r", [100_000] * 131_071, "tcp://10.0.0.1:9")
+    body = encode(submit)
     assert 9 * MAX_PART_BYTES < len(body) < max_submit_bytes(131_072, 256)
     sender.send_multipart(pack(body, CREDENTIALS))
-    assert take_all(inbox, 1) == [[Submit(request, None)]]
+    assert take_all(inbox, 1) == [[submit]]
 
 
 @pytest.mark.parametrize("length", [0, 1, MAX_PART_BYTES, MAX_PART_BYTES + 1, 5 * MAX_PART_BYTES])
@@ -109,7 +109,7 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
     ends: tuple[Inbox, zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, sender = ends
-    bad = GenerateRequest("r", [-5], [], SAMPLING, "tcp://10.0.0.1:9", b"")
+    bad = submit_of("r", [-5], "tcp://10.0.0.1:9")
     other = Credentials("other", CREDENTIALS.secret)
     watch = encode(Watch("tcp://10.0.0.1:9"))
     with caplog.at_level(logging.ERROR):
@@ -121,7 +121,7 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
             pack(watch, other),
             pack(b"\x91" * 60_000, CREDENTIALS),
             [CREDENTIALS.header, *[b"z" * MAX_PART_BYTES] * 70],
-            pack(encode(Submit(bad, None)), CREDENTIALS),
+            pack(encode(bad), CREDENTIALS),
             pack(watch, CREDENTIALS),
         ):
             sender.send_multipart(message)

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from wire_structs import vote_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
 from cluster.engine.lockstep import AloneLockstep
 from cluster.group.context import RankContext
-from cluster.rank import free_memory
+from cluster.rank import forward
 from cluster.rank.free_memory import MARGIN_BYTES, bytes_per_token
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import StepKind, Vote
 from compile.config import CompilationConfig
 from compile.dispatch import BatchDescriptor
 from compile.graphs.errors import LateCapture
@@ -58,15 +58,11 @@ def test_a_graph_that_does_not_fit_into_memory_is_skipped_and_its_steps_are_padd
 ) -> None:
     oracle = make_oracle("tied")
     needed = bytes_per_token(make_runner(oracle).model_config, "float32")
-    monkeypatch.setattr(free_memory, "free_memory_bytes", lambda device: MARGIN_BYTES + 2 * needed)
+    monkeypatch.setattr(forward, "free_memory_bytes", lambda device: MARGIN_BYTES + 2 * needed)
     runner = make_runner(oracle)
     assert runner.forward.captured.batch_sizes == (1, 2)
-    agreed = AloneLockstep(runner.handover).agree(vote(num_seqs=3))
+    agreed = AloneLockstep(runner.switch).agree(vote_of(3))
     assert (agreed.mode, agreed.batch.num_seqs) == (0, 3)
-
-
-def vote(num_seqs: int) -> Vote:
-    return Vote(0, 1, StepKind.DECODE, num_seqs, num_seqs, 1, True, False, 0, False)
 
 
 @pytest.mark.feature("X01")
@@ -76,7 +72,7 @@ def test_a_rank_that_is_ready_captures_nothing_more(
 ) -> None:
     """Even if it is told to replay what no rank has captured."""
     runner = make_runner(make_oracle("tied"), sealed)
-    agreed = AloneLockstep(runner.handover).agree(vote(num_seqs=4))
+    agreed = AloneLockstep(runner.switch).agree(vote_of(4))
     agreed = msgspec.structs.replace(agreed, batch=BatchDescriptor(3, 3, True))
     batch = runner.inputs.dummy(3, 3)
     with torch.inference_mode():

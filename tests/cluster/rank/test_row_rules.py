@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from wire_structs import admission_of, rules_of, submit_of
 
 from cluster.config import Role
 from cluster.engine.blocks import BlockManager
@@ -15,12 +16,10 @@ from cluster.engine.sequence import Sequence
 from cluster.rank.buffers import Staging
 from cluster.rank.row_rules import RowRulesTables
 from cluster.wire.messages import (
-    GenerateRequest,
     Inbound,
     LogitRules,
     RowAdmission,
     RowRules,
-    Sampling,
     Submit,
     decode,
     encode,
@@ -33,7 +32,7 @@ def rules(allowed: list[int], vocab_size: int) -> LogitRules:
     bits = np.zeros(vocab_size, dtype=bool)
     bits[allowed] = True
     mask = np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")
-    return LogitRules(0.0, 0.0, 1.0, (), (), mask, 0)
+    return rules_of(allowed_tokens=mask)
 
 
 def tables_of(rows: int, tokens: int, vocab_size: int) -> RowRulesTables:
@@ -44,7 +43,7 @@ def tables_of(rows: int, tokens: int, vocab_size: int) -> RowRulesTables:
 
 
 def admission(row: int, found: LogitRules) -> RowAdmission:
-    return RowAdmission(row, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(found, (), 5, []))
+    return admission_of(row, rules=RowRules(found, (), 5, []))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 64, 509])
@@ -61,7 +60,9 @@ def test_no_other_token_is_left(vocab_size: int) -> None:
 def test_a_bias_counts_among_what_is_allowed() -> None:
     tables = tables_of(1, 8, 16)
     mask = (1 << 3 | 1 << 9).to_bytes(2, "little")
-    tables.admit(admission(0, LogitRules(0.0, 0.0, 1.0, (3, 5), (2.0, 4.0), mask, 0)))
+    tables.admit(
+        admission(0, rules_of(bias_token_ids=(3, 5), biases=(2.0, 4.0), allowed_tokens=mask))
+    )
     found = tables.adjustments(np.array([0]), np.array([0]))
     assert found is not None and found.bias is not None
     assert found.bias[0, 3] == 2.0 and found.bias[0, 9] == 0.0 and found.bias[0, 5] == -torch.inf
@@ -70,11 +71,19 @@ def test_a_bias_counts_among_what_is_allowed() -> None:
 def test_the_most_that_may_be_asked_for_holds_a_step_up_for_milliseconds() -> None:
     """Measured is the step thread: to decode a submission, to check it, and to take its row."""
     mask = rules(list(range(1, VOCAB)), VOCAB).allowed_tokens
-    asked = LogitRules(2.0, 2.0, 1.3, tuple(range(1024)), (1.0,) * 1024, mask, 16)
+    asked = rules_of(
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=1.3,
+        bias_token_ids=tuple(range(1024)),
+        biases=(1.0,) * 1024,
+        allowed_tokens=mask,
+        min_tokens=16,
+    )
     stops = tuple(range(5000, 5512))
-    sampling = Sampling(1.0, 40, 0.9, 0.1, 7, 1000, stops, 20, 20, asked, None)
-    request = GenerateRequest("r", [151_000] * 4096, [], sampling, "tcp://10.0.0.1:9", b"")
-    frame = encode(Submit(request, None))
+    logprobs = {"num_logprobs": 20, "num_prompt_logprobs": 20}
+    long = submit_of("r", [151_000] * 4096, stop_token_ids=stops, rules=asked, **logprobs)
+    frame = encode(long)
     blocks = BlockManager(1000, 16, enable_prefix_caching=True)
     limits = RequestLimits(blocks, 8192, Role.MIXED, VOCAB)
     tables = tables_of(4, 64, VOCAB)
@@ -84,7 +93,7 @@ def test_the_most_that_may_be_asked_for_holds_a_step_up_for_milliseconds() -> No
         began = time.thread_time()
         submit: Submit = decode(frame, Inbound)
         assert limits.find_error(Sequence(submit.request, max_model_len=8192)) == ""
-        tables.admit(RowAdmission(0, 1.0, 0, 1.0, 0.0, 7, -1, RowRules(asked, stops, 4096, [])))
+        tables.admit(admission_of(0, rules=RowRules(asked, stops, 4096, [])))
         took.append(time.thread_time() - began)
     print(f"{min(took) * 1e3:.2f} ms")
     assert min(took) < 0.005

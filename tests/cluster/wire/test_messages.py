@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from wire_structs import plan_of, rules_of, sampling_of, submit_of
 
-from cluster.engine.lockstep import agree
+from cluster.engine.lockstep import AloneLockstep
 from cluster.wire import credentials, group_messages, messages
 from cluster.wire.credentials import Credentials, Header
-from cluster.wire.messages import FrameError, StepAgreement, StepPlan, Wire, decode, encode
-from compile.dispatch import CapturedGraphs
+from cluster.wire.messages import FrameError, StepPlan, Wire, decode, encode
 
 pytestmark = pytest.mark.feature("Y03")
 
@@ -70,7 +70,7 @@ def bounded(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
     return values(kind)
 
 
-def plan_of(rows: list[int], token_ids: list[int], **fields: Any) -> StepPlan:
+def whole_plan(rows: list[int], token_ids: list[int], **fields: Any) -> StepPlan:
     """Return a plan whose numbers are those of its lists, whatever was drawn."""
     fields |= {"num_seqs": len(rows), "num_tokens": len(token_ids)}
     return StepPlan(rows=rows, token_ids=token_ids, **fields)
@@ -89,7 +89,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if isinstance(annotation, type) and issubclass(annotation, Wire):
         hints = typing.get_type_hints(annotation, include_extras=True)
         fields = {name: values(hint) for name, hint in hints.items()}
-        return st.builds(plan_of if annotation is StepPlan else annotation, **fields)
+        return st.builds(whole_plan if annotation is StepPlan else annotation, **fields)
     if isinstance(annotation, type) and issubclass(annotation, tuple):
         hints = typing.get_type_hints(annotation)
         return st.builds(annotation, **{name: values(hint) for name, hint in hints.items()})
@@ -106,11 +106,6 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 def raw(data: bytes) -> Any:
     """Return the frame as plain msgpack, without any struct."""
     return msgspec.msgpack.decode(data)
-
-
-def same(left: Any, right: Any) -> bool:
-    """Compare exactly: 1, 1.0 and True are three values, and so are 0.0 and -0.0."""
-    return bool(left == right) and repr(left) == repr(right)
 
 
 def same_content(left: Any, right: Any) -> bool:
@@ -131,6 +126,9 @@ def refused(data: bytes, kind: Any) -> FrameError:
     return caught.value
 
 
+AGREED = AloneLockstep().agree(plan_of([1, 1]).vote())
+
+
 def num_fields(kind: type[Wire]) -> int:
     """Return the length of the kind's frame: its fields and, in a union's member, its tag."""
     config = kind.__struct_config__
@@ -146,89 +144,54 @@ def test_every_struct_of_the_modules_is_found() -> None:
 
 
 @every_struct
-def test_no_field_has_a_default(kind: type[Wire]) -> None:
+def test_structs_are_frozen_positional_strict_and_without_defaults(kind: type[Wire]) -> None:
+    config = kind.__struct_config__
+    assert config.frozen and config.array_like and config.forbid_unknown_fields
+    assert config.gc is False
     assert kind.__struct_defaults__ == ()
 
 
-@every_struct
-def test_structs_are_frozen_positional_and_strict(kind: type[Wire]) -> None:
-    config = kind.__struct_config__
-    assert config.frozen
-    assert config.array_like
-    assert config.forbid_unknown_fields
-    assert config.gc is False
-
-
-@every_struct
+@pytest.mark.parametrize(
+    "kind", [*STRUCTS, *UNIONS.values()], ids=[*(kind.__name__ for kind in STRUCTS), *UNIONS]
+)
 @few
 @given(data=st.data())
-def test_round_trip(kind: type[Wire], data: st.DataObject) -> None:
+def test_round_trip(kind: Any, data: st.DataObject) -> None:
+    """Exactly: 1, 1.0 and True are three values, and so are 0.0 and -0.0."""
     value = data.draw(values(kind))
-    found = decode(encode(value), kind)
-    assert type(found) is kind
-    assert same(found, value)
-
-
-@every_union
-@given(data=st.data())
-def test_round_trip_through_its_union(union: Any, data: st.DataObject) -> None:
-    value = data.draw(values(union))
-    found = decode(encode(value), union)
+    # From a view of a larger buffer.
+    frame = memoryview(b"\0" * 3 + encode(value) + b"\0")[3:-1]
+    found = decode(frame, kind)
     assert type(found) is type(value)
-    assert same(found, value)
-
-
-@every_struct
-def test_a_frame_is_read_from_a_view_of_a_larger_buffer(kind: type[Wire]) -> None:
-    frame = encode(Header(1, "abc"))
-    buffer = memoryview(b"\0" * 3 + frame + b"\0")
-    assert decode(buffer[3:-1], Header) == Header(1, "abc")
+    assert found == value and repr(found) == repr(value)
 
 
 @every_struct
 @few
 @given(data=st.data())
-def test_a_frame_cut_anywhere_is_refused(kind: type[Wire], data: st.DataObject) -> None:
-    frame = encode(data.draw(values(kind)))
-    length = data.draw(st.integers(0, len(frame) - 1))
-    assert kind.__name__ in str(refused(frame[:length], kind))
-
-
-@every_struct
-@few
-@given(data=st.data())
-def test_bytes_after_the_frame_are_refused(kind: type[Wire], data: st.DataObject) -> None:
-    frame = encode(data.draw(values(kind)))
-    rest = data.draw(st.binary(min_size=1, max_size=8))
-    assert kind.__name__ in str(refused(frame + rest, kind))
-
-
-@every_struct
-@few
-@given(data=st.data())
-def test_a_frame_without_its_last_fields_is_not_filled_in(
+def test_a_frame_that_is_not_exactly_one_struct_is_refused(
     kind: type[Wire], data: st.DataObject
 ) -> None:
-    fields = raw(encode(data.draw(values(kind))))
-    kept = data.draw(st.integers(0, len(fields) - 1))
-    assert kind.__name__ in str(refused(encode(fields[:kept]), kind))
-
-
-@every_struct
-@few
-@given(data=st.data())
-def test_a_frame_with_another_field_is_refused(kind: type[Wire], data: st.DataObject) -> None:
-    fields = raw(encode(data.draw(values(kind))))
-    extra = data.draw(st.none() | st.integers(0, 9) | st.text(max_size=2))
-    assert kind.__name__ in str(refused(encode([*fields, extra]), kind))
+    """It is cut, goes on, lacks its last fields or has another."""
+    frame = encode(data.draw(values(kind)))
+    fields = raw(frame)
+    altered = [
+        frame[: data.draw(st.integers(0, len(frame) - 1))],
+        frame + data.draw(st.binary(min_size=1, max_size=8)),
+        encode(fields[: data.draw(st.integers(0, len(fields) - 1))]),
+        encode([*fields, data.draw(st.none() | st.integers(0, 9) | st.text(max_size=2))]),
+    ]
+    for each in altered:
+        assert kind.__name__ in str(refused(each, kind))
 
 
 @pytest.mark.parametrize("change", ["short", "long"])
-def test_a_struct_inside_another_is_held_to_its_length(change: str) -> None:
-    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None, None)
-    fields = raw(encode(messages.GenerateRequest("r", [1], [], sampling, "", b"")))
-    fields[3] = fields[3][:-1] if change == "short" else [*fields[3], 0]
-    assert "$[3]" in str(refused(encode(fields), messages.GenerateRequest))
+@pytest.mark.parametrize("outer", [submit_of("r", [1]).request, AGREED], ids=["request", "agreed"])
+def test_a_struct_inside_another_is_held_to_its_length(outer: Any, change: str) -> None:
+    place = type(outer).__struct_fields__.index("batch" if outer is AGREED else "sampling")
+    fields = raw(encode(outer))
+    fields[place] = fields[place][:-1] if change == "short" else [*fields[place], 0]
+    assert f"$[{place}]" in str(refused(encode(fields), type(outer)))
 
 
 @every_struct
@@ -258,15 +221,11 @@ def test_a_union_refuses_a_tag_that_it_does_not_know(union: Any, data: st.DataOb
 
 @every_struct
 @few
-@given(data=st.binary(max_size=64))
-def test_random_bytes_never_raise_anything_else(kind: type[Wire], data: bytes) -> None:
-    _refused_or_unchanged(data, kind)
-
-
-@every_struct
-@few
-@given(data=st.data())
-def test_a_changed_byte_never_raises_anything_else(kind: type[Wire], data: st.DataObject) -> None:
+@given(data=st.data(), random=st.binary(max_size=64))
+def test_random_and_changed_bytes_never_raise_anything_else(
+    kind: type[Wire], data: st.DataObject, random: bytes
+) -> None:
+    _refused_or_unchanged(random, kind)
     frame = bytearray(encode(data.draw(values(kind))))
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     _refused_or_unchanged(bytes(frame), kind)
@@ -283,72 +242,67 @@ def _refused_or_unchanged(data: bytes, kind: type[Wire]) -> None:
     assert same_content(raw(encode(found)), raw(data))
 
 
-def test_an_error_names_the_struct_the_place_and_the_length() -> None:
-    error = refused(encode([1, 2]), StepPlan)
-    assert "wanted StepPlan" in str(error)
-    assert f"found {len(encode([1, 2]))} bytes" in str(error)
-    assert "length" in str(error)
+def outside(annotation: Any) -> list[Any]:
+    """Return values just outside of each of a field's bounds."""
+    if typing.get_origin(annotation) is not typing.Annotated:
+        return []
+    kind, meta = typing.get_args(annotation)
+    found: list[Any] = []
+    if kind in (int, float):
+        step = 1 if kind is int else 1e-6
+        if meta.ge is not None:
+            found.append(meta.ge - step)
+        if meta.le is not None:
+            found.append(meta.le + step)
+        if kind is float:
+            found.append(float("nan"))
+    elif meta.pattern is not None:
+        found += ["ipc://x", "tcp://host:1", "tcp://1.2.3:4", "tcp://256.1.1.1:1"]
+        found += ["tcp://1.2.3.4:1\n", "*"]
+    elif meta.max_length is not None:
+        item = {str: "x", bytes: b"x"}.get(kind, [1])
+        found.append(item * (meta.max_length + 1))
+    return found
 
 
-def test_a_float_field_reads_an_integer_as_its_nearest_float() -> None:
-    fields = raw(encode(messages.TokenLogprobs(0.0, 1, [], [])))
-    fields[0] = 2**62 + 512
-    _refused_or_unchanged(encode(fields), messages.TokenLogprobs)
-    assert not same_content([float(2**62)], [2**62 + 1024])
+@every_struct
+@given(data=st.data())
+@settings(max_examples=1)
+def test_what_lies_outside_of_a_fields_bounds_is_refused_with_its_place(
+    kind: type[Wire], data: st.DataObject
+) -> None:
+    fields = raw(encode(data.draw(values(kind))))
+    is_tagged = kind.__struct_config__.tag is not None
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for place, name in enumerate(kind.__struct_fields__, start=int(is_tagged)):
+        for value in outside(hints[name]):
+            altered = [*fields[:place], value, *fields[place + 1 :]]
+            assert f"$[{place}]" in str(refused(encode(altered), kind)), (name, value)
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("field", "found"),
     [
-        ((0,), -0.1),
-        ((0,), float("nan")),
-        ((0,), 2e6),
-        ((1,), -1),
-        ((2,), 0.0),
-        ((3,), float("nan")),
-        ((4,), -1),
-        ((5,), 0),
-        ((6,), [-1]),
-        ((6,), [7] * 513),
-        ((7,), 21),
-        ((8,), -2),
-        ((9, 0), float("inf")),
-        ((9, 1), 2.1),
-        ((9, 2), 0.0),
-        ((9, 3), [-1]),
-        ((9, 3), [1] * 1025),
-        ((9, 4), [float("nan")]),
-        ((9, 4), [-101.0]),
-        ((9, 5), [1]),
-        ((9, 6), -1),
+        ("temperature", 2e6),
+        ("top_p", 0.0),
+        ("max_tokens", 0),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [7] * 513),
+        ("num_logprobs", 21),
+        ("rules", rules_of(presence_penalty=2.1)),
+        ("rules", rules_of(repetition_penalty=0.0)),
+        ("rules", rules_of(biases=(float("nan"),))),
+        ("rules", rules_of(bias_token_ids=(1,) * 1025)),
     ],
 )
-def test_what_no_model_could_take_is_refused_with_its_place(
-    place: tuple[int, ...], found: Any
-) -> None:
-    rules = messages.LogitRules(0.0, 0.0, 1.0, (3,), (1.0,), b"\xff", 0)
-    fields = raw(encode(messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, rules, None)))
-    decode(encode(fields), messages.Sampling)
-    *path, last = place
-    at = functools.reduce(lambda inner, index: inner[index], path, fields)
-    at[last] = found
-    assert f"$[{place[0]}]" in str(refused(encode(fields), messages.Sampling))
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["ipc://x", "tcp://host:1", "tcp://1.2.3:4", "tcp://256.1.1.1:1", "tcp://1.2.3.4:1\n", "*"],
-)
-def test_an_address_is_a_number(address: str) -> None:
-    for good in ("", "tcp://10.255.0.9:65535"):
-        assert decode(encode(messages.Watch(good)), messages.Inbound).address == good
-    assert "$[1]" in str(refused(encode(messages.Watch(address)), messages.Watch))
+def test_what_no_model_could_take_is_refused_with_its_place(field: str, found: Any) -> None:
+    sampling = sampling_of(**{field: found})
+    place = messages.Sampling.__struct_fields__.index(field)
+    assert f"$[{place}]" in str(refused(encode(sampling), messages.Sampling))
 
 
 def test_a_submission_that_is_none_still_tells_who_asked() -> None:
-    sampling = messages.Sampling(0.0, 0, 1.0, 0.0, 7, 5, (2,), -1, -1, None, None)
-    request = messages.GenerateRequest("r", [-1], [], sampling, "tcp://10.0.0.1:9", b"")
-    frame = encode(messages.Submit(request, None))
+    frame = encode(submit_of("r", [-1], "tcp://10.0.0.1:9"))
     refused(frame, messages.Inbound)
     assert messages.asker_of(frame) == ("r", "tcp://10.0.0.1:9")
     for other in (frame[:-1], b"", encode(messages.Abort(["r"])), encode(["Submit", 1, 2])):
@@ -357,10 +311,6 @@ def test_a_submission_that_is_none_still_tells_who_asked() -> None:
 
 CREDENTIALS = Credentials("aa11", b"s" * 32)
 OURS = CREDENTIALS.header
-
-
-def test_equal_headers_pass() -> None:
-    CREDENTIALS.check(Credentials("aa11", b"t" * 32).header)
 
 
 def test_nothing_shows_a_secret() -> None:
@@ -382,6 +332,7 @@ def test_nothing_shows_a_secret() -> None:
 def test_a_header_mismatch_names_the_field_with_both_values(
     theirs: Header, name: str, wanted: str, found: str
 ) -> None:
+    CREDENTIALS.check(Credentials("aa11", b"t" * 32).header)
     with pytest.raises(FrameError, match=f"^{name}: wanted .*{wanted}, found .*{found}"):
         CREDENTIALS.check(encode(theirs))
 
@@ -396,61 +347,12 @@ def test_what_is_no_header_is_refused(data: bytes) -> None:
         CREDENTIALS.check(data)
 
 
-def _plan(num_new: list[int], num_decodes: int) -> StepPlan:
-    num_seqs = len(num_new)
-    return StepPlan(
-        epoch=3,
-        step=8,
-        num_seqs=num_seqs,
-        num_tokens=sum(num_new),
-        admitted=[],
-        new_blocks=[],
-        rows=list(range(num_seqs)),
-        num_computed=[0] * num_seqs,
-        num_new=num_new,
-        output_index=[0] * num_seqs,
-        token_ids=[1] * sum(num_new),
-        num_decodes=num_decodes,
-        prompt_targets=[],
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [
-        ("mode", 3, "<= 2"),
-        ("batch", [2], "length 3, got 1"),
-        ("batch", [2, 2, True, 0], "length 3, got 4"),
-        ("batch", {"num_tokens": 2, "num_seqs": 2, "uniform_decode": True}, "array"),
-    ],
-)
-def test_an_agreement_that_lacks_a_size_or_names_no_mode_is_refused(
-    field: str, value: Any, named: str
-) -> None:
-    agreed = agree([_plan([1, 1], 2).vote()], CapturedGraphs())
-    found = raw(encode(agreed))
-    assert decode(encode(found), StepAgreement) == agreed
-    found[StepAgreement.__struct_fields__.index(field)] = value
-    assert named in str(refused(encode(found), StepAgreement))
-
-
-@pytest.mark.parametrize("field", ["num_seqs", "num_tokens"])
-def test_a_plan_whose_numbers_are_not_those_of_its_lists_is_refused(field: str) -> None:
-    plan = _plan([1, 2], 1)
-    place = StepPlan.__struct_fields__.index(field)
-    found = decode(encode(plan), list)
-    assert decode(encode(found), StepPlan) == plan
-    found[place] += 1
-    with pytest.raises(FrameError, match=rf"StepPlan.*{field}: wanted [23], found [34]"):
-        decode(encode(found), StepPlan)
-
-
 @pytest.mark.parametrize(
     ("num_new", "num_decodes", "kind"),
     [([], 0, 0), ([1], 1, 1), ([1, 1], 2, 1), ([1, 5], 1, 2), ([5], 0, 2), ([1], 0, 2)],
 )
 def test_a_plan_votes_for_what_it_holds(num_new: list[int], num_decodes: int, kind: int) -> None:
-    vote = _plan(num_new, num_decodes).vote()
+    vote = plan_of(num_new, epoch=3, step=8, num_decodes=num_decodes).vote()
     assert (vote.epoch, vote.step, vote.kind) == (3, 8, kind)
     assert (vote.num_tokens, vote.num_seqs) == (sum(num_new), len(num_new))
     assert vote.max_query_len == max(num_new, default=0)

@@ -14,15 +14,16 @@ from typing import Any
 
 import psutil
 import pytest
+from wire_structs import submit_of
 
 from cluster.config import CacheConfig, EngineConfig, SchedulerConfig
-from cluster.engine.compile_handover import CannotCompile
+from cluster.engine.compile_switch import CannotCompile
 from cluster.group.context import RankContext
 from cluster.group.membership import GroupMembership
 from cluster.rank.compile_process import CompileJob, CompileProcess
 from cluster.rank.leader import assemble_engine
 from cluster.rank.runner import ModelRunner
-from cluster.wire.messages import EngineOutput, GenerateRequest, Sampling, Submit
+from cluster.wire.messages import EngineOutput, Submit
 from compile.config import CompilationConfig
 from compile.counters import counter
 from compile.graphs.capture import is_sealed
@@ -68,8 +69,7 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
 
 
 def request(number: int) -> Submit:
-    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, 50, (), -1, -1, None, None)
-    return Submit(GenerateRequest(f"r{number}", [5, 6, 7, 8], [], sampling, "", b""), None)
+    return submit_of(f"r{number}", [5, 6, 7, 8], max_tokens=50)
 
 
 @pytest.mark.feature("X06")
@@ -86,8 +86,8 @@ def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_war
             wanted += tokens_of(engine.step())
     config = config_of(path, tmp_path)
     with counter.expect(num_backend_compilations=0), started(config) as runner:
-        handover = runner.handover
-        assert not handover.is_over and not is_sealed()
+        switch = runner.switch
+        assert not switch.is_over and not is_sealed()
         assert runner.compile_progress is not None and runner.compile_progress[0] == "compiling"
         engine = assemble_engine(config, runner)
         found: list[list[int]] = []
@@ -96,19 +96,19 @@ def test_a_rank_serves_eagerly_goes_over_and_is_sealed_and_the_next_start_is_war
         while engine.has_unfinished or not is_last:
             assert time.monotonic() < deadline, runner.compile_progress
             if not engine.has_unfinished:
-                is_last = handover.is_over and len(found) > 1  # its steps are replays
+                is_last = switch.is_over and len(found) > 1  # its steps are replays
                 found.append([])
                 engine.submit(request(len(found)))
             runner.load_slice()
             found[-1] += tokens_of(engine.step())
-            stages.add(handover.stage)
+            stages.add(switch.stage)
         assert stages == {0, 1, 2, 3, 4, 5}, "pieces, two graphs of pieces, two of decode steps"
         assert all(each == wanted for each in found)
         assert is_sealed() and runner.compile_progress is None and not runner.compile_error
         assert sum(runner.forward.num_replays.values()) > 0
         graphs = runner.forward.captured
     with counter.expect(num_backend_compilations=0), started(config) as runner:
-        assert runner.handover.is_over and runner.forward.captured == graphs
+        assert runner.switch.is_over and runner.forward.captured == graphs
         assert runner.compile_progress is None
 
 
@@ -118,7 +118,7 @@ def test_without_a_cache_to_leave_it_in_a_rank_compiles_before_it_is_ready(
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_DISABLE_COMPILE_CACHE", "1")
     with started(config_of(make_oracle("tied").path, tmp_path)) as runner:
-        assert runner.handover.is_over and runner.forward.captured.batch_sizes == (1, 2)
+        assert runner.switch.is_over and runner.forward.captured.batch_sizes == (1, 2)
 
 
 @pytest.mark.feature("X06")
@@ -136,7 +136,7 @@ def test_a_compiler_that_fails_says_why_and_the_rank_goes_on_eagerly(
             assert time.monotonic() < deadline
             runner.load_slice()
         assert runner.compile_error == "the process that compiles was ended by SIGTERM"
-        assert runner.compile_progress is None and not runner.handover.can_advance
+        assert runner.compile_progress is None and not runner.switch.can_advance
 
 
 @pytest.mark.feature("E01", "A07", "F07")

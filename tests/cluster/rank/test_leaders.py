@@ -14,30 +14,27 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from wire_structs import submit_of, vote_of
 
 from cluster.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from cluster.engine.compile_handover import CompileHandover
+from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.divergence import StepDivergence
-from cluster.engine.lockstep import LockstepMachine, PeersSilent
+from cluster.engine.lockstep import JoinedLockstep, LockstepMachine, PeersSilent
+from cluster.engine.step_stats import StepStats
 from cluster.engine.watchdog import Phase
 from cluster.group import membership, peers
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.rank.leader import Leader
-from cluster.rank.lockstep import JoinedLockstep
-from cluster.rank.step_stats import StepStats
 from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import PeerHello, ToPeer
 from cluster.wire.messages import (
     PROTOCOL_VERSION,
     EngineOutput,
     FrameError,
-    GenerateRequest,
     OutputFrame,
-    Sampling,
     StepAgreement,
     StepKind,
-    Submit,
     Vote,
     decode,
     encode,
@@ -57,11 +54,11 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 
 
 def vote(step: int, rank: int) -> Vote:
-    return Vote(EPOCH, step, StepKind.DECODE, rank + 1, rank + 1, 1, True, False, 0, False)
+    return vote_of(rank + 1, epoch=EPOCH, step=step)
 
 
 def machine_of(rank: int, size: int = 2) -> LockstepMachine:
-    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, handover=CompileHandover())
+    return LockstepMachine(dp_rank=rank, dp_size=size, epoch=EPOCH, switch=CompileSwitch())
 
 
 class ScriptedChannel:
@@ -178,9 +175,8 @@ class Pair:
     noticed_at: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def submit(self, rank: int, request_id: str, num_tokens: int) -> None:
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, num_tokens, (), -1, -1, None, None)
-        request = GenerateRequest(request_id, [1, 2, 3], [], sampling, self.reply_to, b"")
-        body = encode(Submit(request, None))
+        submit = submit_of(request_id, [1, 2, 3], self.reply_to, max_tokens=num_tokens)
+        body = encode(submit)
         self.inboxes[rank].send_multipart(pack(body, CREDENTIALS))
 
     def steps_asleep(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""`CompileHandover`: how far a rank has gone over from eager steps to compiled and captured ones.
+"""`CompileSwitch`: how far a rank has gone over from eager steps to compiled and captured ones.
 
 A group that serves while it compiles goes over in stages, each entered between two steps:
 
@@ -19,13 +19,10 @@ from compile.dispatch import CapturedGraphs
 
 
 class CannotCompile(RuntimeError):
-    """A model cannot be compiled as it is configured: every start would end in the same way.
-
-    The message is one line.
-    """
+    """A model cannot be compiled as it is configured: every start would end so. One line."""
 
 
-class CompileHandover:
+class CompileSwitch:
     """One rank's stage.
 
     Invariant: `stage` is what the last agreement named, 0 <= stage <= last_stage, and `is_over` if
@@ -38,9 +35,7 @@ class CompileHandover:
     ) -> None:
         """Start at stage 0; if that is the last one too, all is compiled and captured already.
 
-        Args:
-            captured: what steps dispatch over; None: nothing yet.
-            num_followers: how many must have loaded, beside the rank itself.
+        So many followers must have loaded, beside the rank itself.
         """
         self.stage = 0
         self.last_stage = last_stage
@@ -60,9 +55,6 @@ class CompileHandover:
         """Return whether this rank may run a step of `stage`: its own, or the next if it can."""
         is_next = stage == self.stage + 1 <= self.last_stage
         return stage == self.stage or (is_next and (self.stage > 0 or self.is_loaded))
-
-    def on_loaded(self) -> None:
-        self.is_loaded = True
 
     def on_follower_loaded(self) -> bool:
         """A follower has loaded what was compiled; return whether one was still awaited."""

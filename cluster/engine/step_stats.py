@@ -67,11 +67,9 @@ class StepStats:
         """Of steps that had any."""
 
     def plan(self, step: int) -> None:
-        """A leader begins a step."""
         self._enter(step, Phase.PLANNING)
 
     def vote(self) -> None:
-        """A leader has voted."""
         self.num_votes += 1
         self._enter(self._now[0], Phase.AGREEING)
 
@@ -94,20 +92,20 @@ class StepStats:
         if num_tokens:
             is_decode = plan.num_decodes == plan.num_seqs
             kind = StepKind.DECODE if is_decode else StepKind.MIXED
-            self._tokens_of_step.observe(num_tokens)
         self._steps[agreed.mode, kind] += 1
         if agreed.mode:
             self._replays[agreed.mode, agreed.batch.num_tokens] += 1
         self._num_tokens += num_tokens
         self._num_padding += num_padding
         self._enter(agreed.step, Phase.RUNNING)
+        if num_tokens:
+            self._tokens_of_step.observe(num_tokens)
 
     def run(self, step: int) -> None:
-        """The forward of a step begins, or is waited for."""
         self._enter(step, Phase.RUNNING)
 
     def end_step(self, step: int, *, is_seen: bool = True) -> None:
-        """The step has ended; others that were begun later may be under way.
+        """The step has ended, and is booked; others that were begun later may be under way.
 
         Args:
             is_seen: just now; else nobody looked before, perhaps for hours of sleep.
@@ -120,9 +118,6 @@ class StepStats:
             seconds = min(seconds, self._expect(num_tokens) or seconds)
         self.learn(num_tokens, seconds)
         self._last_end = now
-
-    def book(self, step: int) -> None:
-        """The step's results are there."""
         self._enter(step, Phase.BOOKING)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
@@ -138,7 +133,6 @@ class StepStats:
         self._enter(step, Phase.WAITING, is_asleep)
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the step thread does. Any thread may call it."""
         step, phase, since, is_asleep, in_flight = self._now
         phase_s = self._clock() - since
         expected_s = sum(self._expect(num_tokens) for num_tokens in in_flight.values())
@@ -150,11 +144,9 @@ class StepStats:
         return [_as_dict(agreed) for agreed in list(self._log)]
 
     def tail(self) -> tuple[str, ...]:
-        """Return the last steps as lines, for an error."""
         return tuple(map(_line, self.as_dicts()[-NUM_TOLD_STEPS:]))
 
     def counts(self) -> Counts:
-        """Return what was counted by now. Any thread may call it."""
         counts: Counts = {
             ("votes_total",): self.num_votes,
             ("dp_wait_seconds_total",): self.vote_wait_s,

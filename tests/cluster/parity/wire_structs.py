@@ -1,0 +1,84 @@
+"""Wire structs whose unimportant fields are filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.wire.messages import (
+    GenerateRequest,
+    LogitRules,
+    RowAdmission,
+    Sampling,
+    StepKind,
+    StepPlan,
+    Submit,
+    Vote,
+)
+
+DRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "num_logprobs": -1}
+
+
+def sampling_of(**fields: Any) -> Sampling:
+    """Return greedy sampling of 8 tokens, with these fields changed."""
+    plain = {**DRAWN, "max_tokens": 8, "stop_token_ids": (), "num_prompt_logprobs": -1}
+    return Sampling(**{**plain, "rules": None, "grammar": None, **fields})
+
+
+def request_of(
+    request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any
+) -> GenerateRequest:
+    return GenerateRequest(request_id, prompt, [], sampling_of(**sampling), reply_to, b"")
+
+
+def submit_of(request_id: str, prompt: list[int], reply_to: str = "", **sampling: Any) -> Submit:
+    return Submit(request_of(request_id, prompt, reply_to, **sampling), None)
+
+
+def rules_of(**fields: Any) -> LogitRules:
+    """Return rules that change nothing but by these fields."""
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    others = {"bias_token_ids": (), "biases": (), "allowed_tokens": b"", "min_tokens": 0}
+    return LogitRules(**{**penalties, **others, **fields})
+
+
+def admission_of(row: int, **fields: Any) -> RowAdmission:
+    """Return what lets a greedy sequence into a row, with these fields changed."""
+    return RowAdmission(row=row, **{**DRAWN, "rules": None, **fields})
+
+
+def plan_of(num_new: list[int], **fields: Any) -> StepPlan:
+    """Return a step of sequences that compute so many tokens each, in the first rows; all draw."""
+    num_seqs, num_tokens = len(num_new), sum(num_new)
+    plain = {
+        "epoch": 0,
+        "step": 1,
+        "num_seqs": num_seqs,
+        "num_tokens": num_tokens,
+        "admitted": [],
+        "new_blocks": [],
+        "rows": list(range(num_seqs)),
+        "num_computed": [0] * num_seqs,
+        "num_new": num_new,
+        "output_index": [0] * num_seqs,
+        "token_ids": [1] * num_tokens,
+        "num_decodes": num_new.count(1),
+        "prompt_targets": [],
+    }
+    return StepPlan(**{**plain, **fields})
+
+
+def vote_of(num_seqs: int, query_len: int = 1, /, **fields: Any) -> Vote:
+    """Return the vote of a rank whose sequences compute so many tokens each."""
+    plain = {
+        "epoch": 0,
+        "step": 1,
+        "kind": StepKind.DECODE if query_len == 1 else StepKind.MIXED,
+        "num_tokens": num_seqs * query_len,
+        "num_seqs": num_seqs,
+        "max_query_len": query_len,
+        "has_work": True,
+        "draining": False,
+        "stage": 0,
+        "can_advance": False,
+    }
+    return Vote(**{**plain, **fields})
