@@ -30,7 +30,7 @@ from compile.config import FIELDS, WANTED, CompilationConfig
 from compile.resolve import PRESETS
 from model.fields import hints_of, words_for
 from serve.arguments import ALIASES, DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.compilation import SECTIONS, requested
+from serve.compilation import DEFAULT_LEVEL, SECTIONS
 from serve.openai import answers, responses, schema, tokenizing
 from serve.openai.body import ignored_fields, inert_fields
 from serve.openai.errors import STATUSES
@@ -313,7 +313,7 @@ def _type(kind: Any) -> str:
 
 def _defaults(kind: type) -> Iterator[tuple[str, Any]]:
     if kind is CompilationConfig:
-        defaults = requested({}).to_dict()
+        defaults = CompilationConfig(level=DEFAULT_LEVEL).to_dict()
         yield from ((name, defaults[name]) for name in FIELDS)
         return
     for field in msgspec.structs.fields(kind):
@@ -350,8 +350,8 @@ def _value(name: str, value: object) -> str:
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
-    for name, path in ALIASES.items():
-        yield f"`{name}`", f"`{'.'.join(path)}`"
+    for alias, path in ALIASES.items():
+        yield f"`{'.'.join(alias)}`", f"`{'.'.join(path)}`"
     for name, wanted in SECTIONS.items():
         yield f"`{name}`", wanted
 

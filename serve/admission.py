@@ -105,7 +105,6 @@ class AdmissionSlot:
     def __init__(self, admission: Admission, client: Client, now: float) -> None:
         self._admission = admission
         self.client = client
-        """Whose it is."""
         self.began_at = now
         self._due_at = now + PATIENCE_S
         """When more of the body has to have come."""
@@ -137,14 +136,9 @@ class AdmissionSlot:
         """So much more of the body has come: it earns time, of which it cannot save much."""
         self._due_at = min(self._due_at + num_bytes / MIN_BODY_RATE, now + PATIENCE_S)
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the body is not complete yet."""
-        return self.on_evicted is not None
-
     def is_slow(self, now: float) -> bool:
         """Return whether the body may lose its slot to any other request."""
-        return self.is_read and now > self._due_at
+        return self.on_evicted is not None and now > self._due_at
 
 
 class Admission:
@@ -164,13 +158,7 @@ class Admission:
         retry_after_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start empty.
-
-        Args:
-            max_running: sequences that the pools run at once.
-            max_queued: sequences that may wait beyond those.
-            retry_after_s: the `Retry-After` where no rate is known.
-        """
+        """Start empty. retry_after_s: the `Retry-After` where no rate is known."""
         self.max_live = max_running + max_queued
         self._sequences = Shares()
         self._bytes = Shares()
@@ -198,11 +186,7 @@ class Admission:
         return len(self._slots)
 
     def enter(self, client: Client) -> AdmissionSlot:
-        """Return a new request's slot.
-
-        Raises:
-            Overloaded: there is none, or its wait would be too long, or others have less.
-        """
+        """Return a new request's slot; Overloaded if its wait is too long or others have less."""
         now = self._clock()
         if self.num_live + 1 > self.max_live:
             self._evict(now, lambda slot: self._slot_may_go(slot, client, now))
@@ -228,28 +212,24 @@ class Admission:
             raise Overloaded(self._retry_after_s, message)
         if num_live + num_more > self.max_live:
             self._sequences.note_refused(client, now)
+            rate = self._rate(now)
+            retry_s = (num_live + num_more - self.max_live) / rate if rate else 0.0
+            retry_s = min(max(retry_s, self._retry_after_s), MAX_RETRY_AFTER_S)
             message = f"no room for {num_more} more beside {num_live} of {self.max_live}"
-            raise self._overloaded(message, num_more, now)
+            raise Overloaded(retry_s, message)
         if (wait_s := self.expected_wait_s(num_more)) > self._max_queue_wait_s:
             self._sequences.note_refused(client, now)
             message = f"wanted a wait of at most {self._max_queue_wait_s:g} s, found {wait_s:.0f} s"
             raise Overloaded(min(wait_s - self._max_queue_wait_s, MAX_RETRY_AFTER_S), message)
-
-    def _overloaded(self, message: str, num_more: int, now: float) -> Overloaded:
-        rate = self._rate(now)
-        num_excess = self.num_live + num_more - self.max_live
-        retry_s = num_excess / rate if rate else self._retry_after_s
-        return Overloaded(min(max(retry_s, self._retry_after_s), MAX_RETRY_AFTER_S), message)
 
     # Who goes.
 
     def _evict(self, now: float, may_go: Callable[[AdmissionSlot], int]) -> bool:
         """Take a slot from a body that is not complete; return whether there was one.
 
-        Args:
-            may_go: the higher, the sooner it goes; 0: not at all.
+        may_go: the higher, the sooner it goes; 0: not at all.
         """
-        read = (slot for slot in self._slots if slot.is_read)
+        read = (slot for slot in self._slots if slot.on_evicted is not None)
         slot = max(read, key=lambda slot: (may_go(slot), slot.num_bytes), default=None)
         if slot is None or slot.on_evicted is None or not may_go(slot):
             return False

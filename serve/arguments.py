@@ -1,4 +1,4 @@
-"""The arguments of `deploy` and of `LLM`, with their defaults.
+"""The arguments of `deploy` and of `LLM`: their types, bounds, defaults and spellings.
 
 Arguments come as text (`serve run serve.app:deploy max_num_seqs=8 prefill.replicas=2`) or typed
 and nested (YAML), and `config=FILE` adds those of a file. What they mean for a model and a machine
@@ -11,9 +11,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
+import yaml
 from msgspec import UNSET, Meta, UnsetType
 
 from cluster.config import (
@@ -26,25 +29,29 @@ from cluster.config import (
     TransferConfig,
 )
 from compile.errors import FieldError
-from model.fields import Source, at_least, convert, hints_of, says, words_for
+from model.fields import Source, at_least, convert, hints_of, says
 from serve.compilation import (
     CudaGraphConfig,
     TorchCompileConfig,
     as_object,
-    given_fields,
+    as_switch,
+    compilation_fields,
     refuse_speculation,
 )
-from serve.config_file import read_file
 from serve.pools.routing import Routing
 
 _MAX_BYTES = 1 << 63
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
 _SECRET = "api_keys"
+_SHAPES = ("compilation", "dynamic_shapes_config")
 ALIASES = {
-    "O": ("compilation", "level"),
-    "cc": ("compilation",),
-    "compilation_config": ("compilation",),
+    ("O",): ("compilation", "level"),
+    ("cc",): ("compilation",),
+    ("compilation_config",): ("compilation",),
+    (*_SHAPES, "type"): ("compilation", "dynamic_shapes"),
+    (*_SHAPES, "evaluate_guards"): ("compilation", "evaluate_guards"),
 }
-"""The paths that other spellings of an argument stand for."""
+"""The paths that other spellings of an argument stand for, vLLM's among them."""
 _DASHED = re.compile(
     r"-O=?(?P<level>\d+)?|(-cc|--compilation[-_]config)(?P<path>(\.[\w.]+)?)(=(?P<value>.*))?",
     re.DOTALL,
@@ -244,43 +251,29 @@ class DeployArgs(_Strict, frozen=True):
     be given both in it and beside it. `LLM` takes the same file."""
 
 
-_SWITCHES = {name for name, kind in hints_of(DeployArgs).items() if "on" in get_args(kind)}
-"""Arguments of which YAML reads two values as true and false."""
-
-
 def parse_args(raw: Mapping[str, Any], **defaults: Any) -> DeployArgs:
     """Turn key=value text or typed nested values into `DeployArgs`.
 
     A text value that parses as a JSON list, object or null is taken as JSON; all other text is
-    converted to the field's type.
-
-    Args:
-        raw: what is given, with `config` a file of more.
-        defaults: what holds where neither says anything.
+    converted to the field's type. `defaults` hold where neither `raw` nor its file says anything.
     """
-    nested = {**defaults, **_nest(raw)}
-    for name in nested.keys() & _SWITCHES:
-        if isinstance(value := nested[name], bool):
-            nested[name] = "on" if value else "off"  # as YAML reads these words
+    kinds, nested = hints_of(DeployArgs), {**defaults, **_nest(raw)}
+    nested = {name: as_switch(value, kinds.get(name)) for name, value in nested.items()}
     try:
         args = convert(nested, DeployArgs, Source.ARGUMENT)
     except FieldError as error:
         if error.field.startswith(_SECRET):
             raise FieldError(error.field, error.wanted, "what is not repeated here") from None
         raise
-    fields = given_fields(args.compilation, args.torch_compile_config, args.cuda_graph_config)
-    args = msgspec.structs.replace(args, compilation=fields, config=None)  # which is read
     refuse_speculation(args.speculative_config or {})
-    return args
+    fields = compilation_fields(args.compilation, args.torch_compile_config, args.cuda_graph_config)
+    return msgspec.structs.replace(args, compilation=fields, config=None)  # which is read
 
 
 def split_dashed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return compilation fields as vLLM's command line spells them, and all other arguments.
 
     `-O3` is a level, `-cc.cudagraph_mode=FULL` one field, `-cc '{"level": 3}'` several.
-
-    Raises:
-        FieldError: a value is missing, or a field is given twice.
     """
     nested: dict[str, Any] = {}
     given: set[tuple[str, ...]] = set()
@@ -303,50 +296,49 @@ def split_dashed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def parse_bytes(field: str, value: int | str) -> int:
     """Return a number of bytes from a number or from text such as 512MiB or 2GB."""
-    found: float = value if isinstance(value, int) else _bytes(field, value)
-    if found < 1:
-        raise FieldError(field, words_for(Positive), int(found))
+    if (match := _BYTES.fullmatch(str(value).strip())) is None:
+        raise FieldError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
+    number, unit, is_binary = match.groups("")
+    exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+    found: float = float(number) * (1024 if is_binary else 1000) ** exponent
+    if not 1 <= found < _MAX_BYTES:
+        raise FieldError(field, f"at least 1 and less than {_MAX_BYTES >> 60} EiB", value)
     return int(found)
 
 
-def _bytes(field: str, text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B|)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise FieldError(field, "bytes, such as 1073741824, 512MiB or 2GB", text)
-    unit = match[2].upper().rstrip("B")
-    base = 1024 if unit.endswith("I") else 1000
-    found: float = float(match[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
-    if found >= _MAX_BYTES:
-        raise FieldError(field, f"less than {_MAX_BYTES >> 60} EiB", text)
-    return found
+# How arguments that are given become one nested dictionary.
 
 
 def _nest(raw: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     given: set[tuple[str, ...]] = set()
-    in_file = read_file(raw["config"]) if raw.get("config") is not None else {}
+    in_file = _read_file(raw["config"]) if raw.get("config") is not None else {}
     for key, value in (*raw.items(), *in_file.items()):
         _add(nested, str(key), value, given)
     return nested
 
 
 def _add(nested: dict[str, Any], key: str, value: Any, given: set[tuple[str, ...]]) -> None:
-    """Put the value of an argument, which may be text and an alias, at its path."""
-    head, *rest = key.split(".")
-    path = (*ALIASES.get(head, (head,)), *rest)
-    value = _text_value(value)
-    _insert(nested, path, as_object(value) if path == ("compilation",) else value, given)
+    """Put the value of an argument, which may be text that is JSON, at its path."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{", "null")):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    _insert(nested, tuple(key.split(".")), value, given)
 
 
 def _insert(
     nested: dict[str, Any], path: tuple[str, ...], value: Any, given: set[tuple[str, ...]]
 ) -> None:
     """Put a value at its path; a path that is given twice, in whatever spelling, is an error."""
+    for length in (1, 3):
+        path = (*ALIASES.get(path[:length], path[:length]), *path[length:])
+    if path == ("compilation",):
+        value = as_object(value)
     is_mentioned = any(known[: len(path)] == path for known in given)
     if isinstance(value, dict):
         for key, inner in value.items():
             _insert(nested, (*path, *str(key).split(".")), inner, given)
-        if value or is_mentioned:
+        if value or is_mentioned or path == _SHAPES:
             return
     elif is_mentioned:
         raise FieldError(".".join(path), "one value", "it twice")
@@ -358,10 +350,51 @@ def _insert(
     nested[path[-1]] = value
 
 
-def _text_value(value: Any) -> Any:
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", "null")):
-        return value
+def _read_file(name: Any) -> dict[str, Any]:
+    """Return the arguments in a YAML file, nested as they stand there."""
+    if not isinstance(name, str):
+        raise FieldError("config", "the name of a YAML file", name)
+    path = Path(name).expanduser()
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
+        text = path.read_text(encoding="utf-8")
+        _check_keys(yaml.compose(text, yaml.SafeLoader), (), ())
+        found = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
+        raise FieldError("config", "a YAML file", f"{path}: {reason}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = f"{error.problem} in line {mark.line + 1}" if mark else "no YAML"  # type: ignore[attr-defined]
+        raise FieldError("config", "a YAML file", f"{path}: {reason}") from None
+    if not isinstance(found, dict | None):
+        kind = "list" if isinstance(found, list) else "single value"
+        raise FieldError("config", "a YAML file of keys and values", f"{path}: a {kind}")
+    if "config" in (found or {}):
+        raise FieldError("config", "a file that names no other", str(path))
+    return found or {}
+
+
+def _check_keys(
+    node: yaml.Node | None, path: tuple[str, ...], outer: tuple[yaml.Node, ...]
+) -> None:
+    """Refuse keys that are given twice, of which YAML readers keep the last in silence.
+
+    Keys that are no text are refused too, and an anchor that contains itself.
+    """
+    if node in outer:
+        raise FieldError(".".join(path), "a value that does not contain itself", "an alias of it")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item, path, (*outer, node))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise FieldError(".".join(path) or "config", "keys that are text", "a list or object")
+        field = (*path, key.value)
+        if key.value in seen:
+            line = key.start_mark.line + 1
+            raise FieldError(".".join(field), "one value", f"it twice, again in line {line}")
+        seen.add(key.value)
+        _check_keys(value, field, (*outer, node))

@@ -35,9 +35,7 @@ def of_key(key: str) -> Client:
 def of_address(scope: Scope, *, trusted_proxies: int, is_peer_known: bool) -> Client:
     """Return the client at the other end of a request's connection.
 
-    Args:
-        trusted_proxies: that stand in front and add to `X-Forwarded-For`.
-        is_peer_known: the scope's `client` is who has connected, and not a proxy of Ray's.
+    is_peer_known: the scope's `client` is who has connected, and not a proxy of Ray's.
     """
     values = [value.decode("latin1") for name, value in scope["headers"] if name == FORWARDED]
     hops = [hop.strip() for hop in ",".join(values).split(",")] if values else []

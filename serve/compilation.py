@@ -1,16 +1,16 @@
 """The compilation fields among the arguments of `deploy` and `LLM`.
 
 One set of fields is asked of all pools, and each pool resolves it by itself, with the preset that
-fits its steps. TensorRT-LLM's and vLLM's spellings are translated into these fields before anything
-else looks at them. What an alias states must not also be given by the field's own name; what it
-only implies by the other project's defaults gives way to the field.
+fits its steps (`compile/resolve.py`). TensorRT-LLM's sections are translated into these fields:
+what a section states must not also be given by the field's own name, and what it only implies by
+that project's defaults gives way to the field.
 
     torch_compile_config: {enable_piecewise_cuda_graph: true, capture_num_tokens: [128, 256]}
     cuda_graph_config: {enable_padding: true, max_batch_size: 64}
 
 With both, decode steps replay full graphs and all others piecewise ones.
 `torch_compile_config: null` turns compilation off, `cuda_graph_config: null` full graphs of decode
-steps. vLLM's `dynamic_shapes_config: {type: unbacked}` stands inside the compilation fields.
+steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -26,7 +25,6 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from cluster.config import SchedulerConfig
 from compile.config import (
     DEFAULT_SPLITTING_OPS,
     FIELDS,
@@ -37,18 +35,12 @@ from compile.config import (
 )
 from compile.dispatch import ascending
 from compile.errors import FieldError
-from compile.resolve import PRESETS, StepLimits, resolve
 from model.fields import at_least, says
 
 DEFAULT_LEVEL = int(CompilationLevel.PIECEWISE)
 """What is compiled where no level is given."""
 DEFAULT_MAX_BATCH_SIZE = 128
 """`cuda_graph_config.max_batch_size` where it is 0."""
-
-LOCAL_FIELDS = ("cache_dir", "debug_dump_path")
-"""Where a machine keeps files: processes need not agree on it."""
-
-_DYNAMIC_SHAPES = {"type": "dynamic_shapes", "evaluate_guards": "evaluate_guards"}
 
 
 class TorchCompileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +53,16 @@ class TorchCompileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     enable_userbuffers: bool = False
     max_num_streams: Annotated[int, Meta(ge=1), says("a whole number of at least 1")] = 1
 
+    def __post_init__(self) -> None:
+        for name, only, why in (
+            ("enable_fullgraph", True, "a forward is always one graph"),
+            ("enable_userbuffers", False, "user buffers are not built yet"),
+            ("max_num_streams", 1, "several streams are not built yet"),
+        ):
+            if (found := getattr(self, name)) != only:
+                wanted = f"{json.dumps(only)} ({why})"
+                raise FieldError(f"torch_compile_config.{name}", wanted, found)
+
 
 class CudaGraphConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`cuda_graph_config.*`, as TensorRT-LLM spells it."""
@@ -71,71 +73,101 @@ class CudaGraphConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SECTIONS = {
-    "torch_compile_config": (
-        f"null or an object with {', '.join(TorchCompileConfig.__struct_fields__)}"
-    ),
-    "cuda_graph_config": f"null or an object with {', '.join(CudaGraphConfig.__struct_fields__)}",
-    "compilation.dynamic_shapes_config": f"an object with {', '.join(_DYNAMIC_SHAPES)}",
+    name: f"null or an object with {', '.join(kind.__struct_fields__)}"
+    for name, kind in (
+        ("torch_compile_config", TorchCompileConfig),
+        ("cuda_graph_config", CudaGraphConfig),
+    )
 }
-"""What a section of other spellings may be."""
+"""What a section of TensorRT-LLM may be."""
 
 
-def as_object(value: Any) -> Any:
-    """Return a level or a configuration as an object of fields; other values as they are."""
-    if isinstance(value, CompilationConfig):
-        fields = value.to_dict()
-        return {name: fields[name] for name in FIELDS}
-    level = _read_json(value)
-    return {"level": level} if isinstance(level, int) else value
-
-
-def given_fields(
+def compilation_fields(
     given: Mapping[str, Any],
-    torch_compile: TorchCompileConfig | UnsetType | None = UNSET,
-    cuda_graph: CudaGraphConfig | UnsetType | None = UNSET,
+    torch_compile: TorchCompileConfig | UnsetType | None,
+    cuda_graph: CudaGraphConfig | UnsetType | None,
 ) -> dict[str, Any]:
-    """Return the fields that are given, by whichever name, as they are kept.
-
-    Args:
-        given: `compilation.*`.
-        torch_compile: `torch_compile_config`.
-        cuda_graph: `cuda_graph_config`.
+    """Return the level and the fields that are given, by whichever name, as they are kept.
 
     Raises:
         FieldError: a field is unknown, holds what cannot be used, or is given twice.
     """
-    fields = {name: _converted(name, value) for name, value in _without_vllm(given).items()}
-    meaning = _Meaning()
-    _read_torch_compile(meaning, torch_compile)
-    _read_cuda_graph(meaning, cuda_graph)
-    _read_mode(meaning, torch_compile, cuda_graph)
-    for name, alias in meaning.aliases.items():
-        if name in fields:
+    fields = {name: _converted(name, value) for name, value in given.items()}
+    stated: dict[str, Any] = {}
+    implied: dict[str, Any] = {"level": DEFAULT_LEVEL}
+    aliases: dict[str, str] = {}
+    for name, alias, value, default in _meanings(torch_compile, cuda_graph):
+        if value is UNSET:
+            implied[name] = default
+        elif name in fields:
             raise FieldError(alias, f"nothing where compilation.{name} is given", "both")
-    fields = {**meaning.implied, **fields, **meaning.stated}
+        else:
+            stated[name], aliases[name] = value, alias
+    fields = {**implied, **fields, **stated}
     try:
-        config = requested(fields)
+        config = CompilationConfig(**fields)
     except FieldError as error:
-        alias = meaning.aliases.get(error.field.removeprefix("compilation."), error.field)
+        alias = aliases.get(error.field.removeprefix("compilation."), error.field)
         raise error.renamed(alias) from None
     return {name: getattr(config, name) for name in fields}
 
 
-@dataclass
-class _Meaning:
-    """Fields that sections of another spelling stand for."""
+Meaning = tuple[str, str, Any, Any]
+"""A compilation field, the alias that states it, the value that it states or UNSET, the default."""
 
-    stated: dict[str, Any] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    """The alias that states each field."""
-    implied: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, name: str, value: Any, alias: str, *, is_stated: bool) -> None:
-        """Add a field."""
-        if not is_stated:
-            self.implied[name] = value
-            return
-        self.stated[name], self.aliases[name] = value, alias
+def _meanings(
+    compiles: TorchCompileConfig | UnsetType | None, graphs: CudaGraphConfig | UnsetType | None
+) -> list[Meaning]:
+    """Return what the two sections stand for."""
+    section = "torch_compile_config"
+    found: list[Meaning] = []
+    pieces: bool | UnsetType = UNSET
+    if compiles is None:
+        found += [("level", section, int(CompilationLevel.NO_COMPILATION), None)]
+    elif compiles is not UNSET:
+        pieces = compiles.enable_piecewise_cuda_graph
+        inductor = compiles.enable_inductor
+        found += [("use_inductor", f"{section}.enable_inductor", inductor, False)]
+        if compiles.capture_num_tokens is not None:
+            tokens = "capture_num_tokens"
+            found += [(tokens, f"{section}.{tokens}", compiles.capture_num_tokens, None)]
+    if graphs:
+        found += _graph_meanings(graphs)
+    if compiles is not UNSET or graphs is None:
+        # Full graphs for decode steps, piecewise ones for all others: each may be on or off.
+        mode = {
+            (False, False): CUDAGraphMode.NONE,
+            (False, True): CUDAGraphMode.PIECEWISE,
+            (True, False): CUDAGraphMode.FULL_DECODE_ONLY,
+            (True, True): CUDAGraphMode.FULL_AND_PIECEWISE,
+        }[bool(graphs) or (graphs is UNSET and compiles is not None), pieces is True]
+        alias = f"{section}.enable_piecewise_cuda_graph"
+        found += [("cudagraph_mode", alias, UNSET if pieces is UNSET else mode, mode)]
+    return found
+
+
+def _graph_meanings(graphs: CudaGraphConfig) -> list[Meaning]:
+    section, sizes, largest = "cuda_graph_config", graphs.batch_sizes, graphs.max_batch_size
+    if sizes and largest not in (0, max(sizes)):
+        wanted = f"{max(sizes)}, the largest of {section}.batch_sizes"
+        raise FieldError(f"{section}.max_batch_size", wanted, largest)
+    alias = f"{section}.{'batch_sizes' if sizes is not None else 'max_batch_size'}"
+    if sizes is None:
+        is_padded = graphs.enable_padding is True
+        sizes = generation_sizes(largest or DEFAULT_MAX_BATCH_SIZE, enable_padding=is_padded)
+    is_stated = graphs.batch_sizes is not None or largest > 0
+    return [
+        ("enable_padding", f"{section}.enable_padding", graphs.enable_padding, False),
+        ("cudagraph_capture_sizes", alias, sizes if is_stated else UNSET, sizes),
+    ]
+
+
+def generation_sizes(max_batch_size: int, *, enable_padding: bool) -> list[int]:
+    """Return the batch sizes up to a largest one, coarser if steps are padded (TensorRT-LLM)."""
+    sizes = [1, 2, 4, *range(8, 129, 8)] if enable_padding else [*range(1, 33), 64, 128]
+    sizes += [128 << i for i in range(1, max_batch_size.bit_length())]
+    return [*ascending([*(n for n in sizes if n < max_batch_size), max_batch_size])]
 
 
 def _of_text(kind: Any) -> Any:
@@ -152,16 +184,29 @@ def _converted(name: str, value: Any) -> Any:
     """Return a field as `CompilationConfig` takes it; its bounds are checked there."""
     if name not in FIELDS:
         raise FieldError(f"compilation.{name}", f"one of {', '.join(FIELDS)}", value)
-    if isinstance(value, bool) and "on" in get_args(_KINDS[name]):
-        return "on" if value else "off"  # as YAML reads these words
     if isinstance(value, Mapping):
         return _with_text_read(value)
-    plain = value.name if isinstance(value, Enum) else value
+    plain = as_switch(value.name if isinstance(value, Enum) else value, _KINDS[name])
     plain = os.fspath(plain) if isinstance(plain, os.PathLike) else plain
     try:
         return msgspec.convert(plain, _KINDS[name], strict=False)
     except msgspec.ValidationError:
         raise FieldError(f"compilation.{name}", WANTED[name], value) from None
+
+
+def as_switch(value: Any, kind: Any) -> Any:
+    """Return a switch as it was written: YAML reads on and off as true and false."""
+    is_switch = isinstance(value, bool) and "on" in get_args(kind)
+    return ("on" if value else "off") if is_switch else value
+
+
+def as_object(value: Any) -> Any:
+    """Return a level or a configuration as an object of fields; other values as they are."""
+    if isinstance(value, CompilationConfig):
+        fields = value.to_dict()
+        return {name: fields[name] for name in FIELDS}
+    level = _read_json(value)
+    return {"level": level} if isinstance(level, int) else value
 
 
 def _with_text_read(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,174 +219,34 @@ def _with_text_read(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_json(value: Any) -> Any:
     """Return what text says as JSON, in any case for true and false; all else as it is."""
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
     try:
-        return json.loads(value)
-    except ValueError:
+        is_word = value.lower() in ("true", "false")
+        return json.loads(value.lower() if is_word else value)
+    except (AttributeError, ValueError):
         return value
-
-
-def _without_vllm(given: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dict(given)
-    section, shapes = "compilation.dynamic_shapes_config", fields.pop("dynamic_shapes_config", {})
-    if not isinstance(shapes, Mapping):
-        raise FieldError(section, SECTIONS[section], shapes)
-    for key, value in shapes.items():
-        name = _DYNAMIC_SHAPES.get(key)
-        if name is None:
-            raise FieldError(f"{section}.{key}", f"one of {', '.join(_DYNAMIC_SHAPES)}", value)
-        if name in fields:
-            wanted = f"nothing where compilation.{name} is given"
-            raise FieldError(f"{section}.{key}", wanted, value)
-        fields[name] = value
-    return fields
-
-
-def _read_torch_compile(meaning: _Meaning, section: TorchCompileConfig | UnsetType | None) -> None:
-    name = "torch_compile_config"
-    if section is UNSET:
-        return
-    if section is None:
-        meaning.put("level", int(CompilationLevel.NO_COMPILATION), name, is_stated=True)
-        return
-    for key, found, only, why in (
-        ("enable_fullgraph", section.enable_fullgraph, True, "a forward is always one graph"),
-        ("enable_userbuffers", section.enable_userbuffers, False, "user buffers are not built yet"),
-        ("max_num_streams", section.max_num_streams, 1, "several streams are not built yet"),
-    ):
-        if found != only:
-            raise FieldError(f"{name}.{key}", f"{json.dumps(only)} ({why})", found)
-    meaning.put("level", int(CompilationLevel.PIECEWISE), name, is_stated=False)
-    is_stated = section.enable_inductor is not UNSET
-    alias = f"{name}.enable_inductor"
-    meaning.put("use_inductor", section.enable_inductor is True, alias, is_stated=is_stated)
-    if section.capture_num_tokens is not None:
-        tokens = "capture_num_tokens"
-        meaning.put(tokens, section.capture_num_tokens, f"{name}.{tokens}", is_stated=True)
-
-
-def _read_cuda_graph(meaning: _Meaning, section: CudaGraphConfig | UnsetType | None) -> None:
-    name = "cuda_graph_config"
-    if section is UNSET or section is None:
-        return
-    is_padded, is_stated = section.enable_padding is True, section.enable_padding is not UNSET
-    meaning.put("enable_padding", is_padded, f"{name}.enable_padding", is_stated=is_stated)
-    sizes, largest = section.batch_sizes, section.max_batch_size
-    if sizes and largest not in (0, max(sizes)):
-        wanted = f"{max(sizes)}, the largest of {name}.batch_sizes"
-        raise FieldError(f"{name}.max_batch_size", wanted, largest)
-    alias = f"{name}.{'batch_sizes' if sizes is not None else 'max_batch_size'}"
-    is_stated = sizes is not None or largest > 0
-    if sizes is None:
-        sizes = generation_sizes(largest or DEFAULT_MAX_BATCH_SIZE, enable_padding=is_padded)
-    meaning.put("cudagraph_capture_sizes", sizes, alias, is_stated=is_stated)
-
-
-def generation_sizes(max_batch_size: int, *, enable_padding: bool) -> list[int]:
-    """Return the batch sizes up to a largest one, coarser if steps are padded (TensorRT-LLM)."""
-    sizes = [1, 2, 4, *range(8, 129, 8)] if enable_padding else [*range(1, 33), 64, 128]
-    size = 256
-    while size < max_batch_size:
-        sizes.append(size)
-        size *= 2
-    return [*ascending([*(n for n in sizes if n < max_batch_size), max_batch_size])]
-
-
-def _read_mode(
-    meaning: _Meaning,
-    compiles: TorchCompileConfig | UnsetType | None,
-    graphs: CudaGraphConfig | UnsetType | None,
-) -> None:
-    """Full graphs for decode steps, piecewise ones for all others: each may be on or off."""
-    if compiles is UNSET and graphs is not None:
-        return
-    pieces = compiles.enable_piecewise_cuda_graph if compiles else UNSET
-    has_full = bool(graphs) or (graphs is UNSET and compiles is not None)
-    mode = {
-        (False, False): CUDAGraphMode.NONE,
-        (False, True): CUDAGraphMode.PIECEWISE,
-        (True, False): CUDAGraphMode.FULL_DECODE_ONLY,
-        (True, True): CUDAGraphMode.FULL_AND_PIECEWISE,
-    }[has_full, pieces is True]
-    alias = "torch_compile_config.enable_piecewise_cuda_graph"
-    meaning.put("cudagraph_mode", mode, alias, is_stated=pieces is not UNSET)
-
-
-def requested(fields: Mapping[str, Any]) -> CompilationConfig:
-    """Return what all pools are asked for.
-
-    Raises:
-        FieldError: fields contradict each other.
-    """
-    return CompilationConfig(**{"level": DEFAULT_LEVEL, **fields})
-
-
-def resolved(
-    fields: Mapping[str, Any],
-    scheduler: SchedulerConfig,
-    pool: str,
-    *,
-    enforce_eager: bool,
-    device: str,
-    is_served: bool = True,
-) -> CompilationConfig:
-    """Return what the engines of a pool run; a rank's attention backend may still reduce it.
-
-    Raises:
-        FieldError: fields contradict each other, or no size is left to capture.
-    """
-    asked = requested(fields)
-    limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    return resolve(
-        asked,
-        limits,
-        preset=PRESETS[pool],
-        enforce_eager=enforce_eager,
-        device=device,
-        is_served=is_served,
-    )
 
 
 def check_names(config: CompilationConfig) -> None:
     """Refuse ops and options of the compiler that do not exist: with them no start could compile.
 
-    Only torch and the model know the names, so both are imported, which takes seconds: not where
-    no name is given.
-
-    Raises:
-        FieldError: names the field and what is unknown.
+    Only torch and the model know the names, and importing both takes seconds: so they are imported
+    only where a name is given.
     """
-    ops = set(config.splitting_ops or ()) - set(DEFAULT_SPLITTING_OPS) if config.can_split else ()
-    has_options = config.inductor_compile_config and config.level >= CompilationLevel.DYNAMO_ONCE
-    if ops:
+    if config.can_split and set(config.splitting_ops or ()) - set(DEFAULT_SPLITTING_OPS):
         import model.weights  # noqa: F401  (registers its ops)
         from compile.pieces.split import look_up_ops
 
         look_up_ops(config.splitting_ops or ())
-    if has_options:
+    if config.inductor_compile_config and config.level >= CompilationLevel.DYNAMO_ONCE:
         from compile.cache.inductor import make_compiler
 
         make_compiler(config)
 
 
-def shared_facts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields on which processes that work together must agree, as JSON has them."""
-    facts = requested(fields).to_dict()
-    return {name: value for name, value in facts.items() if name not in LOCAL_FIELDS}
-
-
 def refuse_speculation(config: Mapping[str, Any]) -> None:
-    """Refuse `speculative_config` by name; a draft model with its own engine will stay refused.
-
-    Raises:
-        FieldError: anything is given.
-    """
+    """Refuse `speculative_config` by name; a draft model with its own engine will stay refused."""
     for name in ("mtp_eagle_one_model", "eagle3_one_model"):
-        value = config.get(name)
-        if _read_json(value) is False:
+        if _read_json(config.get(name)) is False:
             wanted = "true (two model engines cannot be compiled as one forward)"
             raise FieldError(f"speculative_config.{name}", wanted, False)
     if config:

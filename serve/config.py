@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from cluster.config import (
 )
 from cluster.engine.blocks import check_num_blocks
 from cluster.wire.messages import PROTOCOL_VERSION
+from compile.config import CompilationConfig
 from compile.errors import FieldError
+from compile.resolve import PRESETS, StepLimits, resolve
 from model.config import ModelConfig, fingerprint
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
-from serve.compilation import check_names, resolved, shared_facts
+from serve.compilation import check_names
 from serve.keys import check_keys, read_keys
 from serve.observe.tracing import check_endpoint
 from serve.openai.answer_parser import ReasoningFormat
@@ -33,36 +35,30 @@ from serve.openai.tool_parser import ToolFormat
 from serve.pools.routing import Routing
 
 BUNDLED_NAME = "lockstep-tiny"
-TOOL_CALL_PARSERS = ("auto", *(known.value for known in ToolFormat))
-REASONING_PARSERS = tuple(known.value for known in ReasoningFormat)
 BATCHED_TOKENS_BY_DEVICE = {"cuda": 2048, "cpu": 512}
 """A GPU's longer steps compute more tokens a second. A CPU's do not, while the first token of every
 prompt in them, and the next one of every stream, waits for their end."""
+LOCAL_FIELDS = ("cache_dir", "debug_dump_path")
+"""Of compilation: where a machine keeps files. Processes need not agree on it."""
 MAX_INGRESSES = 64
 """Engines send to 128 addresses, and while a deployment is replaced both have theirs."""
 
 
 @dataclass(frozen=True)
 class AccessConfig:
-    """Which requests an ingress accepts."""
+    """Which requests an ingress accepts, as the arguments of these names say."""
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_keys_file: Path | None = None
-    """Read again when it changes."""
     open_paths: tuple[str, ...] = ()
-    """What needs no key."""
     shares_prefix_cache: bool = False
     """Whether the prefix cache shows a key what others' requests have left there."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that requests may call this server by, where no key is needed."""
     allowed_origins: tuple[str, ...] = ()
-    """Other servers whose pages may ask."""
     trusted_proxies: int = 0
-    """That stand in front and add to `X-Forwarded-For` where they were asked from."""
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients need a key."""
         return bool(self.api_keys) or self.api_keys_file is not None
 
     @property
@@ -76,16 +72,13 @@ class PoolConfig:
     """One pool: how many groups of which engine."""
 
     name: str
-    """prefill, decode or mixed."""
     replicas: int
     num_cpus: float
     engine: EngineConfig
     routing: Routing = Routing.LEAST_REQUESTS
-    """How requests are spread over the group's data-parallel ranks."""
 
     @property
     def max_running(self) -> int:
-        """Sequences that run in it at once."""
         per_group = self.engine.scheduler.max_num_seqs * self.engine.parallel.data_parallel_size
         return self.replicas * per_group
 
@@ -113,12 +106,10 @@ class DeployConfig:
 
     @property
     def served_model_name(self) -> str:
-        """What answers call the model."""
         return self.served_model_names[0]
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and output tokens of one request together."""
         return self.pools[0].engine.max_model_len
 
     @property
@@ -134,12 +125,10 @@ class DeployConfig:
 
     @property
     def max_running(self) -> int:
-        """Sequences that can decode at once."""
         return self.pools[-1].max_running
 
     @property
     def num_ingresses(self) -> int:
-        """Processes that take requests."""
         return self.args.ingress.replicas
 
     @property
@@ -165,28 +154,34 @@ def bundled_model() -> Path:
 
 
 def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
-    """Resolve the arguments of `deploy`.
-
-    Raises:
-        FieldError: one line that names the argument, what is wanted and what was found.
-    """
+    """Resolve the arguments of `deploy`; raise FieldError for what cannot be used."""
     args = parse_args(raw)
-    _one_of("tool_call_parser", args.tool_call_parser, TOOL_CALL_PARSERS)
-    _one_of("reasoning_parser", args.reasoning_parser, REASONING_PARSERS)
+    for name, known in (
+        ("tool_call_parser", ("auto", *(known.value for known in ToolFormat))),
+        ("reasoning_parser", tuple(known.value for known in ReasoningFormat)),
+    ):
+        if (found := getattr(args, name)) not in known:
+            raise FieldError(name, f"one of {', '.join(known)}", found)
     if args.otlp_traces_endpoint:
         check_endpoint(args.otlp_traces_endpoint)
     names = ("prefill", "decode") if args.pools == "pd" else ("mixed",)
     _check_other_pools(args, names)
     num_ranks = sum(getattr(args, name).num_ranks for name in names)
-    if args.pools == "pd":
-        _check_equal_ranks(args.prefill, args.decode)
-    pools = tuple(_pool_config(name, args, num_ranks=num_ranks) for name in names)
-    _check_ingresses(args.ingress.replicas, pools[-1].max_running)
-    model_path = Path(pools[0].engine.model_path)
-    model = ModelConfig.from_dir(model_path)
+    wanted, size = args.prefill.tensor_parallel_size, args.decode.tensor_parallel_size
+    if args.pools == "pd" and wanted != size:
+        # Each decode rank reads the slice of one prefill rank.
+        like = f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)"
+        raise FieldError("decode.tensor_parallel_size", like, size)
+    path, model = _model(args)
+    pools = tuple(_pool_config(name, args, path, model, num_ranks=num_ranks) for name in names)
+    num_ingresses, max_running = args.ingress.replicas, pools[-1].max_running
+    most = min(MAX_INGRESSES, max_running)
+    if not 1 <= num_ingresses <= most:
+        wanted_ingresses = f"1 to {most} where {max_running} sequences decode at once"
+        raise FieldError("ingress.replicas", wanted_ingresses, num_ingresses)
     return DeployConfig(
         served_model_names=_served_names(args),
-        model_path=str(model_path),
+        model_path=str(path),
         vocab_size=model.vocab_size,
         max_prompt_len=model.max_prompt_len,
         pools=pools,
@@ -197,22 +192,14 @@ def deploy_config(raw: Mapping[str, Any]) -> DeployConfig:
 
 
 def check_device(config: DeployConfig, num_gpus: float) -> None:
-    """Refuse to serve on CPUs because the machine that deploys is the one without a GPU.
-
-    Raises:
-        FieldError: `device` was not given, and the cluster has GPUs.
-    """
+    """Refuse to serve on CPUs because the machine that deploys is the one without a GPU."""
     if config.args.device == "auto" and num_gpus and config.pools[0].engine.device == "cpu":
         wanted = f"cpu or cuda (torch found no GPU where deploy ran, the cluster has {num_gpus:g})"
         raise FieldError("device", wanted, "auto")
 
 
 def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
-    """Resolve the same arguments for one engine in this process (`LLM`).
-
-    Raises:
-        FieldError: as `deploy_config`.
-    """
+    """Resolve the same arguments for one engine in this process (`LLM`)."""
     args = parse_args(raw, pools="mixed")
     if args.pools != "mixed":
         raise FieldError("pools", "mixed for an engine in process", args.pools)
@@ -220,31 +207,34 @@ def engine_config(raw: Mapping[str, Any]) -> EngineConfig:
     for name in ("replicas", "tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(args.mixed, name)) != 1:
             raise FieldError(f"mixed.{name}", "1 for an engine in process", size)
-    engine = _pool_config("mixed", args, num_ranks=1, is_served=False).engine
+    engine = _pool_config("mixed", args, *_model(args), num_ranks=1, is_served=False).engine
     if engine.compilation.serve_while_compiling == "on":
         field = "compilation.serve_while_compiling"
         raise FieldError(field, "auto or off for an engine in process", "on")
     return engine
 
 
-def _max_num_batched_tokens(args: DeployArgs, device: str) -> int:
-    if args.max_num_batched_tokens is not None:
-        return args.max_num_batched_tokens
-    return max(BATCHED_TOKENS_BY_DEVICE[device], args.max_num_seqs)
-
-
 def _pool_config(
-    name: str, args: DeployArgs, *, num_ranks: int, is_served: bool = True
+    name: str,
+    args: DeployArgs,
+    path: Path,
+    model: ModelConfig,
+    *,
+    num_ranks: int,
+    is_served: bool = True,
 ) -> PoolConfig:
     pool: PoolArgs = getattr(args, name)
-    model_path, model = _model(args)
-    lockstep = _lockstep(args.lockstep, model)
+    lockstep = args.lockstep == "on"
+    if not lockstep and model.experts is not None:
+        raise FieldError("lockstep", "on for a model with experts", args.lockstep)
     parallel = ParallelConfig(pool.tensor_parallel_size, pool.data_parallel_size, lockstep=lockstep)
     _check_heads(name, parallel, model)
     device = _device(args.device)
-    scheduler = SchedulerConfig(args.max_num_seqs, _max_num_batched_tokens(args, device))
+    default_tokens = max(BATCHED_TOKENS_BY_DEVICE[device], args.max_num_seqs)
+    num_tokens = args.max_num_batched_tokens or default_tokens
+    scheduler = SchedulerConfig(args.max_num_seqs, num_tokens)
     engine = EngineConfig(
-        model_path=str(model_path),
+        model_path=str(path),
         max_model_len=_max_model_len(args, model),
         dtype=model.dtype if args.dtype == "auto" else args.dtype,
         device=device,
@@ -258,10 +248,10 @@ def _pool_config(
             enable_prefix_caching=args.enable_prefix_caching,
         ),
         scheduler=scheduler,
-        compilation=resolved(
-            args.compilation,
-            scheduler,
-            name,
+        compilation=resolve(  # a rank's attention backend may still reduce it
+            CompilationConfig(**args.compilation),
+            StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            preset=PRESETS[name],
             enforce_eager=args.enforce_eager,
             device=device,
             is_served=is_served,
@@ -282,33 +272,6 @@ def _check_other_pools(args: DeployArgs, names: tuple[str, ...]) -> None:
     for other in ("prefill", "decode", "mixed"):
         if other not in names and getattr(args, other) != PoolArgs():
             raise FieldError(other, f"nothing where pools={args.pools}", "arguments")
-
-
-def _lockstep(lockstep: str, model: ModelConfig) -> bool:
-    """Return whether engines step together, as those must that share experts in each layer."""
-    if lockstep == "on":
-        return True
-    if model.experts is not None:
-        raise FieldError("lockstep", "on for a model with experts", lockstep)
-    return False
-
-
-def _check_ingresses(found: int, max_running: int) -> None:
-    most = min(MAX_INGRESSES, max_running)
-    if not 1 <= found <= most:
-        wanted = f"1 to {most} where {max_running} sequences decode at once"
-        raise FieldError("ingress.replicas", wanted, found)
-
-
-def _check_equal_ranks(prefill: PoolArgs, decode: PoolArgs) -> None:
-    """Each decode rank reads the slice of one prefill rank."""
-    wanted, found = prefill.tensor_parallel_size, decode.tensor_parallel_size
-    if wanted != found:
-        raise FieldError(
-            "decode.tensor_parallel_size",
-            f"{wanted} like prefill.tensor_parallel_size (other sizes are not built yet)",
-            found,
-        )
 
 
 def _check_heads(name: str, parallel: ParallelConfig, model: ModelConfig) -> None:
@@ -353,11 +316,6 @@ def _device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _one_of(field: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise FieldError(field, f"one of {', '.join(known)}", value)
-
-
 def _access(args: DeployArgs) -> AccessConfig:
     keys = _texts(args.api_keys)
     check_keys("api_keys", keys)
@@ -398,7 +356,7 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
 
     Of compilation, what was asked of all pools counts: each pool resolves that by itself.
     """
-    content = fingerprint(Path(engine.model_path))
+    compilation = CompilationConfig(**args.compilation).to_dict()
     facts = (
         PROTOCOL_VERSION,
         engine.dtype,
@@ -407,6 +365,7 @@ def _config_hash(engine: EngineConfig, args: DeployArgs) -> str:
         engine.parallel.tensor_parallel_size,
         engine.overlap,
         args.enforce_eager,
-        shared_facts(args.compilation),
+        {name: value for name, value in compilation.items() if name not in LOCAL_FIELDS},
     )
+    content = fingerprint(Path(engine.model_path))
     return hashlib.sha256(content + repr(facts).encode()).hexdigest()[:16]

@@ -85,16 +85,13 @@ class WorkThreads:
         self._num_long = 0
 
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
-        """Return what `work` returns.
-
-        Args:
-            size: of what it reads or writes, in characters or bytes.
+        """Return what `work` returns. size: of what it reads or writes, in characters or bytes.
 
         Raises:
             Overloaded: too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
         """
         if size <= MAX_INLINE:
-            return work(_always_wanted)
+            return work(lambda: None)
         if size <= LONG:
             return await _run(self._short, work)
         if self._num_long >= MAX_LONG_WAITING:
@@ -128,10 +125,6 @@ async def _run(executor: ThreadPoolExecutor, work: Callable[[Check], T]) -> T:
         del future
 
 
-def _always_wanted() -> None:
-    return None
-
-
 class LoopThrottle:
     """Lets a few waiters through in each turn of the event loop, in the order of their arrival."""
 
@@ -142,23 +135,19 @@ class LoopThrottle:
 
     async def wait(self) -> None:
         """Wait for a turn of the loop that has room, which may be this one."""
-        if self.take():
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
+        if not self.take():
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
 
     def take(self) -> bool:
         """Return whether this turn of the loop has room, which is taken."""
         if not self._left:
             return False
-        self._take()
-        return True
-
-    def _take(self) -> None:
         if self._left == self._per_turn:
             asyncio.get_running_loop().call_soon(self._next_turn)
         self._left -= 1
+        return True
 
     def _next_turn(self) -> None:
         self._left = self._per_turn
@@ -166,7 +155,7 @@ class LoopThrottle:
             turn = self._waiting.popleft()
             if not turn.done():  # cancelled
                 turn.set_result(None)
-                self._take()
+                self.take()
 
 
 class StreamBatcher:
@@ -197,8 +186,7 @@ class StreamBatcher:
 
     def call(self, callback: Callable[[], None]) -> None:
         """Call it at the next tick, or before this returns if there is no reason to wait."""
-        period_s = self.period_s
-        if period_s == 0:
+        if (period_s := self.period_s) == 0:
             callback()
             return
         if not self._waiting:
@@ -238,8 +226,7 @@ async def frames(
 ) -> AsyncIterator[bytes]:
     """Yield the frames that processes of this deployment send; others are dropped and logged.
 
-    Args:
-        is_empty: set while nothing waits and everything that came has been processed.
+    is_empty: set while nothing waits and everything that came has been processed.
     """
     while True:
         if is_empty is not None and not has_waiting(socket):

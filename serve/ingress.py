@@ -59,9 +59,7 @@ class Ingress:
 
     # Ray Serve awaits constructors: sockets need the running loop.
     async def __init__(  # type: ignore[misc]
-        self,
-        config: DeployConfig,
-        handles: dict[str, DeploymentHandle],
+        self, config: DeployConfig, handles: dict[str, DeploymentHandle]
     ) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(config.args.log_format)
@@ -131,8 +129,7 @@ class Ingress:
 
     async def stream_complete(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a completion; call with `options(stream=True)`."""
-        answer = direct.stream(self._core.serving, parse_completion, body)
-        async with aclosing(answer) as chunks:
+        async with aclosing(direct.stream(self._core.serving, parse_completion, body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

@@ -58,8 +58,8 @@ LOOP_TICK_S = 0.005
 class Board(Protocol):
     """The status board and the cluster; what is asked of them raises BoardSilent.
 
-    `is_new`: it was made anew lately, and may not have heard of all yet. `poll` tells of this
-    ingress, and returns what is known of all.
+    `is_new`: it may not have heard of all yet. `poll` tells of this ingress, and returns what is
+    known of all.
     """
 
     @property
@@ -134,10 +134,8 @@ class IngressCore:
     async def start(self, receiving: asyncio.Task[None], *, is_first: bool) -> None:
         """Load and read the board from now on, and return when requests may be sent here.
 
-        Args:
-            receiving: what moves outputs into mailboxes: without it nothing here is well.
-            is_first: there is no other ingress. Where others answer meanwhile, this one loads
-                first: Serve sends requests once it is there.
+        `receiving` moves outputs into mailboxes: without it nothing here is well. Where other
+        ingresses answer meanwhile, this one loads first: Serve sends requests once it is there.
         """
         loop = asyncio.get_running_loop()
         loading = loop.create_task(self._load_tokenizer())
@@ -213,10 +211,7 @@ class IngressCore:
         }
 
     async def metrics(self, counts: Counts) -> MetricsSnapshot:
-        """Tell the board what was counted here, and return what all have.
-
-        While there is no board, nothing is told that could be less than before.
-        """
+        """Tell the board what was counted here, and return what all have."""
         try:
             return await self._board.metrics(self._id, counts)
         except BoardSilent as error:

@@ -32,11 +32,7 @@ class ApiKeys:
         file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with the keys given, and those of a file, one in a line.
-
-        Raises:
-            FieldError: the file cannot be read or has no key.
-        """
+        """Start with the keys given, and those of a file; FieldError if it cannot be read."""
         self._given = [_digest(key) for key in keys]
         self._file = file
         self._from_file: list[bytes] = []
@@ -44,39 +40,34 @@ class ApiKeys:
         self._clock = clock
         self._look_at = 0.0
         if file is not None:
-            self._from_file = [_digest(key) for key in read_keys(file)]
-            self._stamp = _stamp(file)
-            self._look_at = clock() + LOOK_EVERY_S
+            self._read(file)
 
     def has(self, key: str) -> bool:
         """Return whether a key is known, in the same time for every key."""
-        self._look()
+        if self._file is not None and self._clock() >= self._look_at:
+            try:
+                if self._read(self._file):
+                    log.info("api_keys_file: read again, %d keys", len(self._from_file))
+            except (FieldError, OSError) as error:
+                log.error("api_keys_file: %s; the keys that were read before stay", error)
         found, is_known = _digest(key), False
         for known in (*self._given, *self._from_file):
             is_known |= hmac.compare_digest(found, known)
         return is_known
 
-    def _look(self) -> None:
-        if self._file is None or self._clock() < self._look_at:
-            return
+    def _read(self, file: Path) -> bool:
+        """Read the file's keys if it has changed; return whether it has."""
         self._look_at = self._clock() + LOOK_EVERY_S
-        try:
-            stamp = _stamp(self._file)
-            if stamp == self._stamp:
-                return
-            self._from_file = [_digest(key) for key in read_keys(self._file)]
+        found = os.stat(file)
+        stamp = found.st_mtime_ns, found.st_size, found.st_ino
+        if has_changed := stamp != self._stamp:
+            self._from_file = [_digest(key) for key in read_keys(file)]
             self._stamp = stamp
-            log.info("api_keys_file: read again, %d keys", len(self._from_file))
-        except (FieldError, OSError) as error:
-            log.error("api_keys_file: %s; the keys that were read before stay", error)
+        return has_changed
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys in a file: one in a line, without blank lines and those that begin with #.
-
-    Raises:
-        FieldError: it cannot be read, or holds no key, or something that is not a key.
-    """
+    """Return the keys in a file: one in a line, without blank lines and those that begin with #."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_FILE_BYTES).decode()
@@ -91,11 +82,7 @@ def read_keys(file: Path) -> list[str]:
 
 
 def check_keys(field: str, keys: Iterable[str]) -> None:
-    """Refuse keys that cannot come in a header, without repeating them in the error.
-
-    Raises:
-        FieldError: says what a key may be.
-    """
+    """Refuse keys that cannot come in a header, without repeating them in the error."""
     for number, key in enumerate(keys, start=1):
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             wanted = "keys of printable ASCII characters without spaces"
@@ -104,8 +91,3 @@ def check_keys(field: str, keys: Iterable[str]) -> None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def _stamp(file: Path) -> tuple[int, int, int]:
-    found = os.stat(file)
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -31,8 +31,7 @@ LISTENING = "0A"
 def listen(host: str | None, port: int | None) -> None:
     """Have this `serve run` listen there once it has called `ray.init`; None: where Serve does.
 
-    Raises:
-        FieldError: one of them is given where Serve's address is not for `deploy` to choose.
+    FieldError where one is given, and Serve's address is not for `deploy` to choose.
     """
     fields = {"host": host, "port": port}
     given = {name: value for name, value in fields.items() if value is not None}

@@ -98,14 +98,11 @@ class LLM:
         compilation_config: CompilationConfig | dict[str, Any] | str | int | None = None,
         **options: Any,
     ) -> None:
-        """Load a checkpoint; None is the bundled one.
+        """Load a checkpoint; None is the bundled one. FieldError for what cannot be used.
 
         Args:
             compilation_config: a configuration, its fields (also as JSON), or a level.
             options: arguments of `deploy` that concern one engine.
-
-        Raises:
-            FieldError: names the argument, what is wanted and what was found.
         """
         if model is not None:
             options["model"] = str(model)
@@ -134,19 +131,17 @@ class LLM:
             ValueError: there are several sampling parameters, but not one for each prompt; or a
                 prompt has fields that it may not have.
         """
-        many = _prompts(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(many)
-        if len(sampling_params) != len(many):
-            wanted, found = len(many), len(sampling_params)
+        given: Any = prompts
+        is_one = isinstance(given, str | dict) or (given and isinstance(given[0], int))
+        many: list[Prompt] = [given] if is_one else list(given)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(many)
+        if len(params) != len(many):
+            wanted, found = len(many), len(params)
             raise ValueError(f"sampling_params: wanted {wanted}, one per prompt, found {found}")
         # All are checked before the first is submitted, so that an error leaves nothing behind.
-        prepared = [
-            self._prepare(prompt, params)
-            for prompt, params in zip(many, sampling_params, strict=True)
-        ]
+        prepared = [self._prepare(*each) for each in zip(many, params, strict=True)]
         running = {each.request.request_id: each for _, choices in prepared for each in choices}
         try:
             for choice in list(running.values()):
@@ -162,10 +157,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Generate answers to one conversation or many, through the checkpoint's chat template.
-
-        Raises as `generate` does.
-        """
+        """Generate answers to one conversation or many, through the checkpoint's chat template."""
         conversations: list[Any] = messages
         if conversations and isinstance(conversations[0], dict):
             conversations = [messages]
@@ -228,35 +220,13 @@ def _with_choices(output: RequestOutput, choices: list[Choice]) -> RequestOutput
     output.prompt_logprobs += choices[0].prompt_logprobs
     for choice in choices:
         found = choice.take()
-        output.outputs.append(
-            CompletionOutput(
-                choice.index,
-                found.text,
-                found.token_ids,
-                found.logprobs,
-                choice.finish_reason,
-                found.stop_reason,
-            )
-        )
+        told = found.text, found.token_ids, found.logprobs, choice.finish_reason, found.stop_reason
+        output.outputs.append(CompletionOutput(choice.index, *told))
     return output
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, dict):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
 def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
-    """Return a prompt's text or token ids, and its salt.
-
-    Raises:
-        ValueError: it has other fields.
-    """
+    """Return a prompt's text or token ids, and its salt; ValueError if it has other fields."""
     if not isinstance(prompt, dict):
         return prompt, None
     fields: dict[str, Any] = {**prompt}

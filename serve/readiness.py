@@ -26,14 +26,8 @@ class Readiness:
     """How an application is, as one of its ingresses sees it."""
 
     def __init__(self, config: DeployConfig, ingress_id: str, now: float) -> None:
-        """Start with nothing there."""
-        self.body: dict[str, Any] = {
-            "status": "loading",
-            "compiling": False,
-            "pools": {},
-            "ingresses": [],
-            "loading": [],
-        }
+        nothing: dict[str, Any] = {"pools": {}, "ingresses": [], "loading": []}
+        self.body: dict[str, Any] = {"status": "loading", "compiling": False, **nothing}
         """Of `/ready`."""
         self.has_tokenizer = False
         self._config = config
@@ -67,10 +61,7 @@ class Readiness:
         return sum(each["num_live"] for each in ingresses if each["id"] != self._ingress_id)
 
     def failure(self) -> str:
-        """Return which pool hangs or is gone, and why; empty if none.
-
-        A pool hangs if none of its replicas serves, and the watchdog called a step of one stuck.
-        """
+        """Return which pool hangs or is gone, and why; empty if none."""
         pools = self.body["pools"].items()
         found = (f"{name} pool: {error}" for name, pool in pools if (error := _why_down(pool)))
         return next(found, "")
@@ -95,9 +86,8 @@ class Readiness:
     ) -> bool:
         """Take what the board says of all; return whether that is news.
 
-        Args:
-            free: the cluster's resources that are not reserved, where pools are late.
-            is_board_new: it may not have heard of all yet.
+        A board that is new may not have heard of all yet. `free`: the cluster's resources that are
+        not reserved, where pools are late.
         """
         self._heard_at = now
         missing = self._missing(body, free, now)
@@ -160,7 +150,10 @@ def _num_placed(body: dict[str, Any], pool: str) -> int:
 
 
 def _why_down(pool: dict[str, Any]) -> str:
-    """Return why a pool serves nobody and will not do so by itself soon; empty if it does."""
+    """Return why a pool serves nobody and will not do so by itself soon; empty if it does.
+
+    None of its replicas serves, and one has failed, or its watchdog called a step of it stuck.
+    """
     replicas = [replica for replica in pool["replicas"] if replica["state"] != OUTDATED]
     if any(replica["state"] == "ready" for replica in replicas):
         return ""

@@ -106,9 +106,3 @@ def test_the_readme_quotes_the_step_as_it_is() -> None:
     body = lines[statements[0].lineno - 1 : step.end_lineno]
     quote = textwrap.dedent("\n".join(head + body))
     assert f"```python\n{quote}\n```" in text_of("README.md")
-
-
-def test_every_package_and_folder_of_commands_is_looked_at() -> None:
-    folders = {str(Path(document).parent) for document in DOCUMENTS}
-    assert {".", "serve", "cluster", "model", "compile", "examples/bench"} <= folders
-    assert "serve/docs/reference/arguments.md" in DOCUMENTS

@@ -76,7 +76,7 @@ class FailedStarts:
     """By pool why the deployment with this `config_hash` cannot start.
 
     Ray Serve has a replica that fails replaced, and says so in its own words. `serve run` ends with
-    ours (`serve/failed_start.py`), after Serve has gone.
+    ours (`serve/app.py`), after Serve has gone.
     """
 
     def __init__(self, config_hash: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench"
-MIB = 1 << 20
+ATTACKS = "odd-texts,methods,model-name,schema-references,grammar-chains"
 ARGUMENTS = ["O=0", "dtype=float32"]
 """In bfloat16 an answer may depend on what else is in the batch."""
 
@@ -28,43 +28,33 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, int]:
     """The report of five quick attacks, what was printed, and the exit code."""
     out = tmp_path_factory.mktemp("hostile") / "out.json"
-    attacks = "odd-texts,methods,model-name,schema-references,grammar-chains"
     lengths = ("--seconds", "4", "--calm-s", "3")
-    done = run("hostile.py", "--only", attacks, *lengths, "--out", str(out), *ARGUMENTS)
+    done = run("hostile.py", "--only", ATTACKS, *lengths, "--out", str(out), *ARGUMENTS)
     assert out.exists(), done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout, done.returncode
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_each_attack_is_a_row_behind_one_without_an_attack(
+def test_each_attack_is_a_row_with_the_outcomes_of_its_requests(
     attacked: tuple[Any, str, int],
 ) -> None:
-    report, printed, _ = attacked
-    assert [row["name"] for row in report["rows"]] == [
-        "nothing",
-        "odd-texts",
-        "methods",
-        "model-name",
-        "schema-references",
-        "grammar-chains",
-    ]
+    """Behind a row without an attack. The exit code says whether a figure is beyond its target."""
+    report, printed, code = attacked
+    rows = {row["name"]: row for row in report["rows"]}
+    assert [*rows] == ["nothing", *ATTACKS.split(",")]
     assert report["arguments"] == ["debug=true", *ARGUMENTS]
-    assert report["loop_gap_from"] in ("/debug/ingress", "/health")
-    for row in report["rows"]:
+    for name, row in rows.items():
         seen = row["seen"]
-        assert row["name"] in printed
+        assert name in printed
         assert seen["health"]["polls"] > 0
         assert set(seen["growth_bytes"]) == {"ingress", "proxy", "ranks", "rest"}
         assert min(seen["growth_bytes"].values()) >= 0
-        assert (seen["loop_gap_s"] is not None) == (report["loop_gap_from"] == "/debug/ingress")
         assert seen["honest"]["wrong"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_outcomes_of_an_attack_are_those_of_its_requests(attacked: tuple[Any, str, int]) -> None:
-    report, _, _ = attacked
+        assert (seen["honest"]["token_gap_s"] > 0.5) == ("token" in " ".join(row["failures"]))
+    num_failed = sum(bool(row["failures"]) for row in report["rows"])
+    assert f"{num_failed} of 6 rows failed" in printed
+    assert code == (1 if num_failed else 0)
     nothing, texts, methods, names, *_ = (row["attacked"] for row in report["rows"])
     assert nothing["outcomes"] == {} and nothing["most_bytes"] == 0
     assert sum(texts["outcomes"].values()) == 20
@@ -87,26 +77,6 @@ def test_grammars_that_would_end_an_ingress_are_refused_and_restart_nothing(
         assert set(outcomes) <= {"200", "400", "unanswered"}, outcomes
         assert outcomes["400"] >= num_refused, outcomes
         assert row["seen"]["restarted"] == [] and row["next_s"] is not None
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_row_fails_where_a_figure_is_beyond_its_target(attacked: tuple[Any, str, int]) -> None:
-    report, printed, code = attacked
-    for row in report["rows"]:
-        seen, failures = row["seen"], " ".join(row["failures"])
-        honest, health = seen["honest"], seen["health"]
-        loop_gap_s = health["latency_s"] if seen["loop_gap_s"] is None else seen["loop_gap_s"]
-        most = max(10 * row["attacked"]["most_bytes"], 64 * MIB)
-        assert (loop_gap_s > 0.1) == ("loop" in failures)
-        assert (honest["token_gap_s"] > 0.5) == ("token" in failures)
-        assert any(grown > most for grown in seen["growth_bytes"].values()) == ("MiB" in failures)
-        assert bool(seen["restarted"]) == ("restarted" in failures)
-        assert bool(health["failed"]) == ("health" in failures)
-        assert (row["next_s"] is None) == ("next" in failures)
-    failed = sum(bool(row["failures"]) for row in report["rows"])
-    assert f"{failed} of 6 rows failed" in printed
-    assert code == (1 if failed else 0)
 
 
 def test_an_attack_that_does_not_exist_is_refused_by_name() -> None:

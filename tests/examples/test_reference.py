@@ -7,15 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-import pytest
-
-from cluster.observe.metrics import METRICS, PREFIX
-from compile import environment
-from compile.config import FIELDS
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs
-from serve.openai.body import ignored_fields, inert_fields
-from serve.openai.errors import STATUSES
 from serve.openai.responses import ResponsesRequest
 from serve.openai.schema import (
     CalledFunction,
@@ -83,45 +75,11 @@ def test_the_check_names_pages_that_are_not_up_to_date(tmp_path: Path) -> None:
     assert checked.stderr.endswith("found other ['arguments.md', 'old.md']\n")
 
 
-@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_every_field_of_every_struct_has_a_meaning(struct: type[msgspec.Struct]) -> None:
-    assert [name for name in struct.__struct_fields__ if not all(meanings().get(name, [""]))] == []
-
-
-def test_every_compilation_field_has_a_meaning() -> None:
-    assert [name for name in FIELDS if not all(meanings().get(name, [""]))] == []
-
-
-def test_every_field_without_effect_is_listed_with_what_it_accepts() -> None:
-    kinds = ("both", "chat", "texts", "responses")
-    listed = {row[0].strip("`"): row[1] for row in rows("requests") if row[-1] in kinds}
-    known = (ChatRequest, CompletionRequest, ResponsesRequest)
-    inert = {name for struct in known for name in inert_fields(struct)}
-    ignored = {name for struct in known for name in ignored_fields(struct)}
-    assert set(listed) == inert | ignored
-    assert {name for name, accepted in listed.items() if accepted == "anything"} == ignored
-    assert all("`null`" in listed[name] for name in inert)
-
-
-@pytest.mark.feature("R15")
-def test_every_metric_is_listed_with_its_meaning() -> None:
-    listed = {row[0].strip("`"): row for row in rows("metrics")[1:]}
-    assert set(listed) == {PREFIX + metric.name for metric in METRICS}
-    for metric in METRICS:
-        kind, labels, _, meaning = listed[PREFIX + metric.name][1:]
-        assert kind == metric.kind and meaning == metric.meaning
-        assert [label.strip("` ") for label in labels.split(",") if label] == list(metric.labels)
-
-
-def test_every_status_is_listed_with_its_type() -> None:
-    listed = {int(row[0]): row[1].strip("`") for row in rows("errors")[1:]}
-    assert listed == {code: status.type for code, status in STATUSES.items()}
-
-
-def test_every_variable_that_is_read_is_listed() -> None:
-    declared = vars(environment).items()
-    read = {value for name, value in declared if name.isupper() and isinstance(value, str)}
-    assert {row[0].strip("`") for row in rows("environment")[1:]} == read
+def test_every_field_of_every_struct_has_a_meaning() -> None:
+    found = meanings()
+    for struct in STRUCTS:
+        for name in struct.__struct_fields__:
+            assert all(found[name]), name
 
 
 def test_bounds_and_values_are_those_of_the_code() -> None:

@@ -84,16 +84,6 @@ def test_what_is_counted_is_what_places_hold(steps: list[tuple[str, int]]) -> No
     assert (admitting.num_live, admitting.num_bytes) == (0, 0)
 
 
-def test_bodies_hold_only_so_many_bytes_at_once() -> None:
-    admitting = admission()
-    first, second = admitting.enter(ONE), admitting.enter(ONE)
-    first.hold(7500)
-    with pytest.raises(Overloaded, match="at most 8000 bytes of requests at once"):
-        second.hold(501)
-    first.let_go_of_bytes()
-    second.hold(501)
-
-
 def serve_at(admitting: Admission, clock: Clock, *, per_second: float, seconds: float) -> None:
     """Let places end at a rate, while more ask for one than there are."""
     places = [admitting.enter(ONE) for _ in range(admitting.max_live - admitting.num_live)]
@@ -265,15 +255,6 @@ def test_places_are_taken_from_bodies_of_the_client_that_holds_the_most() -> Non
     with pytest.raises(Overloaded):
         admitting.enter(TWO)
     assert evicted == [0, 1, 2, 3]
-
-
-def test_who_is_alone_may_have_everything() -> None:
-    admitting = admission()
-    for _ in range(8):
-        admitting.enter(ONE).hold(1000)
-    for _ in range(3):
-        with pytest.raises(Overloaded, match="no room"):
-            admitting.enter(ONE)
 
 
 def test_what_ends_goes_to_the_client_that_was_refused() -> None:

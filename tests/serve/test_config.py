@@ -1,39 +1,78 @@
-"""Arguments as text and as YAML: what they become, and what is said about bad ones."""
+"""Arguments as text, dashed options, YAML and a file: what they become, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import math
+import pickle
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.config import Role
+from compile.config import CompilationConfig, CUDAGraphMode
 from compile.errors import FieldError
+from model.fields import hints_of, members, words_for
 from serve import config as config_module
-from serve.arguments import parse_args
+from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs, parse_args, split_dashed
 from serve.config import check_device, deploy_config, engine_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MIXED = {"pools": "mixed"}
+SECTIONS = {
+    "": DeployArgs,
+    "ingress.": IngressArgs,
+    "kv.": KVArgs,
+    **dict.fromkeys(("prefill.", "decode.", "mixed."), PoolArgs),
+}
+FILE = """
+max_num_seqs: 8
+kv_memory: 64MiB
+lockstep: on
+decode:
+  replicas: 2
+  num_cpus: 0.5
+compilation_config:
+  level: 2
+  cudagraph_capture_sizes: [1, 2, 4]
+"""
+
+
+def written(folder: Path, text: str | bytes) -> str:
+    """Return the name of a file with this text."""
+    path = folder / "arguments.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def refused(raw: dict[str, Any], build: Any = deploy_config) -> str:
+    """Return the one line that refuses arguments."""
+    with pytest.raises(FieldError) as caught:
+        build(raw)
+    line = str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == line, "it crosses processes"
+    assert "\n" not in line
+    return line
+
+
+# What arguments become.
 
 
 def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
     config = deploy_config({})
     assert config.served_model_name == "lockstep-tiny"
-    assert [pool.name for pool in config.pools] == ["prefill", "decode"]
     assert [pool.engine.role for pool in config.pools] == [Role.PREFILL, Role.DECODE]
     for pool in config.pools:
-        engine = pool.engine
+        scheduler, cache = pool.engine.scheduler, pool.engine.cache
         assert (pool.replicas, pool.num_cpus) == (1, 0.01)
-        assert engine.scheduler.max_num_seqs == 64
-        assert engine.scheduler.max_num_batched_tokens == 512
-        assert engine.cache.block_size == 16
-        assert engine.cache.kv_memory_bytes == 1 << 30
-        assert engine.cache.gpu_memory_utilization == 0.9
-        assert engine.transfer.transport == "auto"
-        assert engine.transfer.lease_s == 30
-    assert config.args.max_queued_requests == 256
-    assert config.args.request_timeout_s == 600
-    assert config.args.max_body_bytes == 8388608
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 512)
+        assert (cache.block_size, cache.kv_memory_bytes) == (16, 1 << 30)
 
 
 def test_a_step_has_more_tokens_on_a_gpu_and_never_fewer_than_sequences() -> None:
@@ -58,6 +97,7 @@ def test_text_and_nested_values_mean_the_same() -> None:
     assert deploy_config(text) == deploy_config(nested)
     assert parse_args({"decode": '{"replicas": 2}'}) == parse_args({"decode.replicas": "2"})
     assert parse_args({"num_kv_blocks": "null"}) == parse_args({})
+    assert parse_args({"prefill.replicas": "9", "prefill": {}}).prefill.replicas == 9
 
 
 @pytest.mark.parametrize(
@@ -86,74 +126,29 @@ def test_what_processes_must_share_is_told_by_what_the_checkpoint_holds(
     assert len({same, hash_of("tuned", weights), hash_of("words", "tokenizer.json")}) == 3
 
 
-def test_a_linked_model_is_served_under_the_name_that_was_given(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("raw", "is_shared"),
+    [
+        ({"max_num_seqs": "8", "decode.replicas": "2"}, False),
+        ({"dtype": "float32"}, True),
+        ({"block_size": "8"}, True),
+        ({"max_model_len": "100"}, True),
+        ({"O": "0"}, True),
+        ({"enforce_eager": "true"}, True),
+        ({"prefill.tensor_parallel_size": 2, "decode.tensor_parallel_size": 2}, True),
+    ],
+)
+def test_what_processes_must_agree_on_changes_the_hash(raw: Any, is_shared: bool) -> None:
+    assert (deploy_config(raw).config_hash != deploy_config({}).config_hash) == is_shared
+
+
+def test_a_model_has_the_names_that_are_given(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "my-model").symlink_to(tiny_checkpoint)
     assert deploy_config({"model": str(tmp_path / "my-model")}).served_model_name == "my-model"
-
-
-def test_a_model_may_have_several_names() -> None:
     for given in (["large", "gpt-4o"], '["large", "gpt-4o"]', "large, gpt-4o"):
         config = deploy_config({"served_model_name": given})
         assert config.served_model_names == ("large", "gpt-4o")
         assert config.served_model_name == "large"
-
-
-@pytest.mark.parametrize(
-    ("raw", "line"),
-    [
-        ({"colour": "red"}, "colour: wanted one of model, "),
-        ({"prefill.colour": "red"}, "prefill.colour: wanted one of replicas, "),
-        ({"max_num_seqs": "many"}, "max_num_seqs: wanted int, found 'many'"),
-        ({"max_num_seqs": "0"}, "max_num_seqs: wanted a whole number of at least 1, found 0"),
-        ({"block_size": "2.5"}, "block_size: wanted int, found '2.5'"),
-        ({"dtype": "int8"}, "dtype: wanted auto, float32, bfloat16, float16, found 'int8'"),
-        ({"device": "tpu"}, "device: wanted auto, cpu or cuda, found 'tpu'"),
-        ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
-        ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),
-        ({"kv.transport": "nixl"}, "kv.transport: wanted auto, shm or tcp (others are not built"),
-        ({"kv.transport": "pigeon"}, "kv.transport: wanted auto, shm or tcp, found 'pigeon'"),
-        (
-            {"device": "cuda", "kv.transport": "shm"},
-            "kv.transport: wanted auto or tcp with device=cuda, whose KV is no host memory, found",
-        ),
-        ({"kv.lease_s": "inf"}, "kv.lease_s: wanted at least 0.01, at most 86400, found inf"),
-        ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
-        ({"prefill.num_cpus": "inf"}, "prefill.num_cpus: wanted a finite number"),
-        ({"decode.replicas": "0"}, "decode.replicas: wanted a finite number of at least 1"),
-        ({"threads_per_rank": "0"}, "threads_per_rank: wanted a whole number of at least 1"),
-        ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
-        ({"num_kv_blocks": "3"}, "num_kv_blocks: wanted at least 128 (one sequence of"),
-        ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
-        ({"lockstep": "maybe"}, "lockstep: wanted on or off, found 'maybe'"),
-        ({"overlap": "yes"}, "overlap: wanted auto, on or off, found 'yes'"),
-        ({"decode.data_parallel_size": "0"}, "decode.data_parallel_size: wanted a whole number"),
-        ({"kv_memory": "9" * 400}, "kv_memory: wanted less than 8 EiB, found "),
-        ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
-        ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),
-        ({"watchdog_s": "0"}, "watchdog_s: wanted"),
-        ({"stream_interval": "0"}, "stream_interval: wanted"),
-        ({"watchdog_s": "inf"}, "watchdog_s: wanted"),
-        ({"compilation.sealed": "off"}, "compilation.sealed: wanted one of warn, strict, found"),
-        (
-            {"device": "cuda", "compilation.num_warmups_full": "0"},
-            "compilation.num_warmups_full: wanted at least 1 with device=cuda, found 0",
-        ),
-        ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
-        ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
-        ({"port": "0"}, "port: wanted 1 to 65535, found 0"),
-        ({"port": "http"}, "port: wanted int | null, found 'http'"),
-        ({"host": ""}, "host: wanted an address or a name of this machine, found ''"),
-        ({"host": "http://me"}, "host: wanted an address or a name of this machine, found"),
-        ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
-    ],
-)
-def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        deploy_config(raw)
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -167,28 +162,10 @@ def test_one_sequence_fits_into_the_smallest_pool(
     (tmp_path / "config.json").write_text(json.dumps(config))
     raw = {"model": str(tmp_path), "max_model_len": length}
     assert engine_config({**raw, "num_kv_blocks": needed}).cache.num_kv_blocks == needed
-    wanted = rf"num_kv_blocks: wanted at least {needed} \(one sequence of max_model_len={length}\)"
     if needed > 1:
-        with pytest.raises(FieldError, match=f"^{wanted}, found {needed - 1}$"):
-            engine_config({**raw, "num_kv_blocks": needed - 1})
-
-
-def test_an_empty_object_takes_nothing_back() -> None:
-    assert parse_args({"prefill.replicas": "9", "prefill": {}}).prefill.replicas == 9
-
-
-def test_a_configuration_error_survives_the_way_between_processes() -> None:
-    import pickle
-
-    error = pickle.loads(pickle.dumps(FieldError("field", "this", 3)))
-    assert (str(error), error.field) == ("field: wanted this, found 3", "field")
-
-
-def test_what_processes_must_agree_on_changes_the_hash() -> None:
-    base = deploy_config({}).config_hash
-    assert deploy_config({"max_num_seqs": "8", "decode.replicas": "2"}).config_hash == base
-    for raw in ({"dtype": "float32"}, {"block_size": "8"}, {"max_model_len": "100"}):
-        assert deploy_config(raw).config_hash != base
+        wanted = f"at least {needed} (one sequence of max_model_len={length})"
+        line = refused({**raw, "num_kv_blocks": needed - 1}, engine_config)
+        assert line == f"num_kv_blocks: wanted {wanted}, found {needed - 1}"
 
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("auto", 0), ("cpu", 4), ("auto", 4)])
@@ -221,11 +198,257 @@ def test_ingresses_together_never_take_more_than_one_alone(
     assert (config.pools, config.config_hash) == (alone.pools, alone.config_hash)
 
 
-@pytest.mark.parametrize(("num_seqs", "found", "most"), [(8, 0, 8), (8, 9, 8), (128, 65, 64)])
-def test_each_ingress_has_a_place_and_engines_can_tell_them_apart(
-    num_seqs: int, found: int, most: int
+def test_groups_have_equal_sizes_and_step_together_unless_told_otherwise() -> None:
+    raw = {"prefill.data_parallel_size": 2, "decode.data_parallel_size": "3"}
+    for lockstep, sizes in (("on", [(2, 2), (3, 3)]), ("off", [(2, 1), (3, 1)])):
+        pools = deploy_config({**raw, "lockstep": lockstep}).pools
+        parallel = [pool.engine.parallel for pool in pools]
+        assert [(p.data_parallel_size, p.lockstep_size) for p in parallel] == sizes
+
+
+# Bad arguments.
+
+
+def arguments() -> Iterator[tuple[str, Any]]:
+    for prefix, struct in SECTIONS.items():
+        for name, kind in hints_of(struct).items():
+            if f"{name}." not in SECTIONS and name != "config":
+                yield prefix + name, kind
+
+
+def out_of_bounds(kind: Any) -> Iterator[float]:
+    """Yield numbers just outside of a type's bounds."""
+    for bare, metas in members(kind):
+        for meta in metas:
+            if meta.ge is not None:
+                yield meta.ge - (1 if bare is int else meta.ge / 2 or 1)
+            if meta.gt is not None:
+                yield meta.gt
+            if meta.le is not None:
+                yield meta.le + 1 if bare is int else math.inf
+
+
+@pytest.mark.parametrize(("name", "kind"), [*arguments()])
+def test_an_argument_of_another_type_or_out_of_bounds_is_refused_by_name(
+    name: str, kind: Any
 ) -> None:
-    with pytest.raises(FieldError) as caught:
-        deploy_config({"max_num_seqs": num_seqs, "ingress.replicas": found, "O": 0})
-    wanted = f"ingress.replicas: wanted 1 to {most} where {num_seqs} sequences decode at once"
-    assert str(caught.value) == f"{wanted}, found {found}"
+    assert refused({name: [{"no": "value"}]}, parse_args).startswith(name)
+    for number in out_of_bounds(kind):
+        wanted = f"{name}: wanted {words_for(kind)}, found "
+        assert refused({name: str(number)}, parse_args).startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        ({"colour": "red"}, "colour: wanted one of model, "),
+        ({"prefill.colour": "red"}, "prefill.colour: wanted one of replicas, "),
+        ({"max_num_seqs": "many"}, "max_num_seqs: wanted int, found 'many'"),
+        ({"max_num_seqs": "0"}, "max_num_seqs: wanted a whole number of at least 1, found 0"),
+        ({"watchdog_s": "inf"}, "watchdog_s: wanted seconds above 0, found inf"),
+        ({"port": "0"}, "port: wanted 1 to 65535, found 0"),
+        ({"block_size": "2.5"}, "block_size: wanted int, found '2.5'"),
+        ({"request_timeout_s": "nan"}, "request_timeout_s: wanted a finite number of at least"),
+        ({"dtype": "int8"}, "dtype: wanted auto, float32, bfloat16, float16, found 'int8'"),
+        ({"pools": "both"}, "pools: wanted pd or mixed, found 'both'"),
+        ({"kv_memory": "lots"}, "kv_memory: wanted bytes, such as "),
+        ({"kv_memory": "0"}, "kv_memory: wanted at least 1 and less than 8 EiB, found '0'"),
+        ({"kv_memory": "9" * 400}, "kv_memory: wanted at least 1 and less than 8 EiB, found "),
+        ({"kv.transport": "nixl"}, "kv.transport: wanted auto, shm or tcp (others are not built"),
+        ({"kv.transport": "pigeon"}, "kv.transport: wanted auto, shm or tcp, found 'pigeon'"),
+        (
+            {"device": "cuda", "kv.transport": "shm"},
+            "kv.transport: wanted auto or tcp with device=cuda, whose KV is no host memory, found",
+        ),
+        ({"max_model_len": "999999"}, "max_model_len: wanted 1 to 2048 (the model's), found"),
+        ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: wanted at least max_num_seqs"),
+        ({"mixed.replicas": "2"}, "mixed: wanted nothing where pools=pd, found"),
+        ({"decode.routing": "random"}, "decode.routing: wanted one of round_robin, least_requests"),
+        ({"api_keys": "a b"}, "api_keys: wanted keys of printable ASCII characters"),
+        ({"served_model_name": "a,b,a"}, "served_model_name: wanted different names, found"),
+        ({"model": "/no/such"}, "model: wanted a directory with config.json and safetensors"),
+        ({"host": "http://me"}, "host: wanted an address or a name of this machine, found"),
+        (
+            {"max_num_seqs": 8, "ingress.replicas": 9},
+            "ingress.replicas: wanted 1 to 8 where 8 sequences decode at once, found 9",
+        ),
+        (
+            {"max_num_seqs": 128, "ingress.replicas": 0},
+            "ingress.replicas: wanted 1 to 64 where 128 sequences decode at once, found 0",
+        ),
+        (
+            {**MIXED, "mixed.tensor_parallel_size": 3},
+            "mixed.tensor_parallel_size: wanted one of 1, 2, 4, 8 for a model with 8 heads and "
+            "4 KV heads, found 3",
+        ),
+        (
+            {"decode.tensor_parallel_size": 2},
+            "decode.tensor_parallel_size: wanted 1 like prefill.tensor_parallel_size (other sizes "
+            "are not built yet), found 2",
+        ),
+    ],
+)
+def test_a_bad_argument_is_one_line(raw: dict[str, Any], line: str) -> None:
+    assert refused(raw).startswith(line)
+
+
+def test_ranks_that_share_experts_cannot_step_apart(tmp_path: Path) -> None:
+    fields = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    raw = {"model": str(tmp_path), "lockstep": "off", "decode.data_parallel_size": 2}
+    assert refused(raw).startswith("lockstep: wanted on for a model with experts")
+
+
+@pytest.mark.parametrize("field", ["replicas", "tensor_parallel_size", "data_parallel_size"])
+def test_an_engine_in_process_is_one_rank(field: str) -> None:
+    line = refused({f"mixed.{field}": 2}, engine_config)
+    assert line.startswith(f"mixed.{field}: wanted 1 for an engine in process")
+    line = refused({f"decode.{field}": 2}, engine_config)
+    assert line.startswith("decode: wanted nothing where pools=mixed")
+
+
+# `config=FILE`.
+
+
+@pytest.mark.feature("Q05")
+def test_a_file_means_what_its_arguments_mean(tmp_path: Path) -> None:
+    file = {"config": written(tmp_path, FILE)}
+    text = {
+        "max_num_seqs": "8",
+        "kv_memory": "64MiB",
+        "decode.replicas": "2",
+        "decode.num_cpus": "0.5",
+        "cc.level": "2",
+        "cc.cudagraph_capture_sizes": "[1, 2, 4]",
+    }
+    assert deploy_config(file) == deploy_config(text)
+    more = {"max_model_len": "512", "decode.routing": "round_robin"}
+    assert deploy_config({**file, **more}) == deploy_config({**text, **more})
+
+
+@pytest.mark.feature("Q05")
+@pytest.mark.parametrize(
+    ("text", "beside", "line"),
+    [
+        ("compilation: {colour: 1}", {}, "compilation.colour: wanted one of level, "),
+        ("decode: {replicas: many}", {}, "decode.replicas: wanted int, found 'many'"),
+        ("decode: 2", {}, "decode: wanted object, found 2"),
+        ("block_size: 8\nblock_size: 8", {}, "block_size: wanted one value, found 'it twice, "),
+        ("kv:\n  lease_s: 1\n  lease_s: 1", {}, "kv.lease_s: wanted one value, found 'it twice"),
+        ("decode: {replicas: 2}\ndecode.replicas: 2", {}, "decode.replicas: wanted one value"),
+        ("block_size: 8", {"block_size": "8"}, "block_size: wanted one value, found 'it twice'"),
+        ("decode: {replicas: 2}", {"decode.replicas": "2"}, "decode.replicas: wanted one value"),
+        ("compilation_config: {level: 1}", {"O": "1"}, "compilation.level: wanted one value"),
+        ("api_keys: [sesame, 7]", {}, "api_keys[1]: wanted str, found 'what is not repeated here'"),
+        ("api_keys: [sesame", {}, "config: wanted a YAML file, found "),
+        ("config: other.yaml", {}, "config: wanted a file that names no other"),
+        ("- sesame", {}, "config: wanted a YAML file of keys and values, found "),
+        ("? [kv]\n: 1", {}, "config: wanted keys that are text, found "),
+        ("kv: &kv {lease_s: *kv}", {}, "kv.lease_s: wanted a value that does not contain itself"),
+        (b"model: \xff", {}, "config: wanted a YAML file, found "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line(
+    tmp_path: Path, text: str | bytes, beside: dict[str, Any], line: str
+) -> None:
+    found = refused({"config": written(tmp_path, text), **beside})
+    assert found.startswith(line)
+    assert "sesame" not in found
+
+
+@pytest.mark.feature("Q05")
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        assert refused({"config": str(path)}).startswith("config: wanted a YAML file, found '/")
+
+
+@pytest.mark.feature("Q06")
+def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None:
+    """The same compilation, written as YAML, object, dict, JSON and dotted keys."""
+    fields = {"level": 2, "use_cudagraph": True, "cudagraph_capture_sizes": [1, 2]}
+    text = f"max_num_seqs: 8\npools: mixed\ncompilation_config: {json.dumps(fields)}\n"
+    file = {"config": written(tmp_path, text)}
+    served = deploy_config(file).pools[0].engine
+    in_process = engine_config(file)
+    # A server may answer while it compiles, with a thread for each of its ranks.
+    early = replace(served.compilation, serve_while_compiling="off")
+    assert replace(served, compilation=early, threads=in_process.threads) == in_process
+    assert in_process.compilation.level == 2
+    ways: list[Any] = [fields, json.dumps(fields), CompilationConfig(**fields)]
+    for way in ways:
+        given = {"max_num_seqs": 8, **MIXED, "compilation_config": way}
+        assert engine_config(given) == in_process
+        assert deploy_config(given).pools[0].engine == served
+    dotted = {f"cc.{name}": json.dumps(value) for name, value in fields.items()}
+    assert engine_config({"max_num_seqs": "8", **dotted}) == in_process
+
+
+@pytest.mark.feature("Q06")
+def test_the_offline_example_takes_the_file_of_a_server() -> None:
+    command = [sys.executable, "examples/offline.py", "config=examples/configs/bundled.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "What is 12 + 30? -> 42"
+
+
+# vLLM's dashed options.
+
+
+def fields_of(dashed: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return compilation fields as they are kept, and all other arguments."""
+    fields, others = split_dashed(dashed)
+    return parse_args(fields).compilation, others
+
+
+@pytest.mark.feature("Q01")
+def test_dashed_forms_and_json_are_merged_in_depth() -> None:
+    for short in (["-O3"], ["-O", "3"], ["-O=3"], ["-cc.level=3"]):
+        assert fields_of(short) == ({"level": 3}, [])
+    options = {"inductor_compile_config": {"max_autotune": True}, "cudagraph_mode": "FULL"}
+    fields, others = fields_of(
+        [
+            *("model", "-O2", "-cc", json.dumps(options)),
+            "-cc.inductor_compile_config.triton.cudagraphs=false",
+            "--max-num-seqs=8",
+            "--compilation-config.compile_sizes=[1, 2]",
+            "--compilation_config",
+            '{"dynamic_shapes_config": {"type": "unbacked"}}',
+            "-cc.dynamic_shapes_config.evaluate_guards=false",
+            "-cc.cache_dir=/a=b",
+            *("--port", "1"),
+        ]
+    )
+    assert {**fields, "dynamic_shapes": fields["dynamic_shapes"].name} == {
+        "level": 2,
+        "inductor_compile_config": {"max_autotune": True, "triton.cudagraphs": False},
+        "cudagraph_mode": CUDAGraphMode.FULL,
+        "compile_sizes": (1, 2),
+        "dynamic_shapes": "UNBACKED",
+        "evaluate_guards": False,
+        "cache_dir": "/a=b",
+    }
+    assert others == ["model", "--max-num-seqs=8", "--port", "1"]
+
+
+@pytest.mark.feature("Q01")
+@pytest.mark.parametrize(
+    ("dashed", "line"),
+    [
+        (["-O"], "-O: wanted a value, found 'the end of the line'"),
+        (["-cc.level"], "-cc.level: wanted a value, found 'the end of the line'"),
+        (["-cc.level=1", "-O1"], "compilation.level: wanted one value, found 'it twice'"),
+        (["-cc", '{"level": 1}', "-O1"], "compilation.level: wanted one value, found 'it twice'"),
+        (["-cc.level=1", "-cc.level.x=1"], "compilation.level.x: wanted level to have fields"),
+        (["-cc.level.x=1", "-cc.level=1"], "compilation.level: wanted one value"),
+        (["-cc.use_cudagraph=maybe"], "compilation.use_cudagraph: wanted true or false, found"),
+    ],
+)
+def test_a_bad_dashed_form_is_one_line(dashed: list[str], line: str) -> None:
+    with pytest.raises(FieldError) as error:
+        fields_of(dashed)
+    assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize("rest", [["-Ofast"], ["-c", "x"], ["--", "-O3"], ["-ccx=1"], []])
+def test_other_dashed_arguments_are_left_alone(rest: list[str]) -> None:
+    assert split_dashed(rest) == ({}, rest)

@@ -56,10 +56,9 @@ def cluster(
             stderr=subprocess.STDOUT,
         )
         found = Cluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}")
-        deadline = time.monotonic() + 900
-        while get(f"{found.dashboard}/api/version")[0] != 200:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+        version = f"{found.dashboard}/api/version"
+        wait_until(lambda: process.poll() or get(version)[0] == 200, log.read_text)
+        assert process.poll() is None, log.read_text()
         yield found
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
@@ -67,6 +66,13 @@ def cluster(
         for child in alive:
             child.kill()
         process.wait(30)
+
+
+def wait_until(is_met: Callable[[], Any], told: Callable[[], Any] = lambda: "in vain") -> None:
+    deadline = time.monotonic() + 900
+    while not is_met():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.2)
 
 
 def get(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
@@ -111,21 +117,17 @@ def status_of(cluster: Cluster, application: str) -> dict[str, Any]:
 
 def wait_for_status(cluster: Cluster, application: str, wanted: str) -> dict[str, Any]:
     """Wait for what the command would say, which takes seconds to start, and have it say so."""
-    deadline = time.monotonic() + 900
-    while True:
+
+    def status() -> str:
         _, told = get(f"{cluster.dashboard}/api/serve/applications/")
-        found = told["applications"].get(application, {}) if told else {}
-        if found.get("status") == wanted:
-            return status_of(cluster, application)
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
+        return str(told["applications"].get(application, {}).get("status")) if told else ""
+
+    wait_until(lambda: status() == wanted, status)
+    return status_of(cluster, application)
 
 
 def wait_until_ready(url: str) -> None:
-    deadline = time.monotonic() + 900
-    while get(f"{url}/ready")[0] != 200:
-        assert time.monotonic() < deadline, url
-        time.sleep(0.2)
+    wait_until(lambda: get(f"{url}/ready")[0] == 200)
 
 
 def answer_of(url: str) -> tuple[str, str]:
@@ -201,10 +203,7 @@ def test_two_applications_are_deployed_asked_and_shut_down(
     assert answer_of(f"{url}/one") == ("first", "42")
 
     run(cluster, "serve", "shutdown", "-y")
-    deadline = time.monotonic() + 900
-    while get(f"{url}/one/ready")[0] == 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_until(lambda: get(f"{url}/one/ready")[0] != 200)
 
 
 @pytest.mark.feature("R02")
@@ -226,10 +225,7 @@ def test_what_serve_build_writes_is_deployed_with_more_replicas(
     url = f"http://127.0.0.1:{http_port}"
     wait_for_status(cluster, made["name"], "RUNNING")
     wait_until_ready(url)
-    deadline = time.monotonic() + 900
-    while len(get(f"{url}/ready")[1]["pools"]["decode"]["replicas"]) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: len(get(f"{url}/ready")[1]["pools"]["decode"]["replicas"]) == 2)
     wait_until_ready(url)
     assert answer_of(url) == ("lockstep-tiny", "42")
     run(cluster, "serve", "shutdown", "-y")

@@ -130,24 +130,6 @@ def test_who_gives_up_takes_nobodys_turn() -> None:
     assert all(len(turn) == 4 for turn in turns[:-1])
 
 
-def test_who_comes_later_waits_behind_the_others() -> None:
-    async def run() -> list[str]:
-        pace, seen = LoopThrottle(1), list[str]()
-
-        async def come(name: str) -> None:
-            await pace.wait()
-            seen.append(name)
-
-        tasks = [asyncio.create_task(come(name)) for name in ("first", "second", "third")]
-        await asyncio.sleep(0)
-        assert seen == ["first"]
-        tasks.append(asyncio.create_task(come("late")))
-        await asyncio.gather(*tasks)
-        return seen
-
-    assert asyncio.run(run()) == ["first", "second", "third", "late"]
-
-
 def test_an_idle_pace_keeps_nobody_waiting() -> None:
     async def run() -> None:
         pace = LoopThrottle(2)
@@ -172,6 +154,9 @@ def test_a_tick_comes_at_once_for_few_streams_and_ever_later_for_more() -> None:
     assert 0 < periods[3] < periods[4] < periods[5]
     assert periods == sorted(periods) and periods[-1] == 0.1
     assert tick.num_streams == 0
+    called: list[int] = []
+    tick.call(lambda: called.append(1))
+    assert called == [1]
 
 
 def test_a_tick_takes_the_same_share_of_a_core_however_cheap_chunks_are() -> None:
@@ -203,9 +188,3 @@ def test_all_streams_wait_for_the_same_tick_whenever_they_come(
     called_at = asyncio.run(run())
     assert len(called_at) == 3 and min(called_at) >= 0.99
     assert max(called_at) - min(called_at) < 0.5
-
-
-def test_with_few_streams_nothing_waits() -> None:
-    called: list[int] = []
-    StreamBatcher().call(lambda: called.append(1))
-    assert called == [1]

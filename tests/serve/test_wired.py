@@ -10,15 +10,20 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from ray import serve as ray_serve
 
 from serve.admission import MAX_BODIES
@@ -39,13 +44,74 @@ OPTIONS = [
     *("prefill.data_parallel_size=2", "decode.replicas=2", f"api_keys={KEY},{OTHER_KEY}"),
     *(f"max_body_bytes={MAX_BODY_BYTES}", f"max_answer_bytes={MAX_ANSWER_BYTES}"),
     *(f"request_timeout_s={REQUEST_TIMEOUT_S}", f"watchdog_s={WATCHDOG_S}"),
-    f"kv.lease_s={LEASE_S}",
+    *(f"kv.lease_s={LEASE_S}", "log_format=json"),
 ]
+PROMPT = "Count from 3 to 19."
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PHASES = ["router", "queue", "prefill", "transfer", "decode"]
+
+
+class Collector:
+    """An OTLP/HTTP collector on a free port."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        bodies = self.bodies
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200 if self.path == "/v1/traces" else 404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def trace(self, request_id: str) -> tuple[Any, list[Any]]:
+        """Wait for the span of a request; return it and those below it, in their order."""
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline:
+            spans = list(self._spans())
+            for span in spans:
+                if attributes(span).get("gen_ai.request.id") == request_id:
+                    below = [each for each in spans if each.parent_span_id == span.span_id]
+                    return span, sorted(below, key=lambda each: int(each.start_time_unix_nano))
+            time.sleep(0.1)
+        raise AssertionError(f"no span of {request_id}")
+
+    def _spans(self) -> Iterator[Any]:
+        for body in list(self.bodies):
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    yield from scope.spans
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes
+    }
+
+
+def length(span: Any) -> int:
+    return int(span.end_time_unix_nano) - int(span.start_time_unix_nano)
 
 
 @pytest.fixture(scope="module")
-def app(start_shared_app: Callable[..., Any]) -> Any:
-    return start_shared_app("wired", *OPTIONS)
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def app(start_shared_app: Callable[..., Any], collector: Collector) -> Any:
+    return start_shared_app("wired", *OPTIONS, f"otlp_traces_endpoint={collector.url}")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +139,8 @@ class Outage:
     """What `/health` answered before it."""
     health: tuple[int, dict[str, Any]] = (200, {})
     """The first answer of `/health` that is not 200, or the last one."""
+    is_well_again: bool = False
+    """Whether `/health` answered 200 once more."""
     num_expired: int = 0
     """Leases that ended since, as prefill ranks count them."""
     prefill: list[dict[str, Any]] = field(default_factory=list)
@@ -81,7 +149,7 @@ class Outage:
     @property
     def is_over(self) -> bool:
         """Whether all was seen."""
-        return self.health[0] != 200 and bool(self.num_expired and self.prefill)
+        return self.is_well_again and bool(self.num_expired and self.prefill)
 
 
 def num_expired(app: Any) -> int:
@@ -113,6 +181,8 @@ def outage(app: Any, client: openai.OpenAI) -> Outage:
     while not seen.is_over and time.monotonic() < deadline:
         if seen.health[0] == 200:
             seen.health = app.get("/health")
+        elif app.get("/health")[0] == 200:
+            seen.is_well_again = True
         if not seen.num_expired:
             seen.num_expired = num_expired(app) - expired_before
         else:
@@ -262,18 +332,105 @@ def test_a_key_does_not_find_what_another_one_asked(client: openai.OpenAI) -> No
     assert cached(client)
 
 
+def ask(client: openai.OpenAI, request_id: str, **fields: Any) -> Any:
+    headers = {"X-Request-Id": request_id, "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+    return client.chat.completions.create(
+        model="lockstep-tiny",
+        messages=[{"role": "user", "content": PROMPT}],
+        extra_headers=headers,
+        temperature=0,
+        **fields,
+    )
+
+
+def request_lines(session: Path, request_ids: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Wait for the lines of these requests; return all of the ingress, and those of requests."""
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        for file in session.glob("logs/worker-*.err"):
+            text = file.read_text()
+            if all(f'"request_id":"{each}"' in text for each in request_ids):
+                lines = [line for line in text.splitlines() if "lockstep." in line]
+                found = [json.loads(line) for line in lines]
+                return lines, [each for each in found if each["logger"] == "lockstep.request"]
+        time.sleep(0.1)
+    raise AssertionError(f"no lines of {request_ids}")
+
+
+@pytest.mark.feature("R15")
+def test_a_request_through_two_pools_is_traced_and_logged_without_its_prompt(
+    app: Any,
+    client: openai.OpenAI,
+    ray_cluster: Any,
+    collector: Collector,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = ask(client, "whole", max_tokens=30)
+    ask(client, "two", max_tokens=10, n=2)
+    with ask(client, "left", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}) as it:
+        next(iter(it))
+    with pytest.raises(openai.BadRequestError):
+        ask(client, "bad", max_tokens=-1)
+
+    root, children = collector.trace("whole")
+    assert root.name == "llm_request" and [child.name for child in children] == PHASES
+    assert root.trace_id.hex() == TRACE_ID and root.parent_span_id.hex() == PARENT_ID
+    assert {child.trace_id.hex() for child in children} == {TRACE_ID}
+    assert 0 < sum(map(length, children)) <= length(root)
+    assert root.start_time_unix_nano == children[0].start_time_unix_nano
+    assert children[-1].end_time_unix_nano <= root.end_time_unix_nano
+    engines = [attributes(child).get("lockstep.engine", "-").split("/")[0] for child in children]
+    assert engines == ["-", "prefill", "prefill", "decode", "decode"]
+    told = attributes(root)
+    assert told["gen_ai.response.id"] == answer.id
+    assert told["gen_ai.usage.prompt_tokens"] == answer.usage.prompt_tokens
+    assert told["gen_ai.usage.completion_tokens"] == answer.usage.completion_tokens
+    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == (30, 0)
+    assert root.status.code == Status.STATUS_CODE_UNSET
+
+    _, children = collector.trace("two")
+    assert [child.name for child in children].count("decode") == 2
+    left, children = collector.trace("left")
+    assert (left.status.code, left.status.message) == (Status.STATUS_CODE_ERROR, "abort")
+    assert children[-1].status.message == "abort"
+    bad, children = collector.trace("bad")
+    assert children == [] and attributes(bad)["http.response.status_code"] == 400
+
+    session = Path(ray_cluster.address_info["session_dir"])
+    lines, requests = request_lines(session, ["whole", "two", "left", "bad"])
+    ids = [each["request_id"] for each in requests]
+    assert [ids.count(each) for each in ("whole", "two", "left", "bad")] == [1, 1, 1, 1]
+    [line] = [each for each in requests if each["request_id"] == "whole"]
+    assert line["id"] == answer.id and line["status"] == 200 and line["level"] == "info"
+    assert line["completion_tokens"] == answer.usage.completion_tokens
+    assert 0 < line["queue_s"] < line["ttft_s"] < line["duration_s"]
+    assert line["engines"].startswith("prefill/") and ",decode/" in line["engines"]
+    assert (line["finish_reason"], line["attempts"]) == (answer.choices[0].finish_reason, 1)
+    for secret in (KEY, PROMPT, str(answer.choices[0].message.content)):
+        assert not any(secret in each for each in lines)
+        assert not any(secret.encode() in body for body in collector.bodies)
+    with capsys.disabled():
+        parts = ", ".join(f"{s.name} {length(s) / 1e6:.2f}" for s in collector.trace("whole")[1])
+        print(f"\nllm_request {length(root) / 1e6:.2f} ms: {parts}")
+
+
 @pytest.mark.feature("P18")
 def test_kv_that_no_rank_reads_is_free_again_when_its_lease_has_ended(outage: Outage) -> None:
     assert outage.num_expired == 1
     assert [rank["epoch"] for rank in outage.prefill] == [0, 0]
 
 
-@pytest.mark.feature("R06")
-def test_health_names_a_rank_that_hangs_when_no_replica_of_its_pool_serves(outage: Outage) -> None:
+@pytest.mark.feature("P09", "R06")
+def test_health_names_a_rank_that_hangs_until_its_group_is_rebuilt(
+    app: Any, client: openai.OpenAI, outage: Outage
+) -> None:
     assert outage.before == (200, {"status": "ok"})
     assert outage.health[0] == 503
     message = outage.health[1]["error"]["message"]
-    assert message.startswith("decode pool: rank dp=0 tp=0 epoch=0: ")
+    assert message.startswith("decode pool: rank dp=0 tp=0 epoch=0: no heartbeat for ")
+    assert outage.is_well_again
+    assert [rank["epoch"] for rank in app.ready_ranks("decode")] == [1, 1]
+    assert complete(client, "7 8 9", max_tokens=2).choices[0].text
 
 
 @pytest.mark.feature("R12", "R22")
