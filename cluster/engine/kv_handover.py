@@ -1,12 +1,12 @@
 """`KVHandover`: the sequences of one engine whose KV changes hands, as its scheduler sees them.
 
-On a prefill engine a computed sequence keeps its blocks under a ticket (`hold`) until a reader has
-them. Its request has had its last output. A ticket ends by itself, at the latest with its lease,
+On a prefill engine a computed sequence keeps its blocks under a handoff (`hold`) until a reader has
+them. Its request has had its last output. A handoff ends by itself, at the latest with its lease,
 and only then are its blocks free (`free_ended`).
 
-On a decode engine a ticket's lease is renewed (`expect`) until there are blocks for it, then a read
-fills them (`start_read`). An aborted read may go on to write: its sequence keeps its blocks until
-the read comes out of `take_finished`.
+On a decode engine a handoff's lease is renewed (`expect`) until there are blocks for it, then a
+read fills them (`start_read`). An aborted read may go on to write: its sequence keeps its blocks
+until the read comes out of `take_finished`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator
 
 from cluster.engine.blocks import SCRATCH, BlockManager
 from cluster.engine.sequence import Sequence, SequenceStatus
-from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
+from cluster.kv.handoff import HandoffHolder, HandoffMetadata, KVReader
 from cluster.wire.group_messages import ReadEnded
 from cluster.wire.messages import KVHandoff
 
@@ -32,12 +32,12 @@ class KVHandover:
         blocks: BlockManager,
         metadata: HandoffMetadata | None,
         *,
-        holder: TicketHolder | None = None,
+        holder: HandoffHolder | None = None,
         reader: KVReader | None = None,
     ) -> None:
         """Start with none.
 
-        `metadata` is what tickets say that are written and read here; None on an engine that keeps
+        `metadata` is what handoffs say that are written and read here; None on an engine that keeps
         its sequences.
         """
         self._blocks = blocks
@@ -45,39 +45,39 @@ class KVHandover:
         self._holder = holder
         self._reader = reader
         self._held: dict[int, Sequence] = {}
-        """By ticket."""
+        """By handoff."""
         self._reading: dict[str, Sequence] = {}
         """Reads that were started, aborted ones included until they write no more."""
 
     # --- of a prefill engine ----------------------------------------------------------------
 
     @property
-    def num_tickets(self) -> int:
+    def num_held(self) -> int:
         return self._holder.num_held if self._holder else 0
 
     def hold(self, seq: Sequence) -> KVHandoff:
-        """Put a computed sequence's blocks under a ticket and return it."""
+        """Hold a computed sequence's blocks and return the handoff."""
         assert self._holder is not None and self._metadata is not None, "a prefill engine's"
         seq.status = SequenceStatus.HOLDING_KV
         block_ids = seq.block_table.copy()
         generations = [self._blocks.generations[block] for block in block_ids]
         # What a sliding window has passed may not be read, and no generation vouches for it.
         first = block_ids.count(SCRATCH)
-        ticket = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
-        self._held[ticket] = seq
+        handoff_id = self._holder.hold(seq.request_id, block_ids[first:], generations[first:])
+        self._held[handoff_id] = seq
         return self._metadata.write(
-            ticket, seq.request_id, block_ids, generations, seq.num_computed_tokens
+            handoff_id, seq.request_id, block_ids, generations, seq.num_computed_tokens
         )
 
     def drop(self, request_ids: Container[str]) -> None:
-        for ticket, seq in self._held.items():
+        for handoff_id, seq in self._held.items():
             if seq.request_id in request_ids and self._holder is not None:
-                self._holder.drop(ticket)
+                self._holder.drop(handoff_id)
 
     def free_ended(self) -> None:
-        """Free the blocks of tickets that ended since the last call."""
-        for ticket in self._holder.take_ended() if self._holder is not None else ():
-            seq = self._held.pop(ticket)
+        """Free the blocks of handoffs that ended since the last call."""
+        for handoff_id in self._holder.take_ended() if self._holder is not None else ():
+            seq = self._held.pop(handoff_id)
             self._blocks.free(seq)
             seq.status = SequenceStatus.FINISHED
 
@@ -106,24 +106,24 @@ class KVHandover:
         return error
 
     def expect(self, seq: Sequence) -> None:
-        """Renew the lease of a sequence's ticket until it is read or cancelled."""
+        """Renew the lease of a sequence's handoff until it is read or cancelled."""
         if seq.handoff is not None and self._reader is not None:
             self._reader.expect(seq.request_id, seq.handoff)
 
     def cancel(self, seq: Sequence) -> None:
-        """Let go of a sequence's ticket; a read that was started still ends by itself."""
+        """Let go of a sequence's handoff; a read that was started still ends by itself."""
         if seq.handoff is not None and self._reader is not None:
             self._reader.cancel(seq.request_id)
 
     def refuse(self, seq: Sequence) -> None:
-        """Let go of the ticket of a sequence that was never expected, unless its id is in use."""
+        """Let go of the handoff of a sequence that was never expected, unless its id is in use."""
         if seq.request_id not in self._reading:
             self.expect(seq)
             self.cancel(seq)
 
     def start_read(self, seq: Sequence, handoff: KVHandoff, start: int) -> None:
         """Read what belongs into the blocks of a sequence's table from the `start`-th on."""
-        assert self._reader is not None, "a ticket was accepted"
+        assert self._reader is not None, "a handoff was accepted"
         self._reading[seq.request_id] = seq
         source_indices = list(range(start, len(seq.block_table)))
         self._reader.start(seq.request_id, handoff, source_indices, seq.block_table[start:])

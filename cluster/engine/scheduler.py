@@ -12,7 +12,7 @@ The life of a request:
 4. It gets a row and then runs in every step (`_schedule_running`). When no block is free, the
    sequence that came last gives up its blocks and waits to be computed again (`_preempt`).
 5. `update` books what the step sampled. The sequence ends with a stop token or at its limit; on a
-   prefill engine it leaves its row after the first token and holds its blocks under a ticket
+   prefill engine it leaves its row after the first token and holds its blocks under a handoff
    until a reader has them (`_hand_over`).
 6. `abort` ends it anywhere on this way.
 
@@ -22,7 +22,7 @@ ended meanwhile keeps its row and its blocks until the last step that computes i
 
 No request starves. Waiting ones are served strictly in order of arrival and never take blocks in a
 step in which a running sequence lacked them; the first running sequence can take the blocks of all
-others; and what else holds blocks (reads and tickets) ends by itself.
+others; and what else holds blocks (reads and handoffs) ends by itself.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=num_waiting,
             num_waiting_for_kv=min(self._handover.num_reading, num_waiting),
-            held_tickets=self._handover.num_tickets,
+            held_tickets=self._handover.num_held,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             prompt_tokens_computed=self._prompt_tokens_computed,
@@ -299,7 +299,7 @@ class Scheduler:
         return self._handover.find_error(seq, seq.handoff)
 
     def _refuse(self, seq: Sequence, reason: FinishReason, error: str = "") -> None:
-        """End a request that was never queued. A ticket of a bad one runs out by itself."""
+        """End a request that was never queued. A handoff of a bad one runs out by itself."""
         if not error:
             self._handover.refuse(seq)
         self._emit(seq, reason, error)
@@ -407,7 +407,7 @@ class Scheduler:
             if num_new > room:
                 num_new = self._grow(seq, num_new, batch)
                 if not num_new:
-                    # None came later, so reads or tickets hold the rest. They end by
+                    # None came later, so reads or handoffs hold the rest. They end by
                     # themselves; giving up what is computed would gain nothing.
                     return False
             batch.add(seq, num_new)
@@ -610,7 +610,7 @@ class Scheduler:
         self._finish(seq, reason)
 
     def _hand_over(self, seq: Sequence) -> KVHandoff:
-        """Take a prefilled sequence out of its row; its blocks stay under a ticket."""
+        """Take a prefilled sequence out of its row; its blocks stay under a handoff."""
         self._free_row(seq)
         self._finish(seq, FinishReason.HANDOFF)
         return self._handover.hold(seq)

@@ -38,7 +38,7 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     """Has a row, and blocks for what is computed."""
     HOLDING_KV = "holding_kv"
-    """Prefill is done; its blocks stay under a ticket until a reader has them."""
+    """Prefill is done; its blocks stay under a handoff until a reader has them."""
     FINISHED = "finished"
     """Ended here. Only an aborted read may still write to its blocks."""
 
@@ -57,7 +57,7 @@ class Sequence:
     arrival: int = 0
     """Orders all sequences of an engine."""
     handoff: KVHandoff | None = None
-    """The ticket to read from; None once it was read, or if there is none."""
+    """The handoff to read from; None once it was read, or if there is none."""
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_len: int = field(init=False)

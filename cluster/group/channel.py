@@ -1,7 +1,7 @@
 """The channel that carries step plans from a leader to its tensor-parallel followers.
 
 A link to each follower (`links.py`): PUB/SUB would drop in silence what a slow follower has not
-read. Down go plans and KV orders, up go reports of ended tickets and reads.
+read. Down go plans and KV orders, up go reports of ended handoffs and reads.
 
 Nothing here is acknowledged. A step's collectives keep the ranks together, so a leader is never
 more than a step or two ahead of its followers. A connection that breaks ends the group, because
@@ -42,7 +42,7 @@ Waiting = Callable[[str], None]
 
 MAX_REPORTS, MAX_REPORTS_S = 256, 0.002
 """Between two steps, of all followers together: what is left is read at the next one. Each ends a
-request's ticket or read, of which a step begins a few."""
+request's handoff or read, of which a step begins a few."""
 
 
 class StepSender:

@@ -1,15 +1,15 @@
 """KV handoff of a tensor-parallel group: every rank holds, and reads, its own slice.
 
-A leader's scheduler speaks to one `TicketHolder` and one `KVReader`. The ones here pass each order
+A leader's scheduler speaks to one `HandoffHolder` and one `KVReader`. The ones here pass each order
 on to the followers, which do the same with their slices, and put the answers together:
 
-1. A ticket has the same number on all ranks. Its blocks may be freed when it has ended on all of
+1. A handoff has the same number on all ranks. Its blocks may be freed when it has ended on all of
    them: a reader may still be copying from the rank whose lease runs longest.
 2. A read has ended when no rank writes any more, and well if it ended well on all of them. Then
    every rank's lease was alive to the end, so that all slices may be believed.
 
 A rank without followers is a group too. Nothing here does I/O: `tell` puts an order on the way,
-reports come in through `on_tickets_ended` and `on_read_ended`, and all of it happens on the step
+reports come in through `on_handoffs_ended` and `on_read_ended`, and all of it happens on the step
 thread. A report that was not asked for is a `FrameError`, which ends the group: the rank that sent
 it has lost its way.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.kv.handoff import KVReader, TicketHolder
+from cluster.kv.handoff import HandoffHolder, KVReader
 from cluster.wire.group_messages import (
     CancelRead,
     DropKV,
@@ -35,17 +35,17 @@ Tell = Callable[[KVOrder], None]
 
 
 class GroupHolder:
-    """The tickets of a prefill group.
+    """The handoffs of a prefill group.
 
-    Invariant: a ticket comes out of `take_ended` once, after it has ended on every rank.
+    Invariant: a handoff comes out of `take_ended` once, after it has ended on every rank.
     """
 
-    def __init__(self, local: TicketHolder, num_followers: int, tell: Tell | None = None) -> None:
+    def __init__(self, local: HandoffHolder, num_followers: int, tell: Tell | None = None) -> None:
         self._local = local
         self._num_followers = num_followers
         self._tell = tell or (lambda order: None)
         self._num_alive: dict[int, int] = {}
-        """By ticket: the ranks on which it has not ended."""
+        """By handoff: the ranks on which it has not ended."""
         self._ended: list[int] = []
 
     @property
@@ -53,31 +53,31 @@ class GroupHolder:
         return len(self._num_alive)
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        ticket = self._local.hold(request_id, block_ids, generations)
-        self._num_alive[ticket] = 1 + self._num_followers
-        self._tell(HoldKV(ticket, request_id, block_ids, generations))
-        return ticket
+        handoff_id = self._local.hold(request_id, block_ids, generations)
+        self._num_alive[handoff_id] = 1 + self._num_followers
+        self._tell(HoldKV(handoff_id, request_id, block_ids, generations))
+        return handoff_id
 
-    def drop(self, ticket: int) -> None:
-        self._local.drop(ticket)
-        self._tell(DropKV(ticket))
+    def drop(self, handoff_id: int) -> None:
+        self._local.drop(handoff_id)
+        self._tell(DropKV(handoff_id))
 
-    def on_tickets_ended(self, tickets: list[int]) -> None:
-        """Take one rank's report. Each reports a ticket once.
+    def on_handoffs_ended(self, handoff_ids: list[int]) -> None:
+        """Take one rank's report. Each reports a handoff once.
 
         Raises:
-            FrameError: a ticket has ended on all ranks before, or was never held.
+            FrameError: a handoff has ended on all ranks before, or was never held.
         """
-        for ticket in tickets:
-            if ticket not in self._num_alive:
-                raise FrameError(f"ticket: wanted one that is held, found the end of {ticket}")
-            self._num_alive[ticket] -= 1
-            if not self._num_alive[ticket]:
-                del self._num_alive[ticket]
-                self._ended.append(ticket)
+        for handoff_id in handoff_ids:
+            if handoff_id not in self._num_alive:
+                raise FrameError(f"handoff: wanted one that is held, found the end of {handoff_id}")
+            self._num_alive[handoff_id] -= 1
+            if not self._num_alive[handoff_id]:
+                del self._num_alive[handoff_id]
+                self._ended.append(handoff_id)
 
     def take_ended(self) -> list[int]:
-        self.on_tickets_ended(self._local.take_ended())
+        self.on_handoffs_ended(self._local.take_ended())
         ended, self._ended = self._ended, []
         return ended
 

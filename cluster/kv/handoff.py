@@ -1,14 +1,14 @@
 """Handing KV over from a prefill to a decode engine: which side may free what, and when.
 
-1. The prefill scheduler (`KVHandover.hold`) holds a sequence's blocks under a ticket with a lease
-   (`TicketHolder.hold`).
-2. The decode scheduler registers the ticket (`KVReader.expect`), and its reader renews the lease
+1. The prefill scheduler (`KVHandover.hold`) holds a sequence's blocks under a handoff with a lease
+   (`HandoffHolder.hold`).
+2. The decode scheduler registers the handoff (`KVReader.expect`), and its reader renews the lease
    from then on.
 3. Once it has allocated its own blocks, the scheduler starts the read (`KVReader.start`, which
    `KVPulls` in `cluster/kv/reads.py` decides on).
-4. The reader copies, then releases the ticket. The answer tells whether the lease was alive
+4. The reader copies, then releases the handoff. The answer tells whether the lease was alive
    throughout; only then are the bytes trusted.
-5. Released, dropped and expired tickets come out of `TicketHolder.take_ended`, with several ranks
+5. Released, dropped and expired handoffs come out of `HandoffHolder.take_ended`, with several ranks
    once they have ended on each (`GroupHolder`), and the prefill scheduler frees their blocks.
 
 If the decode side dies midway, renewals stop: `KVHolder.tick` ends the lease by the prefill side's
@@ -32,7 +32,7 @@ from cluster.wire.messages import KVCall, KVHandoff, KVRead, KVRelease, KVRenew,
 
 @dataclass(frozen=True)
 class HandoffMetadata:
-    """What a prefill engine writes into its tickets, and a decode engine wants to find there."""
+    """What a prefill engine writes into its handoffs, and a decode engine wants to find there."""
 
     sources: list[KVSource]
     """One per tensor-parallel rank, in order; on an engine that only reads, its ranks' places."""
@@ -42,15 +42,15 @@ class HandoffMetadata:
 
     def write(
         self,
-        ticket: int,
+        handoff_id: int,
         request_id: str,
         block_ids: list[int],
         generations: list[int],
         num_tokens: int,
     ) -> KVHandoff:
-        """Return the ticket for a sequence of `num_tokens` computed tokens."""
+        """Return the handoff for a sequence of `num_tokens` computed tokens."""
         return KVHandoff(
-            ticket=ticket,
+            handoff_id=handoff_id,
             request_id=request_id,
             sources=self.sources,
             block_ids=block_ids,
@@ -62,7 +62,7 @@ class HandoffMetadata:
         )
 
     def find_error(self, handoff: KVHandoff, num_tokens: int, num_blocks: int) -> str:
-        """Return what makes a ticket for `num_tokens` tokens unusable here, or nothing."""
+        """Return what makes a handoff for `num_tokens` tokens unusable here, or nothing."""
         places = [source.tp_rank for source in handoff.sources]
         for name, wanted, found in (
             ("sources", [source.tp_rank for source in self.sources], places),
@@ -79,39 +79,39 @@ class HandoffMetadata:
         return ""
 
 
-class TicketHolder(Protocol):
-    """What a prefill scheduler needs of the object that keeps its tickets."""
+class HandoffHolder(Protocol):
+    """What a prefill scheduler needs of the object that keeps its handoffs."""
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        """Start a lease on the blocks and return its ticket."""
+        """Start a lease on the blocks and return the handoff's id."""
 
-    def drop(self, ticket: int) -> None:
-        """End a ticket whose request was aborted."""
+    def drop(self, handoff_id: int) -> None:
+        """End a handoff whose request was aborted."""
 
     def take_ended(self) -> list[int]:
-        """Return the tickets that ended since the last call: their blocks may be freed."""
+        """Return the ids of those that ended since the last call: their blocks may be freed."""
 
     @property
     def num_held(self) -> int:
-        """Tickets that have not ended."""
+        """Handoffs that have not ended."""
 
 
 class KVReader(Protocol):
     """What a decode scheduler needs of the object that reads KV for it."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Renew the ticket's lease until the read is started or cancelled."""
+        """Renew the handoff's lease until the read is started or cancelled."""
 
     def start(
         self, request_id: str, handoff: KVHandoff, source_indices: list[int], dst_blocks: list[int]
     ) -> None:
         """Copy `handoff.block_ids[i]` for i in `source_indices` to `dst_blocks`, then release.
 
-        Both lists may be empty: then the ticket is only released.
+        Both lists may be empty: then the handoff is only released.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Stop as soon as possible and release the ticket.
+        """Stop as soon as possible and release the handoff.
 
         A started read still comes out of `take_finished`, when it no longer writes. One that has
         ended meanwhile is left alone.
@@ -129,9 +129,9 @@ class _Lease:
 
 
 class KVHolder:
-    """The tickets of a prefill rank and their leases.
+    """The handoffs of a prefill rank and their leases.
 
-    Invariant: a ticket is held, or ended once and for all; each ended one comes out of
+    Invariant: a handoff is held, or ended once and for all; each ended one comes out of
     `take_ended` exactly once, however it ended. `clock` must never go back.
     """
 
@@ -143,7 +143,7 @@ class KVHolder:
         # All leases are equally long and a renewed one moves to the end: the first ends first.
         self._leases: OrderedDict[int, _Lease] = OrderedDict()
         self._ended: list[int] = []
-        self.last_ticket = 0
+        self.last_handoff_id = 0
         """The highest that was ever issued."""
 
     @property
@@ -151,10 +151,10 @@ class KVHolder:
         return len(self._leases)
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
-        self.last_ticket += 1
+        self.last_handoff_id += 1
         held = dict(zip(block_ids, generations, strict=True))
-        self._leases[self.last_ticket] = _Lease(request_id, held, self.clock() + self.lease_s)
-        return self.last_ticket
+        self._leases[self.last_handoff_id] = _Lease(request_id, held, self.clock() + self.lease_s)
+        return self.last_handoff_id
 
     def answer(self, call: KVCall, max_blocks: int) -> bool:
         """Do what a reader asks; return whether its lease was alive.
@@ -165,42 +165,42 @@ class KVHolder:
         match call:
             case KVRead():
                 is_short = len(call.block_ids) <= max_blocks
-                return is_short and self.covers(call.ticket, call.block_ids, call.generations)
+                return is_short and self.covers(call.handoff_id, call.block_ids, call.generations)
             case KVRenew():
-                return self.renew(call.ticket)
+                return self.renew(call.handoff_id)
             case KVRelease():
-                return self.release(call.ticket, call.num_blocks_read)
+                return self.release(call.handoff_id, call.num_blocks_read)
 
-    def renew(self, ticket: int) -> bool:
+    def renew(self, handoff_id: int) -> bool:
         """Extend a lease; False if it has ended."""
-        if not self.is_alive(ticket):
+        if not self.is_alive(handoff_id):
             return False
-        self._leases[ticket].deadline = self.clock() + self.lease_s
-        self._leases.move_to_end(ticket)
+        self._leases[handoff_id].deadline = self.clock() + self.lease_s
+        self._leases.move_to_end(handoff_id)
         return True
 
-    def release(self, ticket: int, num_blocks_read: int) -> bool:
-        """End a ticket; True if its lease was alive from hold until now."""
-        if not self.is_alive(ticket):
+    def release(self, handoff_id: int, num_blocks_read: int) -> bool:
+        """End a handoff; True if its lease was alive from hold until now."""
+        if not self.is_alive(handoff_id):
             return False
-        self._end(ticket)
+        self._end(handoff_id)
         self.num_blocks_sent += num_blocks_read
         return True
 
-    def drop(self, ticket: int) -> None:
-        if ticket in self._leases:
-            self._end(ticket)
+    def drop(self, handoff_id: int) -> None:
+        if handoff_id in self._leases:
+            self._end(handoff_id)
 
     def tick(self) -> list[int]:
-        """End the leases that have run out and return their tickets."""
+        """End the leases that have run out and return their handoffs."""
         now = self.clock()
         expired: list[int] = []
-        for ticket, lease in self._leases.items():
+        for handoff_id, lease in self._leases.items():
             if lease.deadline > now:
                 break
-            expired.append(ticket)
-        for ticket in expired:
-            self._end(ticket)
+            expired.append(handoff_id)
+        for handoff_id in expired:
+            self._end(handoff_id)
         return expired
 
     def take_ended(self) -> list[int]:
@@ -211,19 +211,19 @@ class KVHolder:
         """Return when the next lease runs out, by the clock."""
         return next((lease.deadline for lease in self._leases.values()), None)
 
-    def is_alive(self, ticket: int) -> bool:
+    def is_alive(self, handoff_id: int) -> bool:
         """Return whether a lease has not ended, nor run out unnoticed."""
-        lease = self._leases.get(ticket)
+        lease = self._leases.get(handoff_id)
         return lease is not None and self.clock() < lease.deadline
 
-    def covers(self, ticket: int, block_ids: list[int], generations: list[int]) -> bool:
-        """Return whether a live ticket holds these blocks with these contents."""
-        if not self.is_alive(ticket) or len(block_ids) != len(generations):
+    def covers(self, handoff_id: int, block_ids: list[int], generations: list[int]) -> bool:
+        """Return whether a live handoff holds these blocks with these contents."""
+        if not self.is_alive(handoff_id) or len(block_ids) != len(generations):
             return False
-        held = self._leases[ticket].generations
+        held = self._leases[handoff_id].generations
         wanted = zip(block_ids, generations, strict=True)
         return all(held.get(block) == generation for block, generation in wanted)
 
-    def _end(self, ticket: int) -> None:
-        del self._leases[ticket]
-        self._ended.append(ticket)
+    def _end(self, handoff_id: int) -> None:
+        del self._leases[handoff_id]
+        self._ended.append(handoff_id)

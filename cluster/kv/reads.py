@@ -1,15 +1,15 @@
-"""The reader's side of a handoff: from a ticket to bytes that can be trusted.
+"""The reader's side of a handoff, to bytes that can be trusted.
 
 A read goes through three phases:
 
-1. *expected*: its ticket's lease is renewed until the scheduler has blocks for it;
+1. *expected*: its handoff's lease is renewed until the scheduler has blocks for it;
 2. *reading*: the blocks are copied, at once if the source's memory is mapped, else chunk by
    chunk in answers to `KVRead`;
-3. *releasing*: the ticket is released, and the answer tells whether its lease held throughout.
+3. *releasing*: the handoff is released, and the answer tells whether its lease held throughout.
 
 This is a state machine. It sends through a `ReadTransport`, takes answers and ticks, and blocks
 nowhere; a thread with sockets drives it (`cluster/kv/transport/puller.py`), or a simulator.
-A malformed ticket or answer ends its read without raising.
+A malformed handoff or answer ends its read without raising.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ReadTransport(Protocol):
 
 @dataclass
 class _Pull:
-    """One read: a request's way from ticket to bytes."""
+    """One read: a request's way from handoff to bytes."""
 
     request_id: str
     handoff: KVHandoff
@@ -78,8 +78,8 @@ class _Pull:
     """When the call that is not answered yet was sent."""
     awaited: str = ""
     """The type of that call, a renewal apart."""
-    has_ticket: bool = True
-    """False if another request already owns this ticket; this one must then not release it."""
+    is_owner: bool = True
+    """False if another request already owns this handoff; this one must then not release it."""
     error: str = ""
 
 
@@ -102,7 +102,7 @@ class KVPulls:
         self._block_bytes = block_bytes
         self._clock = clock
         self._pulls: dict[str, _Pull] = {}
-        self._by_ticket: dict[tuple[KVSource, int], _Pull] = {}
+        self._by_handoff: dict[tuple[KVSource, int], _Pull] = {}
         self._heard_at: dict[KVSource, float] = {}
         """When a holder last answered a read or a release."""
         self._answered: dict[KVSource, float] = {}
@@ -118,19 +118,21 @@ class KVPulls:
         """Seconds from the start of a read under a valid lease to its end, summed up."""
 
     def expect(self, request_id: str, handoff: KVHandoff) -> None:
-        """Keep the ticket's lease alive until the read starts or is cancelled."""
+        """Keep the handoff's lease alive until the read starts or is cancelled."""
         source = handoff.sources[self._tp_rank]
         pull = _Pull(request_id, handoff, source, self._clock() + handoff.lease_s / 3)
         self._pulls[request_id] = pull
-        if self._by_ticket.setdefault((source, handoff.ticket), pull) is not pull:
-            pull.has_ticket, pull.renew_at = False, float("inf")
-            pull.error = f"kv ticket: wanted one for one request, found {handoff.ticket} for two"
+        if self._by_handoff.setdefault((source, handoff.handoff_id), pull) is not pull:
+            pull.is_owner, pull.renew_at = False, float("inf")
+            pull.error = (
+                f"kv handoff: wanted one for one request, found {handoff.handoff_id} for two"
+            )
 
     def start(self, request_id: str, source_indices: list[int], dst_blocks: list[int]) -> None:
-        """Copy the blocks at these positions of the ticket into ours, then release it."""
+        """Copy the blocks at these positions of the handoff into ours, then release it."""
         pull = self._pulls.get(request_id)
         if pull is None:
-            self._report(request_id, "kv ticket: wanted one that is expected, found none")
+            self._report(request_id, "kv handoff: wanted one that is expected, found none")
             return
         pull.has_started, pull.started_at = True, self._clock()
         pull.source_indices, pull.dst_blocks = source_indices, dst_blocks
@@ -149,13 +151,13 @@ class KVPulls:
             return
         pull.is_cancelled = True
         if not pull.has_started:
-            if pull.has_ticket:
-                self._send(pull, KVRelease(pull.handoff.ticket, 0))
+            if pull.is_owner:
+                self._send(pull, KVRelease(pull.handoff.handoff_id, 0))
             self._forget(pull)
 
     def on_answer(self, source: KVSource, answer: KVAnswer, blocks: list[memoryview]) -> None:
         """Take a holder's answer; one to a read that is over is ignored."""
-        pull = self._by_ticket.get((source, answer.ticket))
+        pull = self._by_handoff.get((source, answer.handoff_id))
         if pull is None or answer.call not in (KVRenew.__name__, pull.awaited):
             return
         if answer.call != KVRenew.__name__:  # which is answered whatever became of other calls
@@ -163,7 +165,7 @@ class KVPulls:
             self._heard_at[source] = self._clock()
             self._answered[source] = max(pull.asked_at, self._answered.get(source, 0.0))
         if not answer.alive and not pull.error:
-            pull.error = f"kv lease: ticket {answer.ticket} ended before its blocks were read"
+            pull.error = f"kv lease: handoff {answer.handoff_id} ended before its blocks were read"
         if answer.call == KVRead.__name__:
             self._take_chunk(pull, blocks if answer.alive else [])
         elif answer.call == KVRelease.__name__:
@@ -191,12 +193,12 @@ class KVPulls:
                     self._transport.forget(pull.source)
             elif now >= pull.renew_at:
                 pull.renew_at = now + pull.handoff.lease_s / 3
-                self._send(pull, KVRenew(pull.handoff.ticket))
+                self._send(pull, KVRenew(pull.handoff.handoff_id))
 
     def next_deadline(self) -> float | None:
         """Return when `on_tick` has something to do, by the clock; None: not before the next event.
 
-        A read whose ticket another request owns waits to be started, and has nothing to renew.
+        A read whose handoff another request owns waits to be started, and has nothing to renew.
         """
         times = (min(pull.renew_at, self._answer_by(pull)) for pull in self._pulls.values())
         soonest = min(times, default=math.inf)
@@ -225,7 +227,7 @@ class KVPulls:
             return
         handoff = pull.handoff
         call = KVRead(
-            handoff.ticket,
+            handoff.handoff_id,
             [handoff.block_ids[i] for i in indices],
             [handoff.generations[i] for i in indices],
         )
@@ -248,11 +250,11 @@ class KVPulls:
             pull.error = f"kv answer of {pull.source.address}: {error}"
 
     def _release(self, pull: _Pull) -> None:
-        if not pull.has_ticket:
+        if not pull.is_owner:
             self._finish(pull)
             return
         num_valid = 0 if pull.error or pull.is_cancelled else pull.num_read
-        self._await_answer(pull, KVRelease(pull.handoff.ticket, num_valid))
+        self._await_answer(pull, KVRelease(pull.handoff.handoff_id, num_valid))
 
     def _await_answer(self, pull: _Pull, call: KVCall) -> None:
         pull.asked_at, pull.awaited = self._clock(), type(call).__name__
@@ -283,8 +285,8 @@ class KVPulls:
 
     def _forget(self, pull: _Pull) -> None:
         del self._pulls[pull.request_id]
-        if pull.has_ticket:
-            del self._by_ticket[pull.source, pull.handoff.ticket]
+        if pull.is_owner:
+            del self._by_handoff[pull.source, pull.handoff.handoff_id]
         if all(other.source != pull.source for other in self._pulls.values()):
             self._heard_at.pop(pull.source, None)
             self._answered.pop(pull.source, None)

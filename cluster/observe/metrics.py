@@ -217,7 +217,7 @@ METRICS = (
     Metric(
         "kv_transfer_seconds_total", COUNTER, "Seconds that reads of KV under a valid lease took."
     ),
-    Metric("kv_leases_expired_total", COUNTER, "Tickets whose reader was not heard of in time."),
+    Metric("kv_leases_expired_total", COUNTER, "Handoffs whose reader was not heard of in time."),
     Metric(
         "rank_restarts_total",
         COUNTER,

@@ -17,19 +17,19 @@ from typing import Any, Protocol
 
 from cluster.engine.divergence import StepDigester, StepDivergence, check_digest
 from cluster.engine.engine import Executor
-from cluster.kv.handoff import KVReader, TicketHolder
+from cluster.kv.handoff import HandoffHolder, KVReader
 from cluster.wire.group_messages import (
     CancelRead,
     DropKV,
     EndOfSteps,
     ExpectKV,
     FollowerReport,
+    HandoffsEnded,
     HoldKV,
     KVOrder,
     PiecesLoaded,
     StartRead,
     StepFrame,
-    TicketsEnded,
 )
 from cluster.wire.messages import FrameError
 
@@ -57,7 +57,7 @@ class FollowerLoop:
         receiver: PlanReceiver,
         runner: Executor,
         digester: StepDigester,
-        holder: TicketHolder | None,
+        holder: HandoffHolder | None,
         reader: KVReader | None,
         is_overlapped: bool = False,
     ) -> None:
@@ -122,11 +122,13 @@ class FollowerLoop:
         holder, reader = self._holder, self._reader
         match order:
             case HoldKV() if holder is not None:
-                ticket = holder.hold(order.request_id, order.block_ids, order.generations)
-                if ticket != order.ticket:
-                    raise FrameError(f"{self._name}: ticket: wanted {order.ticket}, found {ticket}")
+                handoff_id = holder.hold(order.request_id, order.block_ids, order.generations)
+                if handoff_id != order.handoff_id:
+                    raise FrameError(
+                        f"{self._name}: handoff: wanted {order.handoff_id}, found {handoff_id}"
+                    )
             case DropKV() if holder is not None:
-                holder.drop(order.ticket)
+                holder.drop(order.handoff_id)
             case ExpectKV() if reader is not None:
                 reader.expect(order.request_id, order.handoff)
             case StartRead() if reader is not None:
@@ -144,7 +146,7 @@ class FollowerLoop:
         if self._runner.switch.is_loaded and not self._has_said_loaded:
             self._has_said_loaded = True
             self.receiver.report(PiecesLoaded())
-        if self._holder is not None and (tickets := self._holder.take_ended()):
-            self.receiver.report(TicketsEnded(tickets))
+        if self._holder is not None and (handoff_ids := self._holder.take_ended()):
+            self.receiver.report(HandoffsEnded(handoff_ids))
         for result in self._reader.take_finished() if self._reader is not None else ():
             self.receiver.report(result)

@@ -40,7 +40,7 @@ from cluster.group.channel import StepSender
 from cluster.group.context import RankContext
 from cluster.group.rendezvous import LeaderEndpoints, Rendezvous
 from cluster.kv.group import GroupHolder, GroupReader
-from cluster.kv.handoff import HandoffMetadata, KVReader, TicketHolder
+from cluster.kv.handoff import HandoffHolder, HandoffMetadata, KVReader
 from cluster.observe.counts import Counts
 from cluster.observe.metrics import SchedulerStats
 from cluster.rank.output_sender import MAX_ADDRESSES, OutputSender
@@ -50,10 +50,10 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import (
     FollowerHello,
     FollowerReport,
+    HandoffsEnded,
     PeerHello,
     PiecesLoaded,
     ReadEnded,
-    TicketsEnded,
 )
 from cluster.wire.messages import (
     MAX_GRAMMAR_CHARS,
@@ -219,8 +219,8 @@ class Leader(Rank):
 
     def _book(self, tp_rank: int, report: FollowerReport) -> None:
         match report:
-            case TicketsEnded() if self._holder is not None:
-                self._holder.on_tickets_ended(report.tickets)
+            case HandoffsEnded() if self._holder is not None:
+                self._holder.on_handoffs_ended(report.handoff_ids)
             case ReadEnded() if self._reader is not None:
                 error = f"tp={tp_rank}: {report.error}" if report.error else ""
                 self._reader.on_read_ended(report.request_id, error)
@@ -304,7 +304,7 @@ def assemble_engine(
     channel: Channel | None = None,
     lockstep: Lockstep | None = None,
     metadata: HandoffMetadata | None = None,
-    holder: TicketHolder | None = None,
+    holder: HandoffHolder | None = None,
     reader: KVReader | None = None,
 ) -> Engine:
     """Return the engine of a leader; None for what it has not: followers, other leaders, or KV to

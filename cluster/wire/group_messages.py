@@ -4,7 +4,7 @@ A leader and its tensor-parallel followers:
 
 1. The leader sends each step's plan, and between steps what to do to slices of KV; in order, and
    nothing is acknowledged.
-2. A follower reports which of its tickets and reads have ended, and once that it has loaded what
+2. A follower reports which of its handoffs and reads have ended, and once that it has loaded what
    was compiled. It has no other state that its leader did not tell it.
 
 Data-parallel leaders: in every step each sends its `Vote` (`messages.py`), then what it made of all
@@ -63,29 +63,29 @@ class StepFrame(Wire, frozen=True, tag=True):
 
 
 class HoldKV(Wire, frozen=True, tag=True):
-    """Hold your slice of these blocks under a ticket of this number."""
+    """Hold your slice of these blocks as the handoff of this id."""
 
-    ticket: int
+    handoff_id: int
     request_id: str
     block_ids: list[int]
     generations: list[int]
 
 
 class DropKV(Wire, frozen=True, tag=True):
-    """End a ticket whose request was aborted."""
+    """End a handoff whose request was aborted."""
 
-    ticket: int
+    handoff_id: int
 
 
 class ExpectKV(Wire, frozen=True, tag=True):
-    """Renew the lease of your slice of this ticket."""
+    """Renew the lease of your slice of this handoff."""
 
     request_id: str
     handoff: KVHandoff
 
 
 class StartRead(Wire, frozen=True, tag=True):
-    """Read your slice of these blocks of an expected ticket into blocks of yours."""
+    """Read your slice of these blocks of an expected handoff into blocks of yours."""
 
     request_id: str
     handoff: KVHandoff
@@ -94,7 +94,7 @@ class StartRead(Wire, frozen=True, tag=True):
 
 
 class CancelRead(Wire, frozen=True, tag=True):
-    """Stop the read, or the expectation, and release the ticket."""
+    """Stop the read, or the expectation, and release the handoff."""
 
     request_id: str
 
@@ -126,10 +126,10 @@ class FollowerHello(Wire, frozen=True, tag=True):
     """Checksum of what the rank captured: it replays what its leader agreed on with others."""
 
 
-class TicketsEnded(Wire, frozen=True, tag=True):
-    """These tickets have ended on the follower."""
+class HandoffsEnded(Wire, frozen=True, tag=True):
+    """These handoffs have ended on the follower."""
 
-    tickets: list[int]
+    handoff_ids: list[int]
 
 
 class ReadEnded(Wire, frozen=True, tag=True):
@@ -149,7 +149,7 @@ class PiecesLoaded(Wire, frozen=True, tag=True):
     """The follower has loaded what was compiled while it served. It says so once."""
 
 
-FollowerReport = TicketsEnded | ReadEnded | PiecesLoaded
+FollowerReport = HandoffsEnded | ReadEnded | PiecesLoaded
 
 
 class PeerHello(Wire, frozen=True, tag=True):

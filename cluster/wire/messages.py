@@ -25,7 +25,7 @@ from cluster.config import MAX_LEASE_S, MIN_LEASE_S
 from compile.config import CUDAGraphMode
 from compile.dispatch import BatchDescriptor
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 # Bounds of sampling, for requests of clients as well as on the wire.
 MAX_TEMPERATURE = 1e6
@@ -189,17 +189,17 @@ class KVSource(Wire, frozen=True):
     address: Address
     """Serves reads, renewals and releases."""
     process: RankProcess
-    """The ticket's holder: calls name it, so that no other that listens there serves them."""
+    """The handoff's holder: calls name it, so that no other that listens there serves them."""
 
 
 class KVHandoff(Wire, frozen=True):
-    """A ticket for the KV blocks that a prefill rank holds for one sequence.
+    """The KV blocks that a prefill rank holds for one sequence, and a decode rank may read.
 
     Invariant: `block_ids` and `generations` have equal length and cover `num_tokens` tokens; a
     block whose generation differs at the source has been reused and must not be used.
     """
 
-    ticket: Count
+    handoff_id: Count
     request_id: RequestId
     sources: Annotated[list[KVSource], Meta(max_length=1024)]
     block_ids: list[Index]
@@ -533,21 +533,21 @@ class SampledTokens(Wire, frozen=True):
 class KVRead(Wire, frozen=True, tag=True):
     """Send the bytes of these blocks (TCP transport)."""
 
-    ticket: Count
+    handoff_id: Count
     block_ids: list[Index]
     generations: list[Count]
 
 
 class KVRenew(Wire, frozen=True, tag=True):
-    """Extend the ticket's lease."""
+    """Extend the handoff's lease."""
 
-    ticket: Count
+    handoff_id: Count
 
 
 class KVRelease(Wire, frozen=True, tag=True):
-    """The reader is done with the ticket; `num_blocks_read` of its blocks were copied."""
+    """The reader is done with the handoff; `num_blocks_read` of its blocks were copied."""
 
-    ticket: Count
+    handoff_id: Count
     num_blocks_read: Index
 
 
@@ -557,7 +557,7 @@ KVCall = KVRead | KVRenew | KVRelease
 class KVAnswer(Wire, frozen=True):
     """`alive` tells whether the lease held from the handoff until now."""
 
-    ticket: Count
+    handoff_id: Count
     call: Name
     """The type of the call that is answered: answers to a renewal and to a release differ."""
     alive: bool

@@ -89,7 +89,7 @@ class DefaultApp:
             connection.close()
 
     def num_held(self) -> int:
-        """Return the sequences and tickets that the ranks hold; figures are up to 0.75 s old."""
+        """Return the sequences and handoffs that the ranks hold; figures are up to 0.75 s old."""
         _, body = self.get("/ready")
         replicas = [r for pool in body.get("pools", {}).values() for r in pool["replicas"]]
         counts = ("num_running", "num_waiting", "held_tickets")

@@ -426,8 +426,8 @@ def no_model_takes(i: int) -> bytes:
     return encode(Submit(asked, None))
 
 
-def nobodys_ticket(i: int) -> bytes:
-    """Return a submission with a ticket of nobody."""
+def nobodys_handoff(i: int) -> bytes:
+    """Return a submission with a handoff of nobody."""
     source = KVSource(0, "n", 1, 1, NOWHERE, RankProcess(0, "nonce"))
     handoff = KVHandoff(3, f"{i}", [source], [1], [1], 5, 4096, "kv", 30.0)
     return encode(Submit(request(f"{i}", NOWHERE), handoff))
@@ -478,7 +478,7 @@ NONSENSE: dict[str, Send] = {
 TO_LEADERS: dict[str, Send] = {
     "a bad seed": member(bad_seed),
     "tokens of no model": member(no_model_takes),
-    "tickets of nobody": member(nobodys_ticket),
+    "handoffs of nobody": member(nobodys_handoff),
     "84,000 tokens": member(endless_submit),
     "all rules": member(wide_rules),
     "aborts of nobody": member(many_aborts),

@@ -147,7 +147,7 @@ def hash_blocks(store: BlockStore) -> None:
 
 
 def hold(pipe: Connection, shape: tuple[int, int]) -> None:
-    """Hold blocks under as many tickets as are asked for."""
+    """Hold blocks under as many handoffs as are asked for."""
     pool = torch.randint(0, 255, (shape[0] + 1, shape[1]), dtype=torch.uint8)
     servers: dict[str, KVServer] = {}
     for way in WAYS:
@@ -165,12 +165,20 @@ def hold(pipe: Connection, shape: tuple[int, int]) -> None:
     while (asked := pipe.recv()) is not None:
         way, first, num_blocks = asked
         blocks = list(range(first, first + num_blocks))
-        ticket = servers[way].hold("r", blocks, [0] * num_blocks)
+        handoff_id = servers[way].hold("r", blocks, [0] * num_blocks)
         servers[way].take_ended()
         source = KVSource(0, "elsewhere", 0, -1, servers[way].address, servers[way].process)
         pipe.send(
             KVHandoff(
-                ticket, "r", [source], blocks, [0] * num_blocks, num_blocks, shape[1], "kv", LEASE_S
+                handoff_id,
+                "r",
+                [source],
+                blocks,
+                [0] * num_blocks,
+                num_blocks,
+                shape[1],
+                "kv",
+                LEASE_S,
             )
         )
 

@@ -62,7 +62,7 @@ class Pool:
             config_hash,
             self,
             routing=pool.routing,
-            # A ticket that comes with a request must still be alive when the request goes on.
+            # A handoff that comes with a request must still be alive when the request goes on.
             hold_s=hold_s(pool.engine.transfer.lease_s),
         )
         self._core.spawn(self._core.report())

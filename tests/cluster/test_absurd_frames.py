@@ -74,7 +74,7 @@ class Served:
     replies: zmq.Socket[bytes]
     reply_to: str
     memory: SharedMemory
-    """Blocks that a ticket may name."""
+    """Blocks that a handoff may name."""
     wanted: list[int] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     ids: Iterator[int] = field(default_factory=count)
@@ -177,7 +177,7 @@ NAME = "absurd 000000"
 
 
 def good_frames(served: Served) -> list[Any]:
-    """Return frames that hold something in every field, and a ticket that this engine would take.
+    """Return frames that hold something in every field, and a handoff that this engine would take.
 
     Its blocks are there to be read, but nobody answers where it says.
     """

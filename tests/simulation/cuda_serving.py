@@ -1,7 +1,7 @@
 """One engine, or a prefill and a decode engine, with what their plans call for.
 
 On the simulated device each engine of a pair computes on a stream of its own, as two processes
-would, and KV crosses by way of both block stores. Real are engines, tickets and reads; instead of
+would, and KV crosses by way of both block stores. Real are engines, handoffs and reads; instead of
 two threads and their sockets, calls are answered between steps, in an order that the seed chooses.
 """
 
@@ -150,12 +150,12 @@ class Handover(KVPuller):
         alive = self.holder.answer(call, max_chunk_blocks(self._target.block_bytes))
         blocks: list[memoryview] = []
         if isinstance(call, KVRead):
-            assert alive, f"ticket {call.ticket}: wanted it alive"
+            assert alive, f"handoff {call.handoff_id}: wanted it alive"
             blocks = self._source.gather(call.block_ids)
             self.called[TRANSFERS] += 1
         # As it leaves the sender: what is written into its memory later does not show.
         sent = [memoryview(bytes(block)) for block in blocks]
-        answer = KVAnswer(call.ticket, type(call).__name__, alive)
+        answer = KVAnswer(call.handoff_id, type(call).__name__, alive)
         self._todo.append(lambda: self.reads.on_answer(_SOURCE, answer, sent))
 
     def is_mapped(self, source: KVSource) -> bool:

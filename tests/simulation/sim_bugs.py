@@ -339,17 +339,17 @@ class _BelievesAnyRelease(KVPulls):
         super().on_answer(source, alive, blocks)
 
 
-@planted("kv_holder", "a ticket that ends with its first read")
+@planted("kv_holder", "a handoff that ends with its first read")
 class _EndsLeasesEarly(KVHolder):
-    def covers(self, ticket: int, block_ids: list[int], generations: list[int]) -> bool:
-        is_held = super().covers(ticket, block_ids, generations)
+    def covers(self, handoff_id: int, block_ids: list[int], generations: list[int]) -> bool:
+        is_held = super().covers(handoff_id, block_ids, generations)
         if is_held:
-            self._ended.append(ticket)
+            self._ended.append(handoff_id)
         return is_held
 
 
-@planted("kv_holder", "a ticket whose lease never ends")
-class _KeepsAbandonedTickets(KVHolder):
+@planted("kv_holder", "a handoff whose lease never ends")
+class _KeepsAbandonedHandoffs(KVHolder):
     def tick(self) -> list[int]:
         return []
 

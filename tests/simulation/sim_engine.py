@@ -280,7 +280,7 @@ class FakeReader:
             read.is_cancelled = True
             read.wait += self.weather.delay()
         else:
-            self.holder.release(read.handoff.ticket, 0)
+            self.holder.release(read.handoff.handoff_id, 0)
             del self.reads[request_id]
 
     def take_finished(self) -> list[ReadEnded]:
@@ -290,7 +290,7 @@ class FakeReader:
     def tick(self, now: float) -> None:
         for request_id, read in list(self.reads.items()):
             if not self.weather.happens(self.weather.p_no_renew, now):
-                self.holder.renew(read.handoff.ticket)
+                self.holder.renew(read.handoff.handoff_id)
             if not read.is_started:
                 continue
             if read.wait > 0:
@@ -305,10 +305,10 @@ class FakeReader:
         index, dst = read.copies.pop(0)
         block, handoff = read.handoff.block_ids[index], read.handoff
         assert block != SCRATCH, "a block outside of the window was read"
-        if self.holder.is_alive(handoff.ticket):
+        if self.holder.is_alive(handoff.handoff_id):
             found = self.source.blocks.generations[block]
             assert found == handoff.generations[index], "a held block was handed out again"
-            assert self.holder.covers(handoff.ticket, [block], [found])
+            assert self.holder.covers(handoff.handoff_id, [block], [found])
         self.target.model.blocks[dst] = list(self.source.model.blocks[block])
         read.num_read += 1
 
@@ -318,10 +318,10 @@ class FakeReader:
 
     def _release(self, request_id: str, read: _Read, now: float) -> None:
         failed = read.is_cancelled or self.weather.happens(self.weather.p_fail, now)
-        alive = self.holder.release(read.handoff.ticket, 0 if failed else read.num_read)
+        alive = self.holder.release(read.handoff.handoff_id, 0 if failed else read.num_read)
         del self.reads[request_id]
         ok = alive and not failed
-        self.results.append(ReadEnded(request_id, "" if ok else "ticket: lost"))
+        self.results.append(ReadEnded(request_id, "" if ok else "handoff: lost"))
 
 
 @dataclass

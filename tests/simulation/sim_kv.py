@@ -1,12 +1,12 @@
 """KV between the simulated ranks of a prefill and a decode pool.
 
-Real are the tickets and leases (`KVHolder`), the reads (`KVPulls`), the turns of their threads
+Real are the handoffs and leases (`KVHolder`), the reads (`KVPulls`), the turns of their threads
 (`KVServer`, `KVPuller`) and what makes one of all ranks' slices (`GroupHolder`, `GroupReader`).
 Simulated are the threads themselves, their sockets and the memory.
 
 Both threads run on while the rank steps. What they call runs in the loop, or later if the process
 is stopped, and never once it is dead. The blocks of an answer are looked at when the reader writes
-them: a ticket that ended meanwhile must not be believed.
+them: a handoff that ended meanwhile must not be believed.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Schedule:
     """What a call or an answer between ranks of two pools takes on average."""
     lease_s: float
     loses_aborts: bool
-    """Who should tell engines to let go dies before, every other time: leases must end tickets."""
+    """Who should tell engines to let go dies before, every other time: leases must end handoffs."""
     is_mapped: bool
     """Whether KV is read from shared memory, and not asked for in calls."""
     arrivals: list[Arrival]

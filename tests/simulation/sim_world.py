@@ -7,7 +7,7 @@
 4. A group ends only by a fault, and then a rank is named that it struck.
 5. A group that serves while it compiles has gone over to its graphs, all ranks at the same steps.
 6. An aborted request gets no token any more, no token of a step leaves that ranks were told
-   different things about, and in the end all blocks are free and no ticket is held.
+   different things about, and in the end all blocks are free and no handoff is held.
 
 The first `Violation` ends a simulation; `run_schedule` never raises.
 """
@@ -127,7 +127,7 @@ class Outcome:
     """Attempts beyond the first of each request, those that a pool refused included."""
     num_preemptions: int = 0
     num_handoffs: int = 0
-    """Tickets that prefill ranks issued."""
+    """Handoffs that prefill ranks issued."""
     struck: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     """Why groups ended."""

@@ -6,9 +6,8 @@ together with the call that it answers; it is compared before anything else is d
 that has a dead holder's port can neither serve its readers nor learn to from their calls.
 
 Replays are harmless. An answer is good for one call, whose id is never used again. A call is good
-for one process, and only once there, because calls for a ticket are numbered and the holder drops
-one whose number is not above the last. An ended ticket needs no such account, since nothing revives
-it.
+for one process, and only once there, because calls for a handoff are numbered and the holder drops
+one whose number is not above the last. An ended handoff needs no such account: nothing revives it.
 
 The bytes of blocks are not covered: to hash them on both sides takes longer than to encrypt them
 (`examples/bench/kv_transfer.py`), and an attacker who could alter packets between two nodes could

@@ -161,7 +161,7 @@ class _Transport:
             try:
                 answers += [(source, *answered) for answered in holder.receive()]
             except FrameError as error:
-                # That process is not the one that issued the ticket; its reads end by time-out.
+                # That process is not the one that issued the handoff; its reads end by time-out.
                 log.error("kv answer from %s: %s; it is heard no more", source.address, error)
                 self.forget(source)
         return answers
@@ -329,7 +329,7 @@ class _Holder:
         if not hmac.compare_digest(proof, self._proofs.of_answer(call_proof, body)):
             raise FrameError("proof: wanted this application's, found another")
         answer: KVAnswer = decode(body, KVAnswer)
-        wanted, found = (call.ticket, type(call).__name__), (answer.ticket, answer.call)
+        wanted, found = (call.handoff_id, type(call).__name__), (answer.handoff_id, answer.call)
         if found != wanted:
             raise FrameError(f"answer: wanted one to {wanted}, found one to {found}")
         return answer, [frame.buffer for frame in frames[3:]]

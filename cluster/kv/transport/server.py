@@ -1,4 +1,4 @@
-"""The holder's side: a thread that serves tickets to readers."""
+"""The holder's side: a thread that serves handoffs to readers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cluster.wire.sockets import end_context, listening_socket
 log = logging.getLogger("lockstep.kv")
 
 MAX_EARLY_CALLS = 1024
-"""Kept calls for tickets that are not held here yet. Their readers give up after seconds."""
+"""Kept calls for handoffs that are not held here yet. Their readers give up after seconds."""
 MAX_CALLS, MAX_CALLS_S = 256, 0.05
 """Answered in one round, before leases that have run out are ended: far below what a lease is."""
 MAX_WAITING = 1024
@@ -51,10 +51,10 @@ class ProvedCall:
 
 
 class KVServer:
-    """The holder's side: a thread that serves reads, renewals and releases of tickets.
+    """The holder's side: a thread that serves reads, renewals and releases of handoffs.
 
-    It is the scheduler's `TicketHolder`: the step thread may call `hold`, `drop` and `take_ended`
-    at any time. `doorbell` rings whenever a ticket ended and its blocks may be freed.
+    It is the scheduler's `HandoffHolder`: the step thread may call `hold`, `drop` and `take_ended`
+    at any time. `doorbell` rings whenever a handoff ended and its blocks may be freed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KVServer:
         self._lock = threading.Lock()
         self._early: list[ProvedCall] = []
         self._last_numbers: dict[int, int] = {}
-        """By ticket that is held: the number of the last call for it."""
+        """By handoff that is held: the number of the last call for it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         password = self._proofs.password(self._process)
         self._door = ZapAuthenticator(self._context, password)
@@ -90,7 +90,7 @@ class KVServer:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.num_expired = 0
-        """Tickets whose lease ran out."""
+        """Handoffs whose lease ran out."""
         self._thread = KVThread(
             "kv server",
             turn=self._turn,
@@ -107,25 +107,25 @@ class KVServer:
 
     def hold(self, request_id: str, block_ids: list[int], generations: list[int]) -> int:
         with self._lock:
-            ticket = self._holder.hold(request_id, block_ids, generations)
+            handoff_id = self._holder.hold(request_id, block_ids, generations)
         self._thread.wake.ring()  # it may be waiting for a later deadline
-        return ticket
+        return handoff_id
 
-    def drop(self, ticket: int) -> None:
+    def drop(self, handoff_id: int) -> None:
         with self._lock:
-            self._holder.drop(ticket)
+            self._holder.drop(handoff_id)
 
     def take_ended(self) -> list[int]:
-        """Return the tickets whose blocks may be freed.
+        """Return the handoffs whose blocks may be freed.
 
         Raises:
-            KVThreadDied: the thread is gone; without it no ticket would ever end.
+            KVThreadDied: the thread is gone; without it no handoff would ever end.
         """
         self._thread.check()
         with self._lock:
             ended = self._holder.take_ended()
-            for ticket in ended:
-                self._last_numbers.pop(ticket, None)
+            for handoff_id in ended:
+                self._last_numbers.pop(handoff_id, None)
             return ended
 
     @property
@@ -162,7 +162,7 @@ class KVServer:
             expired = self._holder.tick()
         self.num_expired += len(expired)
         if expired:
-            log.warning("kv lease: expired for %d tickets; their blocks are freed", len(expired))
+            log.warning("kv lease: expired for %d handoffs; their blocks are freed", len(expired))
             self._doorbell.ring()
 
     def _answer_all(self, budget: Budget) -> None:
@@ -178,15 +178,17 @@ class KVServer:
                 continue
             self._answer_early()
             if len(self._early) > MAX_EARLY_CALLS:
-                ticket = self._early.pop().call.ticket
-                log.error("kv call: wanted a ticket that was issued, found %d; dropped", ticket)
+                handoff_id = self._early.pop().call.handoff_id
+                log.error(
+                    "kv call: wanted a handoff that was issued, found %d; dropped", handoff_id
+                )
 
     def _prove(self, parts: list[bytes]) -> ProvedCall:
         """Return the call that came.
 
         Raises:
             FrameError: it is not the application's, is none, or is one to a process that had this
-                address before: its tickets died with it.
+                address before: its handoffs died with it.
         """
         if len(parts) != 6:
             raise FrameError(f"message: wanted 6 parts, found {len(parts)}")
@@ -199,17 +201,17 @@ class KVServer:
         return ProvedCall(peer, call_id, proof, decode(body, KVCall))
 
     def _answer_early(self) -> None:
-        """Answer the calls whose tickets are held, in their order, and keep the others.
+        """Answer the calls whose handoffs are held, in their order, and keep the others.
 
-        A ticket may reach its reader before the leader's order to hold it reaches a follower.
+        A handoff may reach its reader before the leader's order to hold it reaches a follower.
         """
         if not self._early:
             return
         with self._lock:
-            last_ticket = self._holder.last_ticket
+            last_handoff_id = self._holder.last_handoff_id
         kept, self._early = self._early, []
         for proved in kept:
-            if proved.call.ticket <= last_ticket:
+            if proved.call.handoff_id <= last_handoff_id:
                 self._answer(proved)
             else:
                 self._early.append(proved)
@@ -218,16 +220,18 @@ class KVServer:
         call = proved.call
         with self._lock:
             if not self._is_next(proved):
-                log.error("kv call: wanted a later one for ticket %d, found a replay", call.ticket)
+                log.error(
+                    "kv call: wanted a later one for handoff %d, found a replay", call.handoff_id
+                )
                 return
             alive = self._holder.answer(call, self._max_blocks)
         blocks: list[memoryview] = []
         if isinstance(call, KVRead) and alive:
             # Without the lock, which the step thread takes, because copying from a GPU takes long.
             blocks = self._store.gather(call.block_ids)
-        answer = encode(KVAnswer(call.ticket, type(call).__name__, alive))
+        answer = encode(KVAnswer(call.handoff_id, type(call).__name__, alive))
         proof = self._proofs.of_answer(proved.proof, answer)
-        # The bytes go out without a copy: they are not overwritten before the ticket ends, and
+        # The bytes go out without a copy: they are not overwritten before the handoff ends, and
         # the reader learns at its release if that came too early.
         parts: list[bytes | memoryview] = [proved.peer, proved.call_id, answer, proof, *blocks]
         self._socket.send_multipart(parts, copy=False)
@@ -235,11 +239,11 @@ class KVServer:
             self._doorbell.ring()
 
     def _is_next(self, proved: ProvedCall) -> bool:
-        """Return whether a call for a ticket is later than all before. Call it with the lock."""
-        ticket, number = proved.call.ticket, number_of(proved.call_id)
-        if not self._holder.is_alive(ticket):
+        """Return whether a call for a handoff is later than all before. Call it with the lock."""
+        handoff_id, number = proved.call.handoff_id, number_of(proved.call_id)
+        if not self._holder.is_alive(handoff_id):
             return True  # nothing that is said of it changes anything
-        is_next = number > self._last_numbers.get(ticket, 0)
+        is_next = number > self._last_numbers.get(handoff_id, 0)
         if is_next:
-            self._last_numbers[ticket] = number
+            self._last_numbers[handoff_id] = number
         return is_next

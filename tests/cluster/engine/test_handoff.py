@@ -1,4 +1,4 @@
-"""What two engines make of tickets and leases."""
+"""What two engines make of handoffs and leases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pair() -> SimpleNamespace:
 
 
 def prefill(pair: SimpleNamespace, request: object) -> KVHandoff:
-    """Run a request through the prefill engine; return its ticket."""
+    """Run a request through the prefill engine; return its handoff."""
     pair.prefill.submit(request)
     (output,) = pair.prefill.step()
     assert output.finish_reason == "handoff"
@@ -26,14 +26,14 @@ def prefill(pair: SimpleNamespace, request: object) -> KVHandoff:
 
 
 def take_over(pair: SimpleNamespace, name: str, n: int) -> tuple:
-    """Prefill a prompt of `n` tokens; return the request as decode gets it, and its ticket."""
+    """Prefill a prompt of `n` tokens; return the request as decode gets it, and its handoff."""
     request = sim.make_request(name, [ord(name[0]) % 7, *range(1, n)])
     handoff = prefill(pair, request)
     first = sim.continuation(request)[:1]
     return sim.make_request(name, request.prompt_token_ids, output=first), handoff
 
 
-def test_a_ticket_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> None:
+def test_a_handoff_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> None:
     handoff = prefill(pair, sim.make_request("r", list(range(9))))
     assert handoff.num_tokens == 9
     assert len(handoff.block_ids) == len(handoff.generations) == 3
@@ -41,7 +41,7 @@ def test_a_ticket_covers_exactly_the_computed_tokens(pair: SimpleNamespace) -> N
     assert pair.prefill.blocks.num_free_blocks == 13
 
 
-def test_a_sequence_that_ends_with_its_first_token_holds_no_ticket(pair: SimpleNamespace) -> None:
+def test_a_sequence_that_ends_with_its_first_token_holds_no_handoff(pair: SimpleNamespace) -> None:
     pair.prefill.submit(sim.make_request("r", [1, 2, 3], max_tokens=1))
     (output,) = pair.prefill.step()
     assert (output.finish_reason, output.handoff) == ("length", None)
@@ -60,7 +60,7 @@ def test_blocks_found_on_the_decode_side_are_not_read_again(pair: SimpleNamespac
     assert pair.decode.scheduler.stats().prompt_tokens_computed == 0
 
 
-def test_a_read_that_needs_no_block_still_releases_its_ticket(pair: SimpleNamespace) -> None:
+def test_a_read_that_needs_no_block_still_releases_its_handoff(pair: SimpleNamespace) -> None:
     for i in range(2):
         request, handoff = take_over(pair, f"a{i}", 8)
         pair.decode.submit(request, handoff)
@@ -75,7 +75,7 @@ def test_a_lost_read_discards_its_blocks_and_says_so(pair: SimpleNamespace) -> N
     pair.decode.step()
     pair.now += 100
     outputs = [output for _ in range(6) for output in pair.tick()]
-    assert [(o.finish_reason, o.error) for o in outputs] == [("kv_lost", "ticket: lost")]
+    assert [(o.finish_reason, o.error) for o in outputs] == [("kv_lost", "handoff: lost")]
     assert pair.decode.blocks.match(Sequence(request, max_model_len=40)) == []
     assert pair.decode.blocks.num_free_blocks == 16
 
@@ -107,7 +107,7 @@ def test_a_new_request_may_take_the_id_of_an_aborted_read(pair: SimpleNamespace)
     pair.run()
 
 
-def test_an_abort_before_the_read_releases_the_ticket(pair: SimpleNamespace) -> None:
+def test_an_abort_before_the_read_releases_the_handoff(pair: SimpleNamespace) -> None:
     request, handoff = take_over(pair, "a", 9)
     pair.decode.submit(request, handoff)
     pair.decode.scheduler.abort(["a"])
@@ -115,7 +115,7 @@ def test_an_abort_before_the_read_releases_the_ticket(pair: SimpleNamespace) -> 
     assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
 
 
-def test_an_abort_that_overtakes_a_handoff_releases_the_ticket(pair: SimpleNamespace) -> None:
+def test_an_abort_that_overtakes_a_handoff_releases_the_handoff(pair: SimpleNamespace) -> None:
     request, handoff = take_over(pair, "a", 9)
     pair.decode.scheduler.abort(["a"])
     pair.decode.submit(request, handoff)
@@ -123,7 +123,7 @@ def test_an_abort_that_overtakes_a_handoff_releases_the_ticket(pair: SimpleNames
     assert [o.finish_reason for o in pair.decode.step()] == ["abort"]
 
 
-def test_an_aborted_ticket_frees_its_blocks(pair: SimpleNamespace) -> None:
+def test_an_aborted_handoff_frees_its_blocks(pair: SimpleNamespace) -> None:
     prefill(pair, sim.make_request("a", list(range(9))))
     pair.prefill.scheduler.abort(["a"])
     assert pair.prefill.step() == [], "its last output was the handoff"
@@ -131,10 +131,10 @@ def test_an_aborted_ticket_frees_its_blocks(pair: SimpleNamespace) -> None:
     assert not pair.prefill.scheduler.has_unfinished
 
 
-def test_a_request_may_come_again_while_its_old_ticket_is_held(pair: SimpleNamespace) -> None:
+def test_a_request_may_come_again_while_its_old_handoff_is_held(pair: SimpleNamespace) -> None:
     request = sim.make_request("a", list(range(9)))
     first, second = prefill(pair, request), prefill(pair, request)
-    assert first.ticket != second.ticket
+    assert first.handoff_id != second.handoff_id
     assert pair.holder.num_held == 2
 
 
@@ -178,7 +178,7 @@ def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into() -> Non
         ({"generations": [1]}, "handoff.generations: wanted 3, found 1"),
     ],
 )
-def test_a_ticket_that_does_not_fit_is_refused_by_name(
+def test_a_handoff_that_does_not_fit_is_refused_by_name(
     pair: SimpleNamespace, change: dict[str, object], error: str
 ) -> None:
     request, handoff = take_over(pair, "a", 9)
@@ -187,7 +187,7 @@ def test_a_ticket_that_does_not_fit_is_refused_by_name(
     assert [(o.finish_reason, o.error) for o in pair.decode.step()] == [("error", error)]
 
 
-def test_a_ticket_on_an_engine_without_reader_is_refused(pair: SimpleNamespace) -> None:
+def test_a_handoff_on_an_engine_without_reader_is_refused(pair: SimpleNamespace) -> None:
     request, handoff = take_over(pair, "a", 9)
     engine = sim.FakeEngine(sim.Shape())
     engine.submit(request, handoff)

@@ -19,10 +19,10 @@ from cluster.wire.group_messages import (
     DropKV,
     EndOfSteps,
     FollowerHello,
+    HandoffsEnded,
     LeaderHello,
     ReadEnded,
     StepFrame,
-    TicketsEnded,
 )
 from cluster.wire.messages import (
     PROTOCOL_VERSION,
@@ -115,22 +115,22 @@ def test_every_follower_gets_everything_in_order(
     assert [h.tp_rank for h in accept(sender)] == [1, 2]
     ends = [end.wait_until_open() for end in opening]
     agreed = AloneLockstep().agree(PLAN.vote())
-    for ticket in range(100):
+    for handoff_id in range(100):
         sender.send(PLAN, agreed)
-        sender.tell(DropKV(ticket))
+        sender.tell(DropKV(handoff_id))
     for end in ends:
-        for ticket in range(100):
+        for handoff_id in range(100):
             frame = end.receive()
             assert isinstance(frame, StepFrame)
             assert (frame.plan, frame.agreed) == (PLAN, agreed)
-            assert end.receive() == DropKV(ticket)
-    ends[1].report(TicketsEnded([3]))
+            assert end.receive() == DropKV(handoff_id)
+    ends[1].report(HandoffsEnded([3]))
     ends[0].report(ReadEnded("r", ""))
     deadline = time.monotonic() + 2
     reports: list[Any] = []
     while len(reports) < 2 and time.monotonic() < deadline:
         reports += sender.take_reports()
-    assert sorted(reports, key=lambda r: r[0]) == [(1, ReadEnded("r", "")), (2, TicketsEnded([3]))]
+    assert sorted(reports, key=lambda r: r[0]) == [(1, ReadEnded("r", "")), (2, HandoffsEnded([3]))]
     sender.close()
     for end in ends:
         assert end.receive() == EndOfSteps()
@@ -193,20 +193,20 @@ def test_a_connection_that_broke_is_named_though_there_is_a_new_one(
     ends = [connect(sender.addresses[0], hello(1)), connect(through, hello(2))]
     accept(sender)
     follower = ends[1].wait_until_open()
-    follower.report(TicketsEnded([1]))
+    follower.report(HandoffsEnded([1]))
     deadline = time.monotonic() + 5
     while not sender.take_reports() and time.monotonic() < deadline:
         time.sleep(0.01)
     sender.check()
     relay.cut()
-    follower.report(TicketsEnded([2]))  # lost, or not: nobody can tell
+    follower.report(HandoffsEnded([2]))  # lost, or not: nobody can tell
     with pytest.raises(ConnectionError, match="follower tp=2: wanted its connection unbroken"):
         while time.monotonic() < deadline:
             sender.check()
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("body", [b"xy", b"", encode(DropKV(1)), encode(TicketsEnded([-1]))[:-1]])
+@pytest.mark.parametrize("body", [b"xy", b"", encode(DropKV(1)), encode(HandoffsEnded([-1]))[:-1]])
 def test_a_follower_that_reports_nonsense_is_named(
     connect: Connect, sender: StepSender, body: bytes
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_follower_that_reports_nonsense_is_named(
 
 def test_a_leader_that_sends_nonsense_is_named(connect: Connect, sender: StepSender) -> None:
     ends = connect_all(connect, sender)
-    for link, body in zip(sender.links, (b"xy", encode(TicketsEnded([1]))), strict=True):
+    for link, body in zip(sender.links, (b"xy", encode(HandoffsEnded([1]))), strict=True):
         link.send(body)
     for end in ends:
         with pytest.raises(FrameError, match=r"^leader: frame: wanted "):
@@ -235,12 +235,12 @@ def test_reports_beyond_a_borders_share_are_taken_at_the_next(
     monkeypatch.setattr(channel, "MAX_REPORTS_S", 1000.0)
     ends = connect_all(connect, sender)
     for i in range(3 * channel.MAX_REPORTS):
-        ends[0].wait_until_open().report(TicketsEnded([i]))
+        ends[0].wait_until_open().report(HandoffsEnded([i]))
     ends[1].wait_until_open().report(ReadEnded("r", ""))
     time.sleep(2)  # they come without a sign of the last
     first = sender.take_reports()
     assert channel.MAX_REPORTS - 2 <= len(first) <= channel.MAX_REPORTS
     assert (2, ReadEnded("r", "")) in first[:2]
     rest = [report for _ in range(3) for report in sender.take_reports()]
-    found = [report.tickets[0] for tp, report in [*first, *rest] if tp == 1]  # type: ignore[union-attr]
+    found = [report.handoff_ids[0] for tp, report in [*first, *rest] if tp == 1]  # type: ignore[union-attr]
     assert found == list(range(3 * channel.MAX_REPORTS))

@@ -94,14 +94,14 @@ def kv_server(context: Context) -> Iterator[Listener]:
     holder, doorbell = KVHolder(30.0, time.monotonic), Doorbell()
     server = KVServer(holder, pool, host=HOST, credentials=CREDENTIALS, epoch=1, doorbell=doorbell)
     proofs, process = KVProofs(CREDENTIALS), encode(server.process)
-    ticket = server.hold("r", [1], [1])
+    handoff_id = server.hold("r", [1], [1])
 
     def serve() -> None:
         handshake = PlainHandshake(proofs.password(process))
         with connecting_socket(context, zmq.DEALER, handshake, max_waiting=9) as reader:
             reader.linger = 0
             reader.connect(server.address)
-            call_id, call = CallIds().next(), encode(KVRenew(ticket))
+            call_id, call = CallIds().next(), encode(KVRenew(handoff_id))
             proof = proofs.of_call(call_id, process, call)
             reader.send_multipart([CREDENTIALS.header, call_id, process, call, proof])
             assert reader.poll(3000)

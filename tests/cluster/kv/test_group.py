@@ -1,4 +1,4 @@
-"""Tickets and reads of a group end when they have ended on all of its ranks."""
+"""Handoffs and reads of a group end when they have ended on all of its ranks."""
 
 from __future__ import annotations
 
@@ -47,37 +47,37 @@ def orders() -> list[KVOrder]:
     return []
 
 
-def test_blocks_are_freed_when_the_ticket_has_ended_on_every_rank(orders: list[KVOrder]) -> None:
+def test_blocks_are_freed_when_the_handoff_has_ended_on_every_rank(orders: list[KVOrder]) -> None:
     local = KVHolder(10.0, lambda: 0.0)
     holder = GroupHolder(local, 2, orders.append)
-    ticket = holder.hold("r", [5], [1])
-    assert orders == [HoldKV(ticket, "r", [5], [1])]
-    holder.on_tickets_ended([ticket])
-    local.release(ticket, 1)
+    handoff_id = holder.hold("r", [5], [1])
+    assert orders == [HoldKV(handoff_id, "r", [5], [1])]
+    holder.on_handoffs_ended([handoff_id])
+    local.release(handoff_id, 1)
     assert holder.take_ended() == []
     assert holder.num_held == 1
-    holder.on_tickets_ended([ticket])
+    holder.on_handoffs_ended([handoff_id])
     assert holder.num_held == 0
-    assert holder.take_ended() == [ticket]
+    assert holder.take_ended() == [handoff_id]
     assert holder.take_ended() == []
 
 
-def test_a_dropped_ticket_is_dropped_on_every_rank(orders: list[KVOrder]) -> None:
+def test_a_dropped_handoff_is_dropped_on_every_rank(orders: list[KVOrder]) -> None:
     holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 1, orders.append)
     first, second = holder.hold("a", [1], [1]), holder.hold("b", [2], [1])
     holder.drop(first)
     assert orders[2:] == [DropKV(first)]
-    holder.on_tickets_ended([second])
+    holder.on_handoffs_ended([second])
     assert holder.take_ended() == []
-    holder.on_tickets_ended([first])
+    holder.on_handoffs_ended([first])
     assert holder.take_ended() == [first]
 
 
 def test_a_group_of_one_needs_no_report(orders: list[KVOrder]) -> None:
     holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 0, orders.append)
-    ticket = holder.hold("r", [5], [1])
-    holder.drop(ticket)
-    assert holder.take_ended() == [ticket]
+    handoff_id = holder.hold("r", [5], [1])
+    holder.drop(handoff_id)
+    assert holder.take_ended() == [handoff_id]
 
 
 @pytest.mark.parametrize("last", ["leader", "follower"])
@@ -122,13 +122,13 @@ def test_a_cancelled_read_still_waits_for_every_rank(orders: list[KVOrder]) -> N
 
 def test_reports_of_what_nobody_asked_for_are_refused_by_name(orders: list[KVOrder]) -> None:
     holder = GroupHolder(KVHolder(10.0, lambda: 0.0), 0, orders.append)
-    ticket = holder.hold("r", [5], [1])
-    holder.drop(ticket)
-    assert holder.take_ended() == [ticket]
-    for strange in (ticket, 77, 2**53):
-        wanted = f"^ticket: wanted one that is held, found the end of {strange}$"
+    handoff_id = holder.hold("r", [5], [1])
+    holder.drop(handoff_id)
+    assert holder.take_ended() == [handoff_id]
+    for strange in (handoff_id, 77, 2**53):
+        wanted = f"^handoff: wanted one that is held, found the end of {strange}$"
         with pytest.raises(FrameError, match=wanted):
-            holder.on_tickets_ended([strange])
+            holder.on_handoffs_ended([strange])
     reader = GroupReader(FakeReader(), 1, orders.append)
     reader.expect("r", HANDOFF)
     wanted = r"^read: wanted one that was started, found the end of 'r'$"

@@ -1,4 +1,4 @@
-"""Tickets and leases."""
+"""Handoffs and leases."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def holder(clock: Clock) -> KVHolder:
     return KVHolder(10.0, clock)
 
 
-def test_tickets_are_never_reused(holder: KVHolder) -> None:
-    tickets = []
+def test_handoffs_are_never_reused(holder: KVHolder) -> None:
+    handoff_ids = []
     for _ in range(3):
-        tickets.append(holder.hold("same", [1], [1]))
-        holder.drop(tickets[-1])
-    assert tickets == [1, 2, 3]
+        handoff_ids.append(holder.hold("same", [1], [1]))
+        holder.drop(handoff_ids[-1])
+    assert handoff_ids == [1, 2, 3]
 
 
 def test_a_release_in_time_counts_the_blocks(holder: KVHolder) -> None:
-    ticket = holder.hold("r", [3, 4], [1, 1])
-    assert holder.release(ticket, 2)
+    handoff_id = holder.hold("r", [3, 4], [1, 1])
+    assert holder.release(handoff_id, 2)
     assert holder.num_blocks_sent == 2
-    assert holder.take_ended() == [ticket]
+    assert holder.take_ended() == [handoff_id]
     assert holder.take_ended() == []
-    assert not holder.release(ticket, 2), "a ticket ends once"
+    assert not holder.release(handoff_id, 2), "a handoff ends once"
 
 
 @pytest.mark.feature("P18")
 def test_a_lease_that_ran_out_is_dead_before_anyone_looks(holder: KVHolder, clock: Clock) -> None:
-    ticket = holder.hold("r", [3], [1])
+    handoff_id = holder.hold("r", [3], [1])
     clock.now = 10.0
-    assert not holder.is_alive(ticket)
-    assert not holder.renew(ticket)
-    assert not holder.release(ticket, 1)
+    assert not holder.is_alive(handoff_id)
+    assert not holder.renew(handoff_id)
+    assert not holder.release(handoff_id, 1)
     assert holder.num_blocks_sent == 0
     assert holder.take_ended() == [], "its blocks are freed by the tick alone"
-    assert holder.tick() == [ticket]
-    assert holder.take_ended() == [ticket]
+    assert holder.tick() == [handoff_id]
+    assert holder.take_ended() == [handoff_id]
 
 
 def test_the_next_deadline_is_that_of_the_least_recently_renewed(
@@ -72,14 +72,14 @@ def test_the_next_deadline_is_that_of_the_least_recently_renewed(
     assert holder.next_deadline() == 14.0
 
 
-def test_a_ticket_covers_its_blocks_in_their_generations_only(holder: KVHolder) -> None:
-    ticket = holder.hold("r", [3, 4], [7, 8])
-    assert holder.covers(ticket, [4], [8])
-    assert not holder.covers(ticket, [4], [9])
-    assert not holder.covers(ticket, [5], [1])
-    assert not holder.covers(ticket, [3, 4], [7])
-    holder.drop(ticket)
-    assert not holder.covers(ticket, [4], [8])
+def test_a_handoff_covers_its_blocks_in_their_generations_only(holder: KVHolder) -> None:
+    handoff_id = holder.hold("r", [3, 4], [7, 8])
+    assert holder.covers(handoff_id, [4], [8])
+    assert not holder.covers(handoff_id, [4], [9])
+    assert not holder.covers(handoff_id, [5], [1])
+    assert not holder.covers(handoff_id, [3, 4], [7])
+    holder.drop(handoff_id)
+    assert not holder.covers(handoff_id, [4], [8])
 
 
 @settings(max_examples=300, deadline=None, print_blob=True, database=None)
@@ -87,26 +87,26 @@ def test_a_ticket_covers_its_blocks_in_their_generations_only(holder: KVHolder) 
 def test_a_lease_that_ended_never_lives_again(data: st.DataObject) -> None:
     clock = Clock()
     holder = KVHolder(5.0, clock)
-    deadlines = [0.0]  # by ticket; there is no ticket 0
+    deadlines = [0.0]  # by handoff; there is no handoff 0
     ended: list[int] = []
     for _ in range(data.draw(st.integers(1, 40))):
         clock.now += data.draw(st.sampled_from([0, 0, 1, 3]))
         action = data.draw(st.sampled_from(["hold", "renew", "release", "drop", "tick", "take"]))
-        ticket = data.draw(st.integers(0, len(deadlines) - 1))
-        alive = clock.now < deadlines[ticket]
+        handoff_id = data.draw(st.integers(0, len(deadlines) - 1))
+        alive = clock.now < deadlines[handoff_id]
         match action:
             case "hold":
                 assert holder.hold("r", [1], [1]) == len(deadlines)
                 deadlines.append(clock.now + 5)
             case "renew":
-                assert holder.renew(ticket) == alive
-                deadlines[ticket] = clock.now + 5 if alive else 0
+                assert holder.renew(handoff_id) == alive
+                deadlines[handoff_id] = clock.now + 5 if alive else 0
             case "release":
-                assert holder.release(ticket, 1) == alive
-                deadlines[ticket] = 0
+                assert holder.release(handoff_id, 1) == alive
+                deadlines[handoff_id] = 0
             case "drop":
-                holder.drop(ticket)
-                deadlines[ticket] = 0
+                holder.drop(handoff_id)
+                deadlines[handoff_id] = 0
             case "tick":
                 holder.tick()
                 assert holder.num_held == sum(clock.now < deadline for deadline in deadlines)

@@ -49,10 +49,12 @@ class SlowHolder:
     def forget(self, source: KVSource) -> None:
         self.forgotten.append(source)
 
-    def start(self, ticket: int, num_blocks: int) -> None:
+    def start(self, handoff_id: int, num_blocks: int) -> None:
         blocks = list(range(num_blocks))
-        name = str(ticket)
-        handoff = KVHandoff(ticket, name, [SOURCE], blocks, blocks, num_blocks, 1 << 20, "kv", 30.0)
+        name = str(handoff_id)
+        handoff = KVHandoff(
+            handoff_id, name, [SOURCE], blocks, blocks, num_blocks, 1 << 20, "kv", 30.0
+        )
         self.reads.expect(name, handoff)
         self.reads.start(name, blocks, blocks)
 
@@ -61,15 +63,15 @@ class SlowHolder:
         call = self.calls.popleft()
         blocks = [memoryview(b"")] * len(call.block_ids) if isinstance(call, KVRead) else []
         self.now += CHUNK_S if blocks else 0
-        self.reads.on_answer(SOURCE, KVAnswer(call.ticket, type(call).__name__, True), blocks)
+        self.reads.on_answer(SOURCE, KVAnswer(call.handoff_id, type(call).__name__, True), blocks)
         self.reads.on_tick()
 
 
 def test_many_reads_at_once_wait_for_one_another_and_all_are_good() -> None:
     """80 reads of 3 chunks: each chunk waits 8 seconds for those of the others."""
     holder = SlowHolder()
-    for ticket in range(80):
-        holder.start(ticket, num_blocks=24)
+    for handoff_id in range(80):
+        holder.start(handoff_id, num_blocks=24)
     while holder.calls:
         holder.answer()
     results = holder.reads.take_finished()
@@ -79,8 +81,8 @@ def test_many_reads_at_once_wait_for_one_another_and_all_are_good() -> None:
 
 def test_a_holder_that_falls_silent_ends_all_its_reads_and_is_forgotten() -> None:
     holder = SlowHolder()
-    for ticket in range(3):
-        holder.start(ticket, num_blocks=24)
+    for handoff_id in range(3):
+        holder.start(handoff_id, num_blocks=24)
     for _ in range(4):
         holder.answer()
     deadline = holder.reads.next_deadline()
@@ -113,18 +115,18 @@ def test_a_call_that_is_lost_ends_its_read_once_a_later_one_was_answered() -> No
     holder.start(1, num_blocks=8)
     lost = holder.calls.popleft()
     assert isinstance(lost, KVRead)
-    ticket = 2
+    handoff_id = 2
     while not (results := [r for r in holder.reads.take_finished() if not r.ok]):
         holder.now += 0.01
-        holder.start(ticket, num_blocks=8)
-        ticket += 1
+        holder.start(handoff_id, num_blocks=8)
+        handoff_id += 1
         holder.answer()
         holder.answer()
         assert holder.now < 2 * kv_reads.ANSWER_TIMEOUT_S
     [result] = results
     assert result.request_id == "1" and "no answer for 5 s" in result.error
     assert not holder.forgotten, "the others go on"
-    assert not any(isinstance(call, KVRelease) and call.ticket == 1 for call in holder.calls)
+    assert not any(isinstance(call, KVRelease) and call.handoff_id == 1 for call in holder.calls)
 
 
 def test_the_longest_call_fits_into_one_part_of_a_message() -> None:
@@ -134,7 +136,7 @@ def test_the_longest_call_fits_into_one_part_of_a_message() -> None:
     assert most == 4096 and len(call) <= MAX_PART_BYTES
 
 
-def test_of_two_requests_with_one_ticket_the_second_ends_and_waits_for_nothing() -> None:
+def test_of_two_requests_with_one_handoff_the_second_ends_and_waits_for_nothing() -> None:
     """A waiting thread would have to make an integer of its deadline."""
     holder = SlowHolder()
     for name in ("first", "second"):
@@ -148,4 +150,4 @@ def test_of_two_requests_with_one_ticket_the_second_ends_and_waits_for_nothing()
     holder.reads.start("second", [0], [3])
     first, second = holder.reads.take_finished()
     assert first.ok
-    assert second.error == "kv ticket: wanted one for one request, found 1 for two"
+    assert second.error == "kv handoff: wanted one for one request, found 1 for two"

@@ -135,7 +135,7 @@ def check_handoffs(run: Run) -> None:
     for i, rank in enumerate(prefill):
         num_blocks = 0
         if run.row.loses is not None:
-            # The first read's slice of another rank than the one that lost its ticket was sent and
+            # The first read's slice of another rank than the one that lost its handoff was sent and
             # received; it was of no use. The next attempt starts from the first output token.
             num_blocks = sum(blocks_of(run, length + 1) for length in lengths)
         if i % run.row.tp != run.row.loses:

@@ -2,7 +2,7 @@
 
 1. Its owner tells it, in pickles, a configuration and a place in a group. A leader answers with its
    endpoints; all are told where to meet, load, and answer with their inbox.
-2. While the rank runs, the owner may ask for its `Report`, or have it lose tickets.
+2. While the rank runs, the owner may ask for its `Report`, or have it lose handoffs.
 3. It is told to end, runs to its end, and answers with its last report. Then it is free.
 """
 
@@ -46,7 +46,7 @@ class Report:
     """Compilations and captures after the rank was ready."""
     block_bytes: int
     lost: list[str]
-    """Attempts of requests whose tickets it was made to lose."""
+    """Attempts of requests whose handoffs it was made to lose."""
 
 
 def num_late() -> int:
@@ -74,19 +74,19 @@ def report(rank: Leader | Follower, lost: list[str], num_late_before: int) -> Re
     )
 
 
-def lose_first_tickets(rank: Leader | Follower, lost: list[str]) -> None:
-    """Let a prefill rank forget the ticket of each request's first attempt, and note whose."""
+def lose_first_handoffs(rank: Leader | Follower, lost: list[str]) -> None:
+    """Let a prefill rank forget the handoff of each request's first attempt, and note whose."""
     assert rank.transfer.server is not None
-    # Under the server's lock: a reader that is early must not release the ticket in between.
+    # Under the server's lock: a reader that is early must not release the handoff in between.
     holder = rank.transfer.server._holder
     real_hold = holder.hold
 
     def hold_and_lose(request_id: str, blocks: list[int], generations: list[int]) -> int:
-        ticket = real_hold(request_id, blocks, generations)
+        handoff_id = real_hold(request_id, blocks, generations)
         if request_id.endswith(".0"):
             lost.append(request_id)
-            holder.drop(ticket)
-        return ticket
+            holder.drop(handoff_id)
+        return handoff_id
 
     holder.hold = hold_and_lose  # type: ignore[method-assign]
 
@@ -119,7 +119,7 @@ def obey(rank: Leader | Follower, lost: list[str], num_late_before: int) -> None
     """Do what the owner asks for until the end; a follower's is its leader's."""
     while (asked := hear()) != END:
         if asked == LOSE:
-            lose_first_tickets(rank, lost)
+            lose_first_handoffs(rank, lost)
         tell(report(rank, lost, num_late_before))
     if isinstance(rank, Leader):
         rank.stop()

@@ -132,7 +132,7 @@ class Row:
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     compiler: str = "auto"
     loses: int | None = None
-    """The prefill rank that forgets the ticket of each request's first attempt."""
+    """The prefill rank that forgets the handoff of each request's first attempt."""
     overlap: bool = False
     scores: bool = False
     """Decode steps that replay a full graph replay one that scores the vocabulary too."""

@@ -140,7 +140,7 @@ def crash(mailbox: Mailbox) -> Any:
 
 
 def lose(mailbox: Mailbox) -> Any:
-    mailbox.put(output([], "kv_lost", "ticket 7 ended"), "engine")
+    mailbox.put(output([], "kv_lost", "handoff 7 ended"), "engine")
     return "kv_lost"
 
 
@@ -248,7 +248,7 @@ def twice(mailbox: Mailbox) -> str:
     ("script", "num_attempts", "error"),
     [
         (twice, 1, "output tokens: wanted those from 1 on, found from 0 on"),
-        (lose, 3, "lost 3 times on its way, at last: ticket 7 ended"),
+        (lose, 3, "lost 3 times on its way, at last: handoff 7 ended"),
         (
             crash,
             4,

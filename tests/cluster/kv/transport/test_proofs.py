@@ -97,12 +97,12 @@ def reader(context: Context) -> Iterator[Reader]:
 
 
 def test_a_call_that_was_altered_changes_nothing(reader: Reader) -> None:
-    ticket = reader.server.hold("r", [4], [7])
-    good = reader.parts(KVRelease(ticket, 1))
+    handoff_id = reader.server.hold("r", [4], [7])
+    good = reader.parts(KVRelease(handoff_id, 1))
     for place, other in (
         (1, CallIds().next()),
         (2, encode(RankProcess(1, "another"))),
-        (3, encode(KVRelease(ticket, 0))),
+        (3, encode(KVRelease(handoff_id, 0))),
         (4, b"\0" * 32),
         (4, b""),
     ):
@@ -112,7 +112,7 @@ def test_a_call_that_was_altered_changes_nothing(reader: Reader) -> None:
     assert reader.answer(300) is None
     assert reader.server.num_held == 1
     reader.send(good)
-    assert reader.answer() == KVAnswer(ticket, "KVRelease", True)
+    assert reader.answer() == KVAnswer(handoff_id, "KVRelease", True)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_a_call_under_another_secret_or_to_another_process_changes_nothing(
     reader: Reader, credentials: Credentials, nonce: str
 ) -> None:
     """Whoever has a dead holder's port by now may get its readers' calls; the numbers are ours."""
-    ticket, mine = reader.server.hold("r", [4], [7]), reader.server.process
+    handoff_id, mine = reader.server.hold("r", [4], [7]), reader.server.process
     process = RankProcess(mine.epoch, nonce or mine.nonce)
-    reader.send(reader.parts(KVRelease(ticket, 1), credentials, process))
+    reader.send(reader.parts(KVRelease(handoff_id, 1), credentials, process))
     assert reader.answer(300) is None
     assert reader.server.num_held == 1
 
 
 def test_a_call_is_good_for_once(reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
     """A recorded renewal would hold blocks for ever, whose reader has died."""
-    ticket = reader.server.hold("r", [4], [7])
-    calls = [reader.parts(KVRenew(ticket)), reader.parts(KVRead(ticket, [4], [7]))]
+    handoff_id = reader.server.hold("r", [4], [7])
+    calls = [reader.parts(KVRenew(handoff_id)), reader.parts(KVRead(handoff_id, [4], [7]))]
     for call in calls:
         reader.send(call)
         answer = reader.answer()
@@ -143,36 +143,36 @@ def test_a_call_is_good_for_once(reader: Reader, caplog: pytest.LogCaptureFixtur
     assert reader.answer(300) is None
     assert caplog.text.count("found a replay") == 2
     assert reader.server._holder.next_deadline() == deadline
-    release = reader.parts(KVRelease(ticket, 1))
+    release = reader.parts(KVRelease(handoff_id, 1))
     reader.send(release)
-    assert reader.answer() == KVAnswer(ticket, "KVRelease", True)
-    assert reader.server.take_ended() == [ticket]
+    assert reader.answer() == KVAnswer(handoff_id, "KVRelease", True)
+    assert reader.server.take_ended() == [handoff_id]
     reader.send(release)
-    assert reader.answer() == KVAnswer(ticket, "KVRelease", False)
+    assert reader.answer() == KVAnswer(handoff_id, "KVRelease", False)
     assert reader.server.take_ended() == []
     assert reader.server._last_numbers == {}
 
 
 def test_absurd_calls_of_a_reader_are_answered_and_nothing_else(reader: Reader) -> None:
-    ticket = reader.server.hold("r", [4, 5], [7, 7])
+    handoff_id = reader.server.hold("r", [4, 5], [7, 7])
     many = kv_reads.max_chunk_blocks(BLOCK_BYTES) + 1
     for call in (
-        KVRead(ticket, [4], []),
-        KVRead(ticket, [9], [7]),
-        KVRead(ticket, [4], [6]),
-        KVRead(ticket, [2**31 - 1], [0]),
+        KVRead(handoff_id, [4], []),
+        KVRead(handoff_id, [9], [7]),
+        KVRead(handoff_id, [4], [6]),
+        KVRead(handoff_id, [2**31 - 1], [0]),
         KVRead(0, [4], [7]),
-        KVRead(ticket, [4] * many, [7] * many),  # gigabytes for a few bytes
+        KVRead(handoff_id, [4] * many, [7] * many),  # gigabytes for a few bytes
     ):
         reader.send(reader.parts(call))
         answer = reader.answer()
         assert answer is not None and not answer.alive
-    reader.send(reader.parts(KVRead(ticket, [4, 5, 5], [7, 7, 7])))
-    assert reader.answer() == KVAnswer(ticket, "KVRead", True)
+    reader.send(reader.parts(KVRead(handoff_id, [4, 5, 5], [7, 7, 7])))
+    assert reader.answer() == KVAnswer(handoff_id, "KVRead", True)
 
 
 def test_a_call_that_overtakes_its_order_to_hold_stays_ahead_of_later_ones(reader: Reader) -> None:
-    """Else it would be taken for a replay when its ticket is held."""
+    """Else it would be taken for a replay when its handoff is held."""
     first = reader.server.hold("r", [1], [7])
     reader.send(reader.parts(KVRead(first + 1, [4], [7])))
     reader.send(reader.parts(KVRenew(first)))
@@ -209,14 +209,14 @@ def test_a_lease_ends_in_time_whatever_is_sent(reader: Reader) -> None:
     try:
         time.sleep(0.2)
         began = time.monotonic()
-        ticket = reader.server.hold("r", [4], [7])
+        handoff_id = reader.server.hold("r", [4], [7])
         while reader.server.num_held and time.monotonic() < began + 10:
             time.sleep(0.01)
         took = time.monotonic() - began
     finally:
         is_over.set()
         thread.join(timeout=5)
-    assert reader.server.take_ended() == [ticket]
+    assert reader.server.take_ended() == [handoff_id]
     assert 0.4 < took < 8
 
 
@@ -224,7 +224,7 @@ def test_a_lease_ends_in_time_whatever_is_sent(reader: Reader) -> None:
 
 
 class Holder:
-    """Whoever listens where a ticket says: it has the door's password, and answers as scripted."""
+    """Whoever listens where a handoff says: it has the door's password, and answers as scripted."""
 
     def __init__(self, context: Context, script: Script) -> None:
         self.process = RankProcess(1, "holder")
@@ -251,7 +251,12 @@ class Holder:
         """Answer a call; `changed` are fields of the answer."""
         peer, _, call_id, _, body, proof = parts
         call: KVCall = decode(body, KVCall)
-        fields = {"ticket": call.ticket, "call": type(call).__name__, "alive": alive, **changed}
+        fields = {
+            "handoff_id": call.handoff_id,
+            "call": type(call).__name__,
+            "alive": alive,
+            **changed,
+        }
         answer = encode(KVAnswer(**fields))
         mine = KVProofs(credentials).of_answer(proof, answer)
         self.socket.send_multipart([peer, call_id, answer, mine, *blocks])
@@ -304,8 +309,8 @@ def altered(holder: Holder, parts: list[bytes]) -> None:
     peer, _, call_id, _, body, proof = parts
     call: KVCall = decode(body, KVCall)
     kind = type(call).__name__
-    mine = KVProofs(OURS).of_answer(proof, encode(KVAnswer(call.ticket, kind, False)))
-    better = encode(KVAnswer(call.ticket, kind, True))
+    mine = KVProofs(OURS).of_answer(proof, encode(KVAnswer(call.handoff_id, kind, False)))
+    better = encode(KVAnswer(call.handoff_id, kind, True))
     holder.socket.send_multipart([peer, call_id, better, mine, BLOCK])
 
 
@@ -326,10 +331,12 @@ class Target:
     pool: torch.Tensor
     monkeypatch: pytest.MonkeyPatch
 
-    def read(self, holder: Holder, ticket: int = 1, *, answer_timeout_s: float = 5.0) -> ReadEnded:
+    def read(
+        self, holder: Holder, handoff_id: int = 1, *, answer_timeout_s: float = 5.0
+    ) -> ReadEnded:
         self.monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", answer_timeout_s)
         source = KVSource(0, "elsewhere", 0, -1, holder.address, holder.process)
-        handoff = KVHandoff(ticket, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
+        handoff = KVHandoff(handoff_id, "r", [source], [4], [7], 4, BLOCK_BYTES, "kv", 30.0)
         self.puller.expect("r", handoff)
         self.puller.start("r", handoff, [0], [3])
         deadline = time.monotonic() + 10
@@ -357,7 +364,7 @@ def target(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target
         (altered, "no answer"),
         (without_a_proof, "no answer"),
         (garbage, "no answer"),
-        (answering(BLOCK, ticket=99), "no answer"),
+        (answering(BLOCK, handoff_id=99), "no answer"),
         (answering(BLOCK, call="KVRelease"), "no answer"),
         (answering(BLOCK, BLOCK), "wanted 1 blocks, found 2"),
         (answering(), "wanted 1 blocks, found 0"),
@@ -391,7 +398,7 @@ def test_an_answer_is_good_for_one_call(target: Target) -> None:
     with holding(replaying) as holder:
         assert target.read(holder).ok
         target.pool.zero_()
-        result = target.read(holder, ticket=2, answer_timeout_s=0.5)
+        result = target.read(holder, handoff_id=2, answer_timeout_s=0.5)
         assert not result.ok and "no answer" in result.error
         assert not target.pool.any()
 

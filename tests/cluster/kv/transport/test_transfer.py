@@ -51,12 +51,12 @@ class Pair:
 
     def hold(self, *blocks: int) -> KVHandoff:
         generations = [7] * len(blocks)
-        ticket = self.server.hold("r", list(blocks), generations)
+        handoff_id = self.server.hold("r", list(blocks), generations)
         server, memory = self.server, self.memory
         where = KVSource(0, node_id(), memory.pid, memory.fd, server.address, server.process)
         num_tokens = len(blocks) * SPEC.block_size
         return KVHandoff(
-            *(ticket, "r", [where], list(blocks), generations, num_tokens),
+            *(handoff_id, "r", [where], list(blocks), generations, num_tokens),
             *(SPEC.block_bytes, SPEC.layout, self.lease_s),
         )
 
@@ -135,7 +135,7 @@ def test_blocks_arrive_where_they_should_and_nowhere_else(
     wanted[[10, 40, 1, 2, 30, 31]] = pair.source[[5, 40, 17, 3, 9, 2]]
     assert torch.equal(pair.target, wanted)
     assert pair.puller.reads.bytes_received == pair.server.bytes_sent == 6 * SPEC.block_bytes
-    assert pair.server.take_ended() == [handoff.ticket]
+    assert pair.server.take_ended() == [handoff.handoff_id]
     assert pair.server.num_held == 0
 
 
@@ -147,11 +147,11 @@ def test_a_read_under_an_expired_lease_is_not_believed(make_pair: MakePair, tran
     result = pair.read(handoff, 1, 2, 3)
     assert not result.ok and "lease" in result.error
     assert pair.puller.reads.bytes_received == pair.server.bytes_sent == 0
-    assert pair.server.take_ended() == [handoff.ticket]
+    assert pair.server.take_ended() == [handoff.handoff_id]
 
 
 @pytest.mark.feature("P18")
-def test_an_expected_ticket_outlives_its_lease_by_renewal(make_pair: MakePair) -> None:
+def test_an_expected_handoff_outlives_its_lease_by_renewal(make_pair: MakePair) -> None:
     pair = make_pair("shm", lease_s=1.5)
     handoff = pair.hold(4)
     pair.puller.expect("r", handoff)
@@ -160,15 +160,17 @@ def test_an_expected_ticket_outlives_its_lease_by_renewal(make_pair: MakePair) -
     assert pair.finished().ok
 
 
-def test_a_ticket_ends_with_a_read_of_nothing_and_when_nothing_is_read(make_pair: MakePair) -> None:
+def test_a_handoff_ends_with_a_read_of_nothing_and_when_nothing_is_read(
+    make_pair: MakePair,
+) -> None:
     pair = make_pair("tcp")
     handoff = pair.hold(4)
     assert pair.read(handoff).ok
-    assert pair.server.take_ended() == [handoff.ticket]
+    assert pair.server.take_ended() == [handoff.handoff_id]
     cancelled = pair.hold(4)
     pair.puller.expect("r", cancelled)
     pair.puller.cancel("r")
-    assert wait_for(pair.server.take_ended) == [cancelled.ticket]
+    assert wait_for(pair.server.take_ended) == [cancelled.handoff_id]
     assert pair.puller.take_finished() == []
     assert pair.server.bytes_sent == 0
 
@@ -246,7 +248,7 @@ def test_the_memory_of_a_dead_holder_is_let_go_of(make_pair: MakePair) -> None:
         ("none", "No such file"),
     ],
 )
-def test_a_ticket_that_names_other_memory_ends_its_read_alone(
+def test_a_handoff_that_names_other_memory_ends_its_read_alone(
     make_pair: MakePair, kind: str, error: str, tmp_path: Path
 ) -> None:
     """A file that shrinks under its reader would end the reader's process."""
@@ -301,10 +303,10 @@ def one_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_port")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_ticket_of_a_dead_holder_is_refused_by_whoever_got_its_port(
+def test_a_handoff_of_a_dead_holder_is_refused_by_whoever_got_its_port(
     make_pair: MakePair, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its numbers are those of a ticket that lives there: ticket 1, block 4, generation 7."""
+    """Its numbers are those of a handoff that lives there: handoff 1, block 4, generation 7."""
     monkeypatch.setattr(kv_reads, "ANSWER_TIMEOUT_S", 0.5)
     old = make_pair(transport, epoch=1)
     stale = old.hold(4)
@@ -394,7 +396,7 @@ def test_a_step_does_not_wait_for_the_copies_of_a_holder(
     pair.start(handoff, 11)
     assert is_copying.wait(5)
     with ThreadPoolExecutor(1) as step:
-        assert step.submit(pair.hold, 5).result(timeout=5).ticket == handoff.ticket + 1
+        assert step.submit(pair.hold, 5).result(timeout=5).handoff_id == handoff.handoff_id + 1
         assert step.submit(pair.server.take_ended).result(timeout=5) == []
         may_end.set()
     assert pair.finished().ok
@@ -402,12 +404,12 @@ def test_a_step_does_not_wait_for_the_copies_of_a_holder(
 
 
 def test_a_call_that_overtakes_the_order_to_hold_waits_for_it(make_pair: MakePair) -> None:
-    """A follower may hear of a ticket from its reader first."""
+    """A follower may hear of a handoff from its reader first."""
     pair = make_pair("tcp")
-    ahead = replace(pair.hold(4), ticket=2)
+    ahead = replace(pair.hold(4), handoff_id=2)
     pair.start(ahead, 11)
     time.sleep(0.2)
     assert pair.puller.take_finished() == []
-    assert pair.hold(4).ticket == ahead.ticket
+    assert pair.hold(4).handoff_id == ahead.handoff_id
     assert pair.finished().ok
     assert torch.equal(pair.target[11], pair.source[4])
