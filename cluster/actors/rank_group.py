@@ -156,7 +156,7 @@ class RankGroup:
         async def late() -> str:
             bound_s = FIRST_WORD_S + self._loading_silent_s
             await asyncio.sleep(bound_s)
-            [first, *_] = [place.name for place, meet in meets.items() if not meet.done()]
+            first = next((place.name for place, meet in meets.items() if not meet.done()), "")
             return f"{first}: no word of it for {bound_s:g} s"
 
         await self._succeed(meets, late(), "before loading")
@@ -314,10 +314,10 @@ async def _first_to_end(
         while not ended:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             ended = [at for at, call in calls.items() if call.done() and is_end(call.result())]
+            if not ended and pending <= {watched}:
+                return None
             if not ended and watched.done():
                 return watched.result(), None
-            if not ended and pending == {watched}:
-                return None
     finally:
         watched.cancel()
     named, first = ended[0], calls[ended[0]].result()
