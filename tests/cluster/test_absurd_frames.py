@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_check import check_scheduler
 
@@ -60,9 +60,7 @@ CREDENTIALS = Credentials("test", b"s" * 32)
 HANDSHAKE = CurveHandshake(CREDENTIALS.secret)
 PROMPT = [5, 99, 7, 31, 64]
 
-live = settings(
-    deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck)
-)
+NUM_FRAMES = 400
 
 
 @dataclass
@@ -87,7 +85,7 @@ class Served:
         """Return a request's outputs; those of others are dropped."""
         self.send(encode(Submit(request, None)))
         outputs: list[EngineOutput] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not outputs or not outputs[-1].finish_reason:
             assert not self.errors, self.errors
             assert time.monotonic() < deadline, "no answer"
@@ -107,7 +105,7 @@ class Served:
     def check_rest(self) -> None:
         """Nothing is left of any request."""
         scheduler = self.leader.engine.scheduler
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while scheduler.has_unfinished:
             assert time.monotonic() < deadline, scheduler.stats()
             time.sleep(0.01)
@@ -159,7 +157,7 @@ def served(request: pytest.FixtureRequest, make_oracle: Callable[[str], Any]) ->
     oracle.check_greedy(PROMPT, made.wanted)
     yield made
     leader.stop()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive() and not made.errors
     end_context(context, "test", linger=0)
     logging.getLogger("lockstep").setLevel(logging.NOTSET)
@@ -244,17 +242,13 @@ def send_absurd(served: Served, data: st.DataObject) -> None:
         served.check()
 
 
-@settings(live, max_examples=200)
-@given(data=st.data())
-def test_nonsense_ends_no_leader(served: Served, data: st.DataObject) -> None:
-    send_absurd(served, data)
+def test_nonsense_ends_no_leader(served: Served, fuzz: Callable[[int], settings]) -> None:
+    @fuzz(NUM_FRAMES)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        send_absurd(served, data)
 
-
-@pytest.mark.slow
-@settings(live, max_examples=5000)
-@given(data=st.data())
-def test_much_nonsense_ends_no_leader(served: Served, data: st.DataObject) -> None:
-    send_absurd(served, data)
+    check()
 
 
 def test_nothing_is_left_of_nonsense(served: Served) -> None:
@@ -332,7 +326,7 @@ def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
         done = served.leader.stats().step - steps
     finally:
         is_over.set()
-        thread.join(timeout=5)
+        thread.join(timeout=60)
         end_context(context, "flood", linger=0)
     assert done >= 3 * NUM_TOKENS
 
@@ -342,10 +336,10 @@ def test_what_is_left_in_the_inbox_is_taken_without_a_knock(
 ) -> None:
     """More than a border takes, sent at once to a leader that sleeps."""
     was_ms = leader_module.MAX_SLEEP_MS
-    monkeypatch.setattr(leader_module, "MAX_SLEEP_MS", 5000)
+    monkeypatch.setattr(leader_module, "MAX_SLEEP_MS", 60_000)
     time.sleep(was_ms / 1000 + 0.1)  # now it sleeps for as long as that
     for _ in range(4 * MAX_INBOX_FRAMES):
         served.send(encode(Abort(["nobody"])))
     began = time.monotonic()
     served.check()
-    assert time.monotonic() - began < 4, "less than a leader sleeps"
+    assert time.monotonic() - began < 30, "less than a leader sleeps"

@@ -264,7 +264,7 @@ class LocalPool:
 
     def close(self) -> None:
         self.leader.stop()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
         end_context(self._context, "test", linger=0)
         assert not self._thread.is_alive()
 

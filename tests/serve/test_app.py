@@ -252,7 +252,7 @@ def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
         took = time.monotonic() - left
         if all(r["num_free_blocks"] == r["num_blocks"] for r in ranks):
             break
-        assert took < 10, ranks
+        assert took < 60, ranks
     print(f"all blocks free after {took:.2f} s")
     assert ask(client, "What is 12 + 30?").choices[0].message.content == before == "42"
 

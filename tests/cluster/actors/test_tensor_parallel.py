@@ -116,11 +116,11 @@ def test_a_follower_that_is_killed_is_named_as_soon_as_ray_knows(
             named_at = time.monotonic()
             print(f"{name!r} after {died_at - killed_at:.3f} s and {named_at - died_at:.3f} s")
             assert name.startswith("rank dp=0 tp=1 epoch=0 ended:")
-            assert named_at - died_at < 1.0
+            assert named_at - died_at < 10
             if load is not None:
                 load.cancel()
             # The leader is of no use any more: it was killed too.
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while os.path.exists(f"/proc/{report.ranks[0].pid}"):
                     await asyncio.sleep(0.02)
 

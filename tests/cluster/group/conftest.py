@@ -44,10 +44,10 @@ class Relay:
 
     def close(self) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(timeout=5)
+        self._threads[0].join(timeout=60)
         self.cut()
         for thread in self._threads[1:]:
-            thread.join(timeout=5)
+            thread.join(timeout=60)
 
     def _start(self, work: Callable[..., None], *args: object) -> None:
         self._threads.append(threading.Thread(target=work, args=args))

@@ -80,7 +80,7 @@ def inbox(context: Context) -> Iterator[Listener]:
         with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
             sender.connect(made.address)
             sender.send_multipart(pack(encode(Watch("tcp://10.0.0.1:9")), CREDENTIALS))
-            assert made.socket.poll(3000)
+            assert made.socket.poll(60_000)
             assert list(made.take()) == [Watch("tcp://10.0.0.1:9")]
 
     yield Listener(port_of(made.address), serve)
@@ -104,7 +104,7 @@ def kv_server(context: Context) -> Iterator[Listener]:
             call_id, call = CallIds().next(), encode(KVRenew(handoff_id))
             proof = proofs.of_call(call_id, process, call)
             reader.send_multipart([CREDENTIALS.header, call_id, process, call, proof])
-            assert reader.poll(3000)
+            assert reader.poll(60_000)
 
     yield Listener(port_of(server.address), serve)
     server.close()
@@ -137,7 +137,7 @@ def peers(context: Context) -> Iterator[Listener]:
         )
         joining.start()
         first.open([], hellos[0], lambda name: None)
-        joining.join(timeout=5)
+        joining.join(timeout=60)
         first.send(b"vote")
         assert second.receive(0) == b"vote"
         second.close()
@@ -225,7 +225,7 @@ def test_the_key_never_travels(context: Context, relay_to: Callable[[int], Any])
     with connecting_socket(context, zmq.PUSH, OURS, max_waiting=9) as sender:
         sender.connect(f"tcp://{HOST}:{relay.port}")
         sender.send_multipart(pack(encode(watch), CREDENTIALS))
-        assert made.socket.poll(3000)
+        assert made.socket.poll(60_000)
         assert list(made.take()) == [watch]
     heard = bytes(relay.heard)
     assert b"\x08INITIATE" in heard, "the whole handshake"
@@ -269,7 +269,7 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(
                 began = time.monotonic()
                 while end.recv(64):
                     pass
-                assert 0.1 < time.monotonic() - began < 3
+                assert 0.1 < time.monotonic() - began < 20
 
 
 # --- processes of the application that are not meant ----------------------------------------------
@@ -291,7 +291,7 @@ def meet(context: Context, sender: StepSender) -> StepReceiver:
     opening.start()
     ours = LeaderHello(PROTOCOL_VERSION, "test", 1, "n")
     [found] = sender.accept(ours, lambda name: None)
-    opening.join(timeout=5)
+    opening.join(timeout=60)
     assert found == follower_hello()
     return receiver
 
@@ -317,14 +317,14 @@ def test_a_process_of_an_older_group_does_not_stand_in_a_followers_way(
     old.linger = 0
     monitor = old.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     old.connect(sender.addresses[0].tcp)
-    assert monitor.poll(3000)  # it is there before the follower
+    assert monitor.poll(60_000)  # it is there before the follower
     if said is not None:
         old.send_multipart(said)
     began = time.monotonic()
     receiver = meet(context, sender)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50
     old.send(b"later")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while said != SAID["megabytes"] and "of another process" not in caplog.text:
         assert time.monotonic() < deadline
         sender.check()
@@ -346,7 +346,7 @@ def test_a_port_scan_ends_no_group(context: Context, sender: StepSender) -> None
     time.sleep(0.2)
     sender.check()
     receiver.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     with pytest.raises(ConnectionError, match="follower tp=1: wanted its connection unbroken"):
         while time.monotonic() < deadline:
             sender.check()

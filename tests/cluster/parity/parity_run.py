@@ -118,7 +118,7 @@ class RankProcesses:
             rank.tell(None)
         for rank in self._free:
             try:
-                assert rank.process.wait(timeout=20) == 0
+                assert rank.process.wait(timeout=60) == 0
             finally:
                 rank.kill()
 

@@ -109,7 +109,7 @@ def test_a_follower_whose_step_differs_does_not_run_it(
     assert follower.stats().step == 3
     leading.join(timeout=0.2)
     assert leading.is_alive()
-    leading.join(timeout=20)
+    leading.join(timeout=60)
     assert "imed out" in str(lost)
     follower.stop()
     follower.run()  # closes
@@ -141,6 +141,6 @@ def test_graphs_are_let_go_of_before_their_group_ends(
     following = threading.Thread(target=follower.run)
     following.start()
     end(leader)
-    following.join(timeout=20)
+    following.join(timeout=60)
     assert not following.is_alive()
     assert (before, at_end) == ([2, 2], {0: 0, 1: 0})

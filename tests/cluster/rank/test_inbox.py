@@ -44,7 +44,7 @@ def ends() -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
 def take_all(inbox: Inbox, num: int) -> list[list[Any]]:
     """Return what each border took, until it is so much."""
     borders: list[list[Any]] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while sum(map(len, borders)) < num and time.monotonic() < deadline:
         if inbox.socket.poll(100):
             borders.append(list(inbox.take()))

@@ -95,7 +95,7 @@ def test_requests_of_an_ingress_that_died_are_given_up_after_a_lease(
     b.recv_multipart()
     assert sender.drop_dead_addresses() == []
     a.close(linger=0)
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     lost: list[str] = []
     while not lost and time.monotonic() < deadline:
         lost = sender.drop_dead_addresses()
@@ -160,7 +160,7 @@ def test_an_ingress_whose_port_is_a_strangers_is_given_up(
             time.sleep(0.01)
         is_over.set()
         stranger.shutdown(socket.SHUT_RDWR)
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert lost == ["1"]
     sender.close()
 

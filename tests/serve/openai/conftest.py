@@ -514,13 +514,13 @@ def url(app: Starlette) -> Iterator[str]:
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not running.started:
         assert time.monotonic() < deadline, "uvicorn did not start"
         time.sleep(0.01)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     running.should_exit = True
-    thread.join(10)
+    thread.join(timeout=60)
     with contextlib.suppress(OSError):
         listener.close()
 

@@ -223,7 +223,7 @@ def test_a_body_that_is_refused_is_let_go_of_at_once(
 async def steps_of(count: Callable[[], int], last: int) -> list[int]:
     """Return by how much a count grew in each turn of the loop until it was `last`."""
     steps = [count()]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sum(steps) < last:
             await asyncio.sleep(0)
             steps.append(count() - sum(steps))
@@ -276,7 +276,7 @@ def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
     async def main() -> None:
         connection = connect({"prompt": "a", "stream": True})
         connection.reads.clear()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await connection(app)
         assert backend.num_open == 0 and connection.messages == []
 
@@ -294,7 +294,7 @@ def test_a_client_that_reads_nothing_is_cut_off(
     async def main() -> None:
         connection = connect({"prompt": "a", "stream": stream})
         connection.reads.clear()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await connection(app)
 
     asyncio.run(main())

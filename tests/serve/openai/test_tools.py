@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -207,32 +207,16 @@ def _mistral(draw: st.DrawFn, calls: list[Call], space: str) -> str:
     return "".join(f"[TOOL_CALLS]{name}{between}{value}" for name, value in calls)
 
 
-def hypothesis_settings(num_examples: int) -> settings:
-    return settings(
-        max_examples=num_examples,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-num_dialogues = pytest.mark.parametrize(
-    "num_examples", [NUM_DIALOGUES, pytest.param(300, marks=pytest.mark.slow)]
-)
-
-
 @pytest.mark.feature("R10")
-@num_dialogues
 def test_calls_come_back_as_the_model_meant_them(
-    model: Any, format_name: str, num_examples: int
+    model: Any, format_name: str, fuzz: Callable[[int], settings]
 ) -> None:
-    num_calls = 0
+    num_dialogues = num_calls = 0
 
-    @hypothesis_settings(num_examples)
+    @fuzz(NUM_DIALOGUES)
     @given(dialogue=dialogues(format_name), seed=st.integers(0, 2**32))
     def check(dialogue: tuple[list[str], str, list[Call], str], seed: int) -> None:
-        nonlocal num_calls
+        nonlocal num_dialogues, num_calls
         known, content, calls, text = dialogue
         tools = [tool(name) for name in known]
         model.writes(text, rng=random.Random(seed))
@@ -243,11 +227,12 @@ def test_calls_come_back_as_the_model_meant_them(
         assert whole["message"]["content"] is None or content or not calls
         model.writes(text, rng=random.Random(seed + 1))
         check_equal(whole, model.choice(stream=True, tools=tools))
+        num_dialogues += 1
         num_calls += len(calls)
 
     check()
-    print(f"{format_name}: {num_examples} dialogues, {num_calls} calls")
-    assert num_calls > num_examples / 4
+    print(f"{format_name}: {num_dialogues} dialogues, {num_calls} calls")
+    assert num_calls > num_dialogues / 4
 
 
 @st.composite
@@ -265,11 +250,10 @@ def malformed(draw: st.DrawFn, format_name: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.feature("R10")
-@num_dialogues
 def test_whatever_a_model_writes_is_an_answer_and_the_same_one_in_a_stream(
-    model: Any, format_name: str, num_examples: int
+    model: Any, format_name: str, fuzz: Callable[[int], settings]
 ) -> None:
-    @hypothesis_settings(num_examples)
+    @fuzz(NUM_DIALOGUES)
     @given(
         written=malformed(format_name),
         finish_reason=st.sampled_from(["stop", "length"]),

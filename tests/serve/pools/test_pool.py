@@ -121,7 +121,7 @@ class Shell:
         return await self.core.generate("r", b"r", config_hash)
 
     async def until(self, is_over: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not is_over():
                 await asyncio.sleep(0.01)
 

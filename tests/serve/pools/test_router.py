@@ -120,7 +120,7 @@ class Pools:
 
     async def serve(self) -> list[EngineOutput]:
         """Run one request."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async with aclosing(self.router.generate(REQUEST, self.record)) as outputs:
                 return [found async for found in outputs]
 
