@@ -180,7 +180,9 @@ class RankGroup:
         raise RankDied(f"{name} ended {when}: {end.cause}", end.verdict) from end.error
 
     async def wait_for_end(self) -> str:
-        """Wait until the first rank ends and return which it was and why.
+        """Wait until a rank ends and return which one is to blame and why.
+
+        That is the first to end, unless another turns out to have died, or most ranks name another.
 
         Unless the group was told to stop, all other ranks are killed: they are of no use any more.
         """

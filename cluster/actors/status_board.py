@@ -1,7 +1,7 @@
 """`StatusBoard`: the small named actor where pools and ingresses tell how they are.
 
-The first ingress to come owns it, and all answer `/ready` from it; pool replicas push to it four
-times a second from their first line on, so that loading shows progress before anything can be
+The first ingress to come owns it, and all answer `/ready` from it; pool replicas push to it up to
+four times a second from their first line on, so that loading shows progress before anything can be
 asked. If its owner dies, the next ingress to ask makes another one.
 
 It also adds up what ranks and ingresses have counted (`cluster/observe/counts.py`), because it
@@ -35,8 +35,8 @@ EXPORT_PERIOD_S = 5.0
 SAVE_PERIOD_S = 5.0
 """How often totals are kept that nobody asks for."""
 LOST_AFTER_S = 5.0
-"""A replica that is silent this long is gone. One whose ranks do not answer still pushes, at least
-once in `STATS_TIMEOUT_S`. The same holds for ingresses."""
+"""A replica that is silent this long is gone: one whose ranks do not answer still pushes. The same
+holds for ingresses."""
 
 
 class RayMetrics:

@@ -36,8 +36,8 @@ class PeersSilent(RuntimeError):
 def agree(votes: Sequence[Vote], captured: CapturedGraphs) -> StepAgreement:
     """Return how all data-parallel ranks run a step, from their votes in rank order.
 
-    A rank with nothing scheduled runs one dummy token, so that it joins the same collectives as the
-    others.
+    A rank with nothing scheduled runs dummy tokens, so that it joins the same collectives as the
+    others: one, or as many as a graph or a decode of all ranks has.
 
     Invariant: epoch, step and stage of all votes are equal, and so is `captured` on all ranks.
     """

@@ -221,7 +221,7 @@ METRICS = (
     Metric(
         "rank_restarts_total",
         COUNTER,
-        "Rank groups that were rebuilt, by the rank that was named (`dp=0 tp=1`).",
+        "Ends of rank groups, by the rank that was named (`dp=0 tp=1`).",
         ("rank",),
     ),
 )

@@ -5,9 +5,9 @@ digests, orders about KV) is in `group_messages.py`.
 
 All of them are array-like msgspec structs that forbid unknown fields and have no defaults, so a
 frame that is too short, too long or of another type is refused instead of being filled in. So is
-a value that no model and no configuration could take: bounds stand in the fields' types, and hold
-for what was decoded. What depends on the engine is checked by its `RequestLimits`. `encode` and
-`decode` are the only way on and off the wire.
+a request with a value that no model and no configuration could take: bounds are in the fields'
+types. What depends on the engine is checked by its `RequestLimits`. Plans come from a leader, which
+has checked them. `encode` and `decode` are the only way on and off the wire.
 """
 
 from __future__ import annotations

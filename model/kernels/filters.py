@@ -1,7 +1,7 @@
 """Top-k and top-p in torch functions: what a CPU computes, and what the GPU kernel must equal.
 
 Neither sorts a vocabulary. Rows are filtered one by one: a row's result cannot depend on another
-one, and a row that asks for nothing costs nothing.
+one, and a row that asks for nothing is only copied.
 
 Shapes: B rows, V vocabulary.
 """

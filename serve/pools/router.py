@@ -1,13 +1,13 @@
 """The router: a request's way through the pools.
 
-1. The request is submitted to a prefill replica by a handle call that stays open, without items,
-   until its engine is done with it: so Serve's routing, draining and accounting see it.
+1. The request is submitted to a prefill replica by a handle call that stays open until its engine
+   is done with it: so Serve's routing, draining and accounting see it.
 2. Its tokens arrive on the token socket, straight from the engine.
 3. A prefill engine ends with a handoff; the request goes to a decode replica with the handoff and
    with the tokens so far.
-4. If the KV or an output is lost, a replica dies or its engine drops the request, it is prefilled
-   again elsewhere. Its tokens so far count as output, so the client sees a pause, but no gap and
-   nothing twice.
+4. If the KV or an output is lost, a rank group or its replica dies, or an engine drops the request,
+   it is prefilled again, wherever Serve sends it. Its tokens so far count as output, so the client
+   sees a pause, but no gap and nothing twice.
 5. A client that leaves ends the generator: every engine that may have the request is told at
    once, and calls that do not return then are cancelled.
 
