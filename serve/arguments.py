@@ -296,11 +296,15 @@ def split_dashed(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def parse_bytes(field: str, value: int | str) -> int:
     """Return a number of bytes from a number or from text such as 512MiB or 2GB."""
-    if (match := _BYTES.fullmatch(str(value).strip())) is None:
+    found: float
+    if isinstance(value, int):
+        found = value
+    elif (match := _BYTES.fullmatch(value.strip())) is None:
         raise FieldError(field, "bytes, such as 1073741824, 512MiB or 2GB", value)
-    number, unit, is_binary = match.groups("")
-    exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
-    found: float = float(number) * (1024 if is_binary else 1000) ** exponent
+    else:
+        number, unit, is_binary = match.groups("")
+        exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+        found = float(number) * (1024 if is_binary else 1000) ** exponent
     if not 1 <= found < _MAX_BYTES:
         raise FieldError(field, f"at least 1 and less than {_MAX_BYTES >> 60} EiB", value)
     return int(found)

@@ -48,7 +48,7 @@ class ApiKeys:
             try:
                 if self._read(self._file):
                     log.info("api_keys_file: read again, %d keys", len(self._from_file))
-            except (FieldError, OSError) as error:
+            except FieldError as error:
                 log.error("api_keys_file: %s; the keys that were read before stay", error)
         found, is_known = _digest(key), False
         for known in (*self._given, *self._from_file):
@@ -58,7 +58,10 @@ class ApiKeys:
     def _read(self, file: Path) -> bool:
         """Read the file's keys if it has changed; return whether it has."""
         self._look_at = self._clock() + LOOK_EVERY_S
-        found = os.stat(file)
+        try:
+            found = os.stat(file)
+        except OSError as error:
+            raise FieldError("api_keys_file", "a file of keys", f"{file}: {error}") from None
         stamp = found.st_mtime_ns, found.st_size, found.st_ino
         if has_changed := stamp != self._stamp:
             self._from_file = [_digest(key) for key in read_keys(file)]

@@ -112,7 +112,7 @@ class Serving:
         self.on_end: list[Callable[[RequestRecord], None]] = []
         """Called with what was noted of each generating request."""
         self.is_traced = False
-        """Whether a request's trace is noted too. Set before the application is built."""
+        """Whether a request's trace is noted too."""
         described = Described(
             settings.served_model_name, settings.max_model_len, settings.cache_info
         )

@@ -30,6 +30,7 @@ MAX_NAME_CHARS = 64
 """Characters of a function's name, as OpenAI has it."""
 NAME_PATTERN = r"[a-zA-Z0-9_-]"
 _NAME_CHAR = re.compile(NAME_PATTERN)
+_NO_SPACE = re.compile(rf"[^{SPACE}]")
 _NAME_RUN = re.compile(rf"{NAME_PATTERN}*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 """With which a call begins; other objects are content at once."""
@@ -340,8 +341,9 @@ class ToolParser:
         """Leave out what ends a call, and white space before it."""
         closer = self._format.closer
         while closer and (yield from self._char()) in SPACE:
-            self._space.append(self._text[self._at])
-            self._at += 1
+            end = self._end_of_space()
+            self._space.append(self._text[self._at : end])
+            self._at = end
         while closer and closer.startswith(self._text[self._at : self._at + len(closer)]):
             if len(self._text) - self._at >= len(closer):
                 self._at += len(closer)
@@ -357,8 +359,12 @@ class ToolParser:
 
     def _behind_space(self) -> Generator[None, None, str]:
         while (char := (yield from self._char())) in SPACE:
-            self._hold(self._at + 1)
+            self._hold(self._end_of_space())
         return char
+
+    def _end_of_space(self) -> int:
+        rest = _NO_SPACE.search(self._text, self._at)
+        return len(self._text) if rest is None else rest.start()
 
     def _char(self) -> Generator[None, None, str]:
         """Return the next character, once there is one."""

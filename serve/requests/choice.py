@@ -61,8 +61,10 @@ class StopMatcher:
 
     def _first_in(self, text: str, num_held: int) -> tuple[int, int] | None:
         """Return the end and the start of the stop string that ends first behind what was held."""
-        found = []
+        found, new = [], text[num_held:]
         for stop in self._stop.texts:
+            if stop[-1] not in new:
+                continue
             start = text.find(stop, max(0, num_held + 1 - len(stop)))
             if start >= 0:
                 found.append((start + len(stop), start))

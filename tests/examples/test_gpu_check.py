@@ -232,7 +232,7 @@ def test_an_error_that_is_no_number_is_not_right() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS[:3])
+@pytest.mark.parametrize("run", [*RUNS][:3])
 def test_every_part_is_right_on_a_gpu(run: str) -> None:
     done = check(run, "--device", "cuda")
     assert done.returncode == 0, done.stdout

@@ -12,6 +12,7 @@ import ray
 from ray.serve.config import HTTPOptions
 
 from compile.errors import FieldError
+from serve import listening
 from serve.app import deploy
 from serve.listening import check_free, check_same, listen
 
@@ -62,3 +63,14 @@ def test_what_runs_already_is_joined_where_it_listens() -> None:
     check_same({"host": "127.0.0.1", "port": 8000}, running)
     with pytest.raises(FieldError, match=r"^host: wanted 127.0.0.1, where Serve runs .* '::'$"):
         check_same({"host": "::", "port": 8000}, running)
+
+
+@pytest.mark.feature("R02")
+def test_a_taken_port_ends_serve_run_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listening, "_get_global_client", lambda **_: None)
+    monkeypatch.setattr(listening, "has_started_cluster", lambda: True)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+        listening._start({"host": "127.0.0.1", "port": taken.getsockname()[1]})
+    assert "wanted one that is free" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_a_claim_ends_with_what_was_published_or_with_nothing(ray_cluster: Any) 
     assert ray.get(waiting, timeout=60) is None
     ray.kill(board)
     assert first.claim("c") is None  # nobody to ask
+
+
+def test_the_board_tells_one_asker_to_compile() -> None:
+    from cluster.actors.artifact_board import ArtifactBoard
+
+    async def scenario() -> list[Any]:
+        board = ArtifactBoard()
+        asked = [asyncio.create_task(board.claim("a")) for _ in range(4)]
+        await asyncio.sleep(0)
+        board.publish("a", ["reference"])
+        board.publish("a", ["another"])  # too late: some have the first
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(scenario()) == [None, *[["reference"]] * 3]
 
 
 def test_an_artifact_that_cannot_be_put_ends_its_claim_all_the_same(

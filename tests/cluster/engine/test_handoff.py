@@ -9,7 +9,7 @@ import pytest
 import sim_engine as sim
 
 from cluster.engine.sequence import Sequence
-from cluster.wire.messages import KVHandoff
+from cluster.wire.messages import KVHandoff, KVSource, RankProcess
 
 
 @pytest.fixture
@@ -176,6 +176,10 @@ def test_a_read_waits_rather_than_take_the_blocks_that_others_grow_into() -> Non
         ({"num_tokens": 8}, "handoff.num_tokens: wanted 9, found 8"),
         ({"block_ids": [1]}, "handoff.block_ids: wanted 3, found 1"),
         ({"generations": [1]}, "handoff.generations: wanted 3, found 1"),
+        (
+            {"sources": [KVSource(0, "boot", 1, -1, "", RankProcess(1, ""))]},
+            "handoff.sources: wanted an address of each, found one without",
+        ),
     ],
 )
 def test_a_handoff_that_does_not_fit_is_refused_by_name(

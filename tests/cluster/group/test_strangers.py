@@ -30,7 +30,13 @@ from cluster.wire.credentials import Credentials
 from cluster.wire.group_messages import FollowerHello, LeaderHello, PeerHello
 from cluster.wire.messages import PROTOCOL_VERSION, KVRenew, KVSource, RankProcess, Watch, encode
 from cluster.wire.polling import Doorbell
-from cluster.wire.sockets import MAX_PART_BYTES, CurveHandshake, connecting_socket, pack
+from cluster.wire.sockets import (
+    MAX_PART_BYTES,
+    CurveHandshake,
+    connecting_socket,
+    listening_socket,
+    pack,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = "127.0.0.1"
@@ -378,3 +384,12 @@ def test_every_socket_is_made_in_one_place() -> None:
         if made.search(line) and "zmq.Context" not in line
     }
     assert found == {"cluster/wire/sockets.py"}
+
+
+def test_a_socket_has_all_its_bounds(context: Context) -> None:
+    for make in (listening_socket, connecting_socket):
+        with make(context, zmq.DEALER, OURS, max_waiting=7) as made:
+            assert made.sndhwm == made.rcvhwm == 7
+            assert MAX_PART_BYTES < made.maxmsgsize < 2 * MAX_PART_BYTES
+            assert made.handshake_ivl == 5000 and made.tcp_keepalive == 1
+            assert made.mechanism == zmq.CURVE

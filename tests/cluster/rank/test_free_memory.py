@@ -32,25 +32,27 @@ HOST = "127.0.0.1"
 CREDENTIALS = Credentials("test", b"s" * 32)
 
 
-def run_two(work: Callable[[GroupMembership], Any]) -> list[Any]:
-    """Join two data-parallel ranks on threads, do the work on each and leave."""
-    config = EngineConfig("model", 64, parallel=ParallelConfig(1, 2))
+def run_ranks(dp: int, tp: int, work: Callable[[GroupMembership], Any]) -> list[Any]:
+    """Join dp x tp ranks on threads, do the work on each and leave; return the results."""
+    config = EngineConfig("model", 64, parallel=ParallelConfig(tp, dp))
     opened = [
-        LeaderEndpoints(RankContext(config, RankPlace(rank), credentials=CREDENTIALS))
-        for rank in range(2)
+        LeaderEndpoints(RankContext(config, RankPlace(dp_rank), credentials=CREDENTIALS))
+        for dp_rank in range(dp)
     ]
     told = introduce([each.rendezvous for each in opened if each.rendezvous is not None])
 
     def run(rank: int) -> Any:
+        dp_rank, tp_rank = divmod(rank, tp)
+        where = told[dp_rank]
         group = GroupMembership.join(
-            told[rank],
-            0,
+            where,
+            tp_rank,
             "cpu",
             HOST,
-            listener=opened[rank].listener,
-            hello=told[rank].hello(CREDENTIALS, 0),
-            dp_rank=rank,
-            dp_size=2,
+            listener=None if tp_rank else opened[dp_rank].listener,
+            hello=where.hello(CREDENTIALS, 0),
+            dp_rank=dp_rank,
+            dp_size=dp,
             shares_experts=True,
         )
         try:
@@ -59,11 +61,21 @@ def run_two(work: Callable[[GroupMembership], Any]) -> list[Any]:
             group.close()
 
     try:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(run, range(2)))
+        with ThreadPoolExecutor(dp * tp) as threads:
+            return list(threads.map(run, range(dp * tp)))
     finally:
         for endpoints in opened:
             end_context(endpoints.sockets, "test", linger=0)
+
+
+def test_ranks_agree_with_all_and_sum_among_their_own_or_across() -> None:
+    def work(group: GroupMembership) -> tuple[int, ...]:
+        one = torch.full((1,), 10.0**group.rank)
+        assert group.shard.data is not None
+        sums = [int(each.all_reduce(one.clone())) for each in (group.shard, group.shard.data)]
+        return group.all_reduce_min("n", 10 - group.rank), *sums
+
+    assert run_ranks(2, 2, work) == [(7, 11, 101), (7, 11, 1010), (7, 1100, 101), (7, 1100, 1010)]
 
 
 @pytest.mark.feature("C04", "P03", "P05", "P10")
@@ -132,7 +144,7 @@ def test_two_ranks_look_for_room_together_and_skip_what_one_has_none_for(
         return runner.forward.captured.batch_sizes
 
     votes = [vote_of(1, n) for n in (3, 9)]
-    assert run_two(work) == [(1, 4)] * 2
+    assert run_ranks(2, 1, work) == [(1, 4)] * 2
     assert log == ["allocated"] * 2 + ["looked"] * 6
     assert "capturing graphs" in told[0] and "capturing graphs" not in told[1]
     # The same order on both ranks, and neither is a size ahead.

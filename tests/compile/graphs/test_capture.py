@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from compile.graphs.capture import (
     CaptureCase,
     CaptureReport,
     capture_all,
+    capture_window,
     graphs_to_capture,
     is_in_capture_window,
     is_sealed,
@@ -304,8 +307,17 @@ def test_a_late_one_is_counted_and_named_once(what: str, caplog: pytest.LogCaptu
 )
 def test_a_strict_seal_refuses(note: Callable[[str], None], error: type[GraphError]) -> None:
     seal("strict")
-    with pytest.raises(error, match=r"wanted none after the process was sealed, found size 7"):
+    wanted = "wanted none after the process was sealed, found size 7"
+    with pytest.raises(error, match=wanted) as caught:
         note("size 7")
+    copy = pickle.loads(pickle.dumps(caught.value))  # as it leaves the process of its rank
+    assert (type(copy), str(copy)) == (error, str(caught.value))
+
+
+def test_a_window_is_open_on_its_thread_alone() -> None:
+    with capture_window(), ThreadPoolExecutor(1) as other:
+        assert is_in_capture_window() and not other.submit(is_in_capture_window).result()
+    assert not is_in_capture_window()
 
 
 @pytest.mark.feature("C11")

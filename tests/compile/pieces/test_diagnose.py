@@ -142,8 +142,8 @@ def test_a_break_is_one_line_with_its_place_and_a_remedy(
 def test_no_part_of_a_broken_forward_is_compiled(toys: Any, level: int) -> None:
     module = toys.build(lambda: module_of(prints)(), level=level)
     with (
-        pytest.raises(GraphBreakError, match="found print at"),
         counter.expect(num_backend_compilations=0),
+        pytest.raises(GraphBreakError, match="found print at"),
     ):
         module(torch.arange(5))
 

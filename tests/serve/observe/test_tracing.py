@@ -285,6 +285,16 @@ def test_what_was_written_is_sent_before_the_end(monkeypatch: pytest.MonkeyPatch
     assert (resource["service.name"], resource["service.instance.id"]) == ("mine", "replica-7")
 
 
+@pytest.mark.feature("R15")
+def test_the_environment_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    collector = Collector()
+    tracing = Tracing(collector, "this")
+    tracing.write(request(sequence()))
+    tracing.close()
+    assert collector.spans == []
+
+
 @pytest.mark.parametrize("bad", ["localhost:4317", "ftp://host", "http://", "http://h:99999", "x"])
 def test_an_endpoint_that_is_no_url_is_refused(bad: str) -> None:
     with pytest.raises(FieldError, match=r"^otlp_traces_endpoint: wanted a URL such as http://"):

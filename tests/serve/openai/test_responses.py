@@ -177,6 +177,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id", "found none"),
     ({"input": "a" * 200_000}, "input", "characters"),
+    ({"input": "a", "background": True}, "background", "wanted false"),
     ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not built"),
     ({"input": "a", "store": True}, "store", "wanted false"),
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "found xml"),
