@@ -106,13 +106,11 @@ class JoinedLockstep:
     step or agreed on something else, and `PeersSilent` if one sends nothing in time.
     """
 
-    def __init__(
-        self, machine: LockstepMachine, channel: VoteChannel, stats: StepStats | None = None
-    ) -> None:
+    def __init__(self, machine: LockstepMachine, channel: VoteChannel, stats: StepStats) -> None:
         """Drive `machine` over `channel`; `stats` notes when this rank and when all voted."""
         self._machine = machine
         self._channel = channel
-        self._stats = stats or StepStats()
+        self._stats = stats
 
     def agree(self, vote: Vote) -> StepAgreement:
         """Exchange votes and return what they amount to: the same value on every rank."""

@@ -10,7 +10,6 @@ take per token.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +37,7 @@ class StepStats:
     Invariant: one thread writes, any may read.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._now: tuple[int, Phase, float, bool, dict[int, int]]
         """Step, phase and since when; whether the group sleeps; tokens of the steps in flight."""

@@ -463,16 +463,21 @@ class StepForward:
         faster replay does not speed up. On a GPU a replay takes as long as launching it.
         """
 
+        replayed_s = 0.0
+
         def replay(graph: Any) -> None:
+            nonlocal replayed_s
             began = time.perf_counter()
             graph.replay()
-            self._replayed_s += time.perf_counter() - began
+            replayed_s += time.perf_counter() - began
 
         began = time.perf_counter()
         with forward_context(replace(context, replay=replay)):
             hidden: torch.Tensor = self._call(batch.input_ids, batch.positions)
         self.num_piecewise_steps += 1
+        # A step that fails is not booked. Other threads read the share at any time.
         self._piecewise_s += time.perf_counter() - began
+        self._replayed_s += replayed_s
         return hidden
 
     @property

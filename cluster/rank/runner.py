@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,7 +92,7 @@ class ModelRunner:
         group = group or GroupMembership(None, Shard())
         self.shard = group.shard
         self._dp_rank = group.dp_rank
-        self.step_stats = StepStats()
+        self.step_stats = StepStats(time.monotonic)
         wake = wake or (lambda: None)
         self.grammars: GrammarMasks | None = None
         """Masks of what is sampled; None on ranks that do not sample."""

@@ -12,6 +12,7 @@ path, the sizes that are captured) makes every start a cold one.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import platform
@@ -161,8 +162,11 @@ def describe(name: str, old: str, new: str) -> str:
         return f"{name}: {_changed_files(old, new)}"
     if max(len(old), len(new)) > 80:
         before, after = old.split(), new.split()
-        old = " ".join(word for word in before if word not in after) or "(nothing)"
-        new = " ".join(word for word in after if word not in before) or "(nothing)"
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+        changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
+        gone = [" ".join(before[i:j]) for _, i, j, _, _ in changes if i < j]
+        come = [" ".join(after[i:j]) for _, _, _, i, j in changes if i < j]
+        old, new = (" ... ".join(words) or "(nothing)" for words in (gone, come))
     return f"{name}: {old} -> {new}"
 
 

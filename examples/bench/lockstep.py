@@ -27,6 +27,7 @@ import zmq
 from cluster.config import EngineConfig, ParallelConfig
 from cluster.engine.compile_switch import CompileSwitch
 from cluster.engine.lockstep import JoinedLockstep, LockstepMachine
+from cluster.engine.step_stats import StepStats
 from cluster.group.context import RankContext, RankPlace
 from cluster.group.rendezvous import LeaderEndpoints, introduce
 from cluster.wire.credentials import Credentials
@@ -123,7 +124,7 @@ def exchange(config: EngineConfig, rank: int, pipe: Connection, rounds: int) -> 
 
     captured = CapturedGraphs(CUDAGraphMode.FULL, batch_sizes=(64,))
     machine = LockstepMachine(dp_rank=rank, dp_size=size, epoch=0, switch=CompileSwitch(captured))
-    lockstep = JoinedLockstep(machine, endpoints.peers)
+    lockstep = JoinedLockstep(machine, endpoints.peers, StepStats(time.monotonic))
     listen_fd = endpoints.listener.detach() if endpoints.listener is not None else None
     store = dist.TCPStore(
         told.store_host, told.store_port, size, rank == 0, master_listen_fd=listen_fd

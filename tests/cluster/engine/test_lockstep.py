@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from collections import deque
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_who_is_waited_for_in_vain_is_named() -> None:
 
 
 def test_a_divergence_prints_the_steps_before_it_and_ends_with_its_name() -> None:
-    log, plan = StepStats(), plan_of([])
+    log, plan = StepStats(time.monotonic), plan_of([])
     for step in range(1, 1201):
         log.begin(plan, agree((vote(step), vote(step, num_tokens=3, num_seqs=3)), GRAPHS), 0)
     assert [record["step"] for record in log.as_dicts()] == [*range(201, 1201)]

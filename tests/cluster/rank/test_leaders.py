@@ -81,7 +81,7 @@ def test_a_leader_that_waits_for_confirms_is_ahead_of_one_that_waits_for_votes()
     peer = machine_of(1)
     peer.vote(vote(1, 1))
     peer.on_frame(0, vote(1, 0))
-    phases = StepStats()
+    phases = StepStats(time.monotonic)
     channel = ScriptedChannel(phases, [encode(vote(1, 1)), encode(peer.conclude())])
     lockstep = JoinedLockstep(machine_of(0), channel, phases)
     lockstep.agree(vote(1, 0))
@@ -108,7 +108,7 @@ def join_all(size: int, **hello: dict[int, Any]) -> Iterator[list[Any]]:
             sockets.open(told[rank].earlier, altered, lambda name: None)
         except FrameError as error:
             return error
-        return JoinedLockstep(machine_of(rank, size), sockets)
+        return JoinedLockstep(machine_of(rank, size), sockets, StepStats(time.monotonic))
 
     with ThreadPoolExecutor(size) as threads:
         yield list(threads.map(join, range(size)))
