@@ -151,7 +151,7 @@ KNOWN = f"one of {', '.join(FIELDS)}"
         ),
         (
             {"cc.dynamic_shapes_config.kind": "backed"},
-            "compilation.dynamic_shapes_config: wanted one of level, ",
+            "compilation.dynamic_shapes_config.kind: wanted one of type, evaluate_guards, ",
         ),
         (
             {"cc.inductor_compile_config": {"a": float("nan")}},
