@@ -68,6 +68,9 @@ def failing_tests(mutation: Mutation) -> list[str]:
 
 def main(texts: list[str]) -> int:
     """Plant the bugs that are asked for; return how many went unnoticed."""
+    for text in texts:
+        if not any(text in mutation.claim for mutation in MUTATIONS):
+            sys.exit(f"wanted a text of a claim in planted.py, found {text!r}")
     unnoticed = 0
     for mutation in MUTATIONS:
         if texts and not any(text in mutation.claim for text in texts):
