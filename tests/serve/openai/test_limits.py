@@ -286,6 +286,33 @@ def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
 
 @pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
+def test_sequences_that_have_ended_make_room_although_their_client_does_not_read(
+    connect: Any, app: Any, admission: Admission, stream: bool
+) -> None:
+    async def main() -> tuple[int, int]:
+        class Stops(connect):  # type: ignore[misc]
+            async def send(self, message: dict[str, Any]) -> None:
+                await super().send(message)
+                if b'"finish_reason":"' in message.get("body", b""):
+                    self.reads.clear()
+
+        connection = Stops({"prompt": "a", "stream": stream})
+        if not stream:
+            connection.reads.clear()
+        task = asyncio.create_task(connection(app))
+        async with asyncio.timeout(60):
+            while admission.num_requests == 0 or admission.num_live:
+                await asyncio.sleep(0.001)
+        found = admission.num_requests, admission.num_live
+        connection.reads.set()
+        await task
+        return found
+
+    assert asyncio.run(main()) == (1, 0)
+
+
+@pytest.mark.feature("R22")
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_reads_nothing_is_cut_off(
     connect: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
