@@ -41,15 +41,11 @@ class DPMetadata:
     num_tokens_across_dp: tuple[int, ...]
 
     @classmethod
-    def make(
-        cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int
-    ) -> DPMetadata | None:
-        """Return the counts for a rank that runs `num_tokens`; None if it is alone.
+    def make(cls, num_tokens_across_dp: Sequence[int], dp_rank: int, num_tokens: int) -> DPMetadata:
+        """Return the counts for a rank that runs `num_tokens`.
 
         Raises ValueError if it runs another number of tokens than the others believe.
         """
-        if len(num_tokens_across_dp) == 1:
-            return None
         if num_tokens_across_dp[dp_rank] != num_tokens:
             wanted = f"{num_tokens_across_dp[dp_rank]} as all ranks agreed"
             raise ValueError(f"num_tokens: wanted {wanted}, found {num_tokens}")

@@ -2,7 +2,7 @@
 
 `serve run` ends with the reason why a pool cannot start, and with exit code 1. Ray's command prints
 a trace of its own and ends with code 0. So the process that started the application looks for what
-its pools have noted (`cluster/actors/kept.py`): at its end, and each second while it
+its pools have noted (`cluster/actors/gcs_store.py`): at its end, and each second while it
 lives, since an application that serves while it compiles may turn out later to be one that no start
 can compile. It is interrupted then, as by Ctrl-C.
 
@@ -25,7 +25,7 @@ from ray import serve as ray_serve
 from ray.serve import Application, Deployment
 from ray.serve.config import BackpressureConfig
 
-from cluster.actors.kept import FailedStart, FailedStarts
+from cluster.actors.gcs_store import FailedStart, FailedStarts
 from cluster.config import DEFAULT_NUM_CPUS, rank_bundles
 from compile.errors import FieldError
 from serve.config import DeployConfig, PoolConfig, deploy_config

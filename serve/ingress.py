@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from cluster.actors.board_clients import IngressBoard
-from cluster.actors.kept import application_secret
+from cluster.actors.gcs_store import application_secret
 from cluster.observe.logs import configure_logs
 from cluster.observe.metrics import Described
 from cluster.wire.credentials import Credentials

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from cluster.actors.kept import KeptTotals
+from cluster.actors.gcs_store import KeptTotals
 from cluster.actors.placement import free_resources
 from cluster.actors.reports import BoardSilent, IngressReport, ReplicaReport
 from cluster.actors.status_board import LOST_AFTER_S, NAMESPACE, RayMetrics, StatusBoard, board_name

@@ -5,8 +5,8 @@ four times a second from their first line on, so that loading shows progress bef
 asked. If its owner dies, the next ingress to ask makes another one.
 
 It also adds up what ranks and ingresses have counted (`cluster/observe/counts.py`), because it
-alone hears of all of them. Whatever it has told is kept before (`kept.py`), so totals go on where
-they were if it is made anew.
+alone hears of all of them. Whatever it has told is kept before (`gcs_store.py`), so totals go on
+where they were if it is made anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from cluster.actors.kept import KeptTotals
+from cluster.actors.gcs_store import KeptTotals
 from cluster.actors.reports import IngressReport, ReplicaReport, figures_body, ready_body
 from cluster.observe.counts import Counts, Ledger
 from cluster.observe.metrics import (

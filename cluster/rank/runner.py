@@ -213,7 +213,7 @@ class ModelRunner:
                 confirm = None
             self.step_stats.run(agreed.step)  # a graph that is captured may hold collectives
             self.forward.enter(agreed.stage)
-        num_padding, _ = get_dp_padding(agreed, self._dp_rank)
+        num_padding = get_dp_padding(agreed, self._dp_rank)
         self.step_stats.build(agreed.step, plan.num_tokens + num_padding)
         batch = self.build(plan, agreed)
         if confirm is not None:
@@ -368,15 +368,12 @@ def _grammars(config: EngineConfig, wake: Callable[[], None]) -> GrammarMasks | 
     return GrammarMasks(vocabulary, num_threads=config.threads, wake=wake)
 
 
-def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> tuple[int, tuple[int, ...] | None]:
-    """Return how many tokens of padding a rank runs, and what all ranks run, padding included.
+def get_dp_padding(agreed: StepAgreement, dp_rank: int) -> int:
+    """Return how many tokens of padding a rank runs.
 
-    The latter is None if there is one rank (after ATOM's function of this name, which asks all
-    ranks by an all-reduce).
+    After ATOM's function of this name, which asks all ranks by an all-reduce.
     """
-    across = agreed.num_tokens_across_dp
-    num_padding = across[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
-    return num_padding, across if len(across) > 1 else None
+    return agreed.num_tokens_across_dp[dp_rank] - agreed.num_scheduled_tokens[dp_rank]
 
 
 def on_host(output: SamplerOutput) -> SamplerOutput:

@@ -1,7 +1,7 @@
 """What the processes of one application show each other before anything else is trusted.
 
 The secret is random and one for the whole application; Ray alone hands it out
-(`actors/kept.py`), and it outlives redeploys. Sockets are locked with it (`wire/sockets.py`),
+(`actors/gcs_store.py`), and it outlives redeploys. Sockets are locked with it (`wire/sockets.py`),
 and calls for KV are proved with it (`kv/transport/proofs.py`). While one deployment replaces
 another, processes of both hold the secret; they tell each other apart by the configuration hash
 in the header of every frame.

@@ -16,7 +16,7 @@ import zmq.asyncio
 from ray import serve as ray_serve
 
 from cluster.actors.board_clients import ReplicaBoard
-from cluster.actors.kept import FailedStart, FailedStarts, application_secret
+from cluster.actors.gcs_store import FailedStart, FailedStarts, application_secret
 from cluster.actors.rank_group import RankGroup
 from cluster.actors.ray_ranks import RayRank, create_group
 from cluster.actors.reports import ReplicaReport

@@ -334,7 +334,7 @@ def test_a_leader_steps_on_whatever_is_sent(served: Served) -> None:
 def test_what_is_left_in_the_inbox_is_taken_without_a_knock(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than a border takes, sent at once to a leader that sleeps."""
+    """More than is taken between two steps, sent at once to a leader that sleeps."""
     was_ms = leader_module.MAX_SLEEP_MS
     monkeypatch.setattr(leader_module, "MAX_SLEEP_MS", 60_000)
     time.sleep(was_ms / 1000 + 0.1)  # now it sleeps for as long as that

@@ -20,7 +20,7 @@ def test_all_processes_of_an_application_are_told_one_secret(ray_cluster: Any) -
     """However many ask at once, and again after a redeploy: nothing of a deployment is in it."""
     import ray
 
-    from cluster.actors.kept import application_secret
+    from cluster.actors.gcs_store import application_secret
 
     ask = ray.remote(num_cpus=0)(application_secret)
     told = ray.get([ask.remote(name) for name in ("one", "two") for _ in range(4)])

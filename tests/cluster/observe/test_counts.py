@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from cluster.actors.kept import KeptTotals
+from cluster.actors.gcs_store import KeptTotals
 from cluster.actors.reports import GroupReport, ReplicaReport
 from cluster.actors.status_board import StatusBoard
 from cluster.group.context import RankPlace

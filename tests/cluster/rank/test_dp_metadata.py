@@ -23,7 +23,7 @@ CASES = [(3, 9), (5, 5), (1, 7, 4), (12, 2, 12, 1)]
 
 def all_reduced(rank: int, tokens: tuple[int, ...], store: Any) -> torch.Tensor:
     """Return all ranks' counts as engines get them that have no agreement (after ATOM)."""
-    group = ProcessGroupGloo(store, rank, len(tokens), timedelta(seconds=10))
+    group = ProcessGroupGloo(store, rank, len(tokens), timedelta(seconds=60))
     counts = torch.zeros(len(tokens), dtype=torch.int32)
     counts[rank] = tokens[rank]
     dist.all_reduce(counts, group=group)  # an all-gather, spelled as a sum
@@ -40,10 +40,11 @@ def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]
     mixed = agree([vote_of(1, n, kind=StepKind.MIXED) for n in tokens], CapturedGraphs())
     for rank, across in enumerate(counts):
         longest = int(across.max())
-        assert get_dp_padding(decode, rank) == (longest - tokens[rank], (longest,) * size)
-        assert get_dp_padding(mixed, rank) == (0, tuple(across.tolist()))
+        assert decode.num_tokens_across_dp == (longest,) * size
+        assert mixed.num_tokens_across_dp == tuple(across.tolist())
+        assert get_dp_padding(decode, rank) == longest - tokens[rank]
+        assert get_dp_padding(mixed, rank) == 0
         made = DPMetadata.make(tokens, rank, tokens[rank])
-        assert made is not None
         assert made.max_tokens_across_dp == int(across.max())
         for max_chunk in (1, 3, 4, 100):
             for index in range(-(-max(tokens) // max_chunk)):
@@ -54,4 +55,3 @@ def test_padding_and_metadata_are_those_of_an_all_reduce(tokens: tuple[int, ...]
 def test_a_rank_that_runs_other_tokens_than_agreed_is_refused() -> None:
     with pytest.raises(ValueError, match="num_tokens: wanted 9 as all ranks agreed, found 8"):
         DPMetadata.make((3, 9), 1, 8)
-    assert DPMetadata.make((3,), 0, 3) is None

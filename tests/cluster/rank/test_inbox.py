@@ -1,4 +1,4 @@
-"""What a leader takes at a step's border, and what it makes of what does not fit."""
+"""What a leader takes between two steps, and what it makes of what does not fit."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def ends() -> Iterator[tuple[Inbox, zmq.Socket[bytes]]]:
 
 
 def take_all(inbox: Inbox, num: int) -> list[list[Any]]:
-    """Return what each border took, until it is so much."""
-    borders: list[list[Any]] = []
+    """Return what was taken between two steps each, until it is so much."""
+    batches: list[list[Any]] = []
     deadline = time.monotonic() + 60
-    while sum(map(len, borders)) < num and time.monotonic() < deadline:
+    while sum(map(len, batches)) < num and time.monotonic() < deadline:
         if inbox.socket.poll(100):
-            borders.append(list(inbox.take()))
-    return borders
+            batches.append(list(inbox.take()))
+    return batches
 
 
 def test_a_border_takes_no_more_than_its_share(
@@ -59,9 +59,9 @@ def test_a_border_takes_no_more_than_its_share(
     for i in range(3 * MAX_INBOX_FRAMES):
         sender.send_multipart(pack(encode(Abort([str(i)])), CREDENTIALS))
     time.sleep(1.0)  # all have come
-    borders = take_all(inbox, 3 * MAX_INBOX_FRAMES)
-    assert max(map(len, borders)) <= MAX_INBOX_FRAMES
-    assert [a.request_ids for border in borders for a in border] == [
+    batches = take_all(inbox, 3 * MAX_INBOX_FRAMES)
+    assert max(map(len, batches)) <= MAX_INBOX_FRAMES
+    assert [a.request_ids for batch in batches for a in batch] == [
         [str(i)] for i in range(3 * MAX_INBOX_FRAMES)
     ]
 
@@ -74,7 +74,7 @@ def test_a_border_takes_no_longer_than_its_share(
     for _ in range(5):
         sender.send_multipart(pack(encode(Abort(["r"])), CREDENTIALS))
     time.sleep(0.2)
-    assert [len(border) for border in take_all(inbox, 5)] == [1] * 5
+    assert [len(batch) for batch in take_all(inbox, 5)] == [1] * 5
 
 
 def test_a_budget_allows_the_first_whatever_has_passed() -> None:
@@ -125,7 +125,7 @@ def test_a_bad_submission_is_answered_and_all_else_is_dropped(
             pack(watch, CREDENTIALS),
         ):
             sender.send_multipart(message)
-        [refused, found] = [m for border in take_all(inbox, 2) for m in border]
+        [refused, found] = [m for batch in take_all(inbox, 2) for m in batch]
     assert found == Watch("tcp://10.0.0.1:9")
     assert isinstance(refused, BadSubmit)
     assert (refused.request_id, refused.reply_to) == ("r", "tcp://10.0.0.1:9")

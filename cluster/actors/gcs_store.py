@@ -18,16 +18,16 @@ from ray.experimental import internal_kv
 from cluster.observe.counts import Ledger
 from cluster.wire.credentials import SECRET_BYTES
 
-NAMESPACE = b"lockstep"
+STORE_NAMESPACE = b"lockstep"
 
 
 def _get(key: str) -> bytes | None:
-    found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
+    found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=STORE_NAMESPACE)
     return found
 
 
 def _put(key: str, data: bytes, *, overwrite: bool = True) -> None:
-    internal_kv._internal_kv_put(key.encode(), data, overwrite=overwrite, namespace=NAMESPACE)
+    internal_kv._internal_kv_put(key.encode(), data, overwrite=overwrite, namespace=STORE_NAMESPACE)
 
 
 def application_secret(app_name: str) -> bytes:
@@ -92,7 +92,7 @@ class FailedStarts:
 
     def forget(self, pool: str) -> None:
         """Forget a pool's failure because it is deployed anew."""
-        internal_kv._internal_kv_del((self._prefix + pool).encode(), namespace=NAMESPACE)
+        internal_kv._internal_kv_del((self._prefix + pool).encode(), namespace=STORE_NAMESPACE)
 
     def of(self, pool: str) -> FailedStart | None:
         found = _get(self._prefix + pool)
