@@ -31,11 +31,11 @@ def test_all_processes_of_an_application_are_told_one_secret(ray_cluster: Any) -
 
 
 def test_no_secret_is_made_up_outside_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cluster.actors import kept
+    from cluster.actors import gcs_store
 
-    monkeypatch.setattr(kept.internal_kv, "_internal_kv_initialized", lambda: False)
+    monkeypatch.setattr(gcs_store.internal_kv, "_internal_kv_initialized", lambda: False)
     with pytest.raises(RuntimeError, match=r"^secret: wanted a process that is connected to Ray"):
-        kept.application_secret("one")
+        gcs_store.application_secret("one")
 
 
 def test_the_secret_stands_in_no_log(running_group: Any, make_oracle: Callable[[str], Any]) -> None:
