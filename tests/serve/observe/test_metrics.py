@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import METRICS, PREFIX
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.feature("R15")]
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -79,7 +79,6 @@ def ask(client: openai.OpenAI, question: str, **fields: Any) -> Any:
     return client.chat.completions.create(model="lockstep-tiny", messages=messages, **fields)
 
 
-@pytest.mark.feature("R15")
 def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.OpenAI) -> None:
     before = growing(server)
     began = time.monotonic()
@@ -126,7 +125,6 @@ def test_sums_of_histograms_are_what_the_client_saw(server: Any, client: openai.
     assert grown("http_responses_total", path="/v1/chat/completions", code="200") == 5
 
 
-@pytest.mark.feature("R15")
 def test_what_ranks_count_is_what_they_did(server: Any, client: openai.OpenAI) -> None:
     before = settled(server)
     answer = ask(client, "Count from 3 to 19.", max_tokens=40, temperature=0)
@@ -187,7 +185,6 @@ def settled(server: Any, have_told: Callable[[Series], bool] = lambda series: Tr
     raise AssertionError("ranks count on")
 
 
-@pytest.mark.feature("R15")
 def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     server: Any, client: openai.OpenAI
 ) -> None:
@@ -236,7 +233,6 @@ def test_scrapes_while_requests_run_are_well_formed_in_both_formats(
     assert all(s.labels["block_size"] == "16" and int(s.labels["num_gpu_blocks"]) for s in info)
 
 
-@pytest.mark.feature("R15")
 def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
     start_app: Callable[..., Any],
 ) -> None:
@@ -286,7 +282,6 @@ UNTIL_IT_HAPPENS = {
 """Metrics without a series until what they count has happened."""
 
 
-@pytest.mark.feature("R15")
 def test_every_query_of_the_dashboard_selects_series_after_traffic(server: Any) -> None:
     """Each selector of each query finds a series, and what it is summed by is a label of it."""
     for _ in range(2):  # the second one finds the first one's prefix
@@ -327,7 +322,6 @@ def ask_anything(server: Any) -> None:
         ask(api, "What is 1 + 2?", max_tokens=4)
 
 
-@pytest.mark.feature("R15")
 def test_ray_exports_the_same_figures(server: Any, ray_cluster: Any) -> None:
     ask_anything(server)
     import ray

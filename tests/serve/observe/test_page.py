@@ -15,7 +15,7 @@ import pytest
 
 from serve.observe.page import FILES
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.feature("R19")]
 
 PAGE = Path(__file__).resolve().parents[3] / "serve" / "observe" / "page"
 
@@ -30,7 +30,6 @@ def get(url: str, key: str = "") -> tuple[int, Any, bytes]:
             return error.code, error.headers, error.read()
 
 
-@pytest.mark.feature("R19")
 def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server: Any) -> None:
     for path, (name, kind) in FILES.items():
         status, headers, content = get(server.url + path)
@@ -53,7 +52,7 @@ def test_the_page_comes_with_all_that_it_needs_and_may_load_nothing_else(server:
     assert ids and ids <= set(re.findall(r'id="([\w-]+)"', html))
 
 
-@pytest.mark.feature("R19", "R20")
+@pytest.mark.feature("R20")
 @pytest.mark.slow
 def test_a_start_tells_how_far_it_is_and_the_page_needs_no_key(
     start_app: Callable[..., Any], tmp_path: Path

@@ -27,6 +27,7 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.feature("R19"),
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason=f"needs one of {', '.join(NAMES)}, found none"),
 ]
@@ -262,7 +263,6 @@ STEP = ".replica:last-child tbody .step"
 SAID = "document.querySelector('#talk p:last-child > :last-child')"
 
 
-@pytest.mark.feature("R19")
 def test_figures_grow_while_requests_run(
     server: Any, open_page: Callable[[Any], Page], requests: None
 ) -> None:
@@ -275,7 +275,6 @@ def test_figures_grow_while_requests_run(
     assert page.value("document.title") == "ready \u00b7 Lockstep"
 
 
-@pytest.mark.feature("R19")
 def test_the_chat_is_used_by_keyboard_and_its_answer_grows(
     server: Any, open_page: Callable[[Any], Page]
 ) -> None:
@@ -313,7 +312,6 @@ def test_the_chat_is_used_by_keyboard_and_its_answer_grows(
     assert page.value("document.activeElement.value") == ""
 
 
-@pytest.mark.feature("R19")
 def test_a_phone_shows_all_without_scrolling_sideways(
     server: Any, open_page: Callable[[Any], Page], requests: None
 ) -> None:
@@ -329,7 +327,6 @@ def test_a_phone_shows_all_without_scrolling_sideways(
     assert page.value("document.querySelector('#send').getBoundingClientRect().height") >= 44
 
 
-@pytest.mark.feature("R19")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_in_both_schemes(
     server: Any, open_page: Callable[[Any], Page], scheme: str
@@ -345,7 +342,6 @@ def test_texts_stand_out_in_both_schemes(
         assert [(what, ratio) for what, ratio in found if ratio < 4.5] == []
 
 
-@pytest.mark.feature("R19")
 def test_the_page_tells_of_a_killed_rank_and_outlives_its_application(
     start_app: Callable[..., Any], open_page: Callable[[Any], Page]
 ) -> None:

@@ -31,6 +31,8 @@ from serve.observe.tracing import (
 )
 from serve.requests.records import Attempt, RequestRecord, SequenceRecord
 
+pytestmark = pytest.mark.feature("R15")
+
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NOW = time.monotonic()
 
@@ -75,7 +77,6 @@ def seconds(spans: list[Any]) -> list[tuple[str, float]]:
     return [(s.name, round((s.end_time - s.start_time) / 1e9, 6)) for s in spans]
 
 
-@pytest.mark.feature("R15")
 def test_the_spans_of_a_request_divide_its_time() -> None:
     root, children = spans_of(request(sequence()))
     assert seconds(children) == [
@@ -95,7 +96,6 @@ def test_the_spans_of_a_request_divide_its_time() -> None:
     assert {s.status.status_code for s in (root, *children)} == {StatusCode.UNSET}
 
 
-@pytest.mark.feature("R15")
 def test_attributes_are_those_of_vllm_and_of_the_conventions() -> None:
     root, _ = spans_of(request(sequence()))
     found = {name: value for name, value in root.attributes.items() if "latency" not in name}
@@ -136,7 +136,6 @@ def test_attributes_are_those_of_vllm_and_of_the_conventions() -> None:
     }
 
 
-@pytest.mark.feature("R15")
 def test_a_mixed_pool_has_no_transfer_and_a_single_token_no_decode() -> None:
     mixed = {"handed_over_at": 0.0, "kv_wait_s": 0.0, "resumed_at": 0.0, "engines": ["mixed/a/0"]}
     _, children = spans_of(request(sequence(attempt(**mixed))))
@@ -145,7 +144,6 @@ def test_a_mixed_pool_has_no_transfer_and_a_single_token_no_decode() -> None:
     assert seconds(children)[1:] == [("queue", 1), ("prefill", 2)]
 
 
-@pytest.mark.feature("R15")
 def test_a_request_belongs_to_the_trace_that_its_client_names() -> None:
     named = f"00-{TRACE_ID}-{PARENT_ID}-01"
     root, _ = spans_of(request(sequence(), traceparent=named, tracestate="a=b"))
@@ -161,7 +159,6 @@ def test_a_request_belongs_to_the_trace_that_its_client_names() -> None:
     assert collector.spans == [], "the client does not sample"
 
 
-@pytest.mark.feature("R15")
 def test_a_request_that_lost_its_ranks_has_the_spans_of_both_attempts() -> None:
     lost = attempt(handed_over_at=0.0, first_at=0.0, resumed_at=0.0, engines=[])
     lost.lost_at, lost.lost = NOW + 2, "died"
@@ -183,7 +180,6 @@ def test_a_request_that_lost_its_ranks_has_the_spans_of_both_attempts() -> None:
     assert root.status.status_code is StatusCode.UNSET and root.attributes["lockstep.attempts"] == 2
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("fields", "status", "last", "error"),
     [
@@ -206,7 +202,6 @@ def test_a_request_that_ends_early_has_an_error_where_it_ended(
     assert round((root.end_time - children[-1].end_time) / 1e9, 6) == 1
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("status", "error"), [(400, None), (429, None), (503, "503"), (0, "abort")]
 )
@@ -216,7 +211,6 @@ def test_a_request_that_never_ran_has_one_span(status: int, error: str | None) -
     assert root.status.description == error and root.attributes.get("error.type") == error
 
 
-@pytest.mark.feature("R15")
 def test_the_first_choices_of_a_request_are_told_apart() -> None:
     root, children = spans_of(request(*(sequence() for _ in range(MAX_TRACED + 1))))
     choices = [child.attributes["lockstep.choice"] for child in children if child.name == "decode"]
@@ -257,7 +251,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@pytest.mark.feature("R15")
 def test_a_collector_that_fails_is_told_once_and_so_is_its_return(
     told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,7 +266,6 @@ def test_a_collector_that_fails_is_told_once_and_so_is_its_return(
     assert "refused" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.feature("R15")
 def test_what_was_written_is_sent_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     collector = Collector()
@@ -285,7 +277,6 @@ def test_what_was_written_is_sent_before_the_end(monkeypatch: pytest.MonkeyPatch
     assert (resource["service.name"], resource["service.instance.id"]) == ("mine", "replica-7")
 
 
-@pytest.mark.feature("R15")
 def test_the_environment_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     collector = Collector()
@@ -301,7 +292,6 @@ def test_an_endpoint_that_is_no_url_is_refused(bad: str) -> None:
         deploy_config({"otlp_traces_endpoint": bad})
 
 
-@pytest.mark.feature("R15")
 @pytest.mark.parametrize(
     ("endpoint", "named", "protocol"),
     [
@@ -324,7 +314,6 @@ def test_missing_packages_are_named_with_what_to_install(
     assert str(found.value).startswith(f"otlp_traces_endpoint: {wanted}, found 'import of ")
 
 
-@pytest.mark.feature("R15")
 def test_spans_reach_a_collector_over_grpc() -> None:
     pytest.importorskip(EXPORTERS[GRPC], reason="needs the extra `tracing`")
     import grpc
@@ -351,7 +340,6 @@ def test_spans_reach_a_collector_over_grpc() -> None:
     assert b"llm_request" in servicer.body and b"transfer" in servicer.body
 
 
-@pytest.mark.feature("R15")
 def test_a_port_on_which_nobody_listens_is_told(told: list[str], free_port: int) -> None:
     pytest.importorskip(EXPORTERS[HTTP], reason="needs the extra `tracing`")
     tracing = Tracing(otlp_exporter(f"http://127.0.0.1:{free_port}/v1/traces"), "this")

@@ -24,6 +24,8 @@ from serve.openai.body import SMALL_BYTES, check_values
 from serve.openai.errors import ApiError
 from serve.openai.generation import COPIES_IN_MEMORY
 
+pytestmark = pytest.mark.feature("R22")
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 MIB = 1 << 20
@@ -37,7 +39,6 @@ def message_of(answer: httpx.Response, status: int, param: str | None) -> str:
     return message
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -73,7 +74,6 @@ def test_a_body_that_is_cut_within_a_text_is_left_to_the_parser() -> None:
         check_values(b'"' * MIB, 100)
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -98,7 +98,6 @@ def test_a_long_context_may_be_token_ids() -> None:
         check_values(body, 300_000)
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_an_answer_is_bounded_by_what_its_request_asks_for(
@@ -129,7 +128,6 @@ def test_a_limit_that_nobody_asked_for_gives_way_to_the_answers(
     assert 1 <= request.sampling.max_tokens < 16
 
 
-@pytest.mark.feature("R22")
 def test_what_is_said_of_a_prompt_is_bounded_with_all_its_copies(
     call_with: Any, backend: Any
 ) -> None:
@@ -172,7 +170,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 def test_a_body_that_is_refused_is_let_go_of_at_once(
@@ -230,7 +227,6 @@ async def steps_of(count: Callable[[], int], last: int) -> list[int]:
     return steps
 
 
-@pytest.mark.feature("R22")
 def test_requests_of_a_burst_begin_a_few_at_a_time(
     connect: Any, app: Any, backend: Any, admission: Admission
 ) -> None:
@@ -248,7 +244,6 @@ def test_requests_of_a_burst_begin_a_few_at_a_time(
     assert max(asyncio.run(main())) == BEGUN_AT_ONCE
 
 
-@pytest.mark.feature("R22")
 def test_sequences_of_a_request_begin_a_few_at_a_time(connect: Any, app: Any, backend: Any) -> None:
     backend.hangs = True
 
@@ -262,7 +257,6 @@ def test_sequences_of_a_request_begin_a_few_at_a_time(connect: Any, app: Any, ba
     assert max(asyncio.run(main())) == BEGUN_AT_ONCE
 
 
-@pytest.mark.feature("R22")
 def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
     connect: Any,
     app: Any,
@@ -284,7 +278,6 @@ def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
     assert admission.num_live == 0
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_reads_nothing_is_cut_off(
     connect: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -301,7 +294,6 @@ def test_a_client_that_reads_nothing_is_cut_off(
     assert admission.num_live == 0
 
 
-@pytest.mark.feature("R22")
 def test_a_slow_body_gives_its_place_to_who_comes(
     call_with: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,7 +332,6 @@ async def all_but_the_last_byte(num_bytes: int) -> Any:
     await asyncio.Event().wait()
 
 
-@pytest.mark.feature("R22")
 @pytest.mark.parametrize(
     ("access", "num_bytes"),
     [({}, 100), ({"api_keys": ("greedy", "other")}, 9 * MIB // 10)],

@@ -13,6 +13,8 @@ from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings, Serving
 from serve.requests.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.feature("R06")
+
 PATH = "/v1/responses"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
@@ -47,7 +49,6 @@ def without_ids(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name not in ("id", "call_id")}
 
 
-@pytest.mark.feature("R06")
 def test_a_text_is_answered_and_streamed_alike(client: openai.OpenAI, backend: Any) -> None:
     writes(backend, "hello world")
     asked: Any = {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 50}
@@ -78,7 +79,6 @@ def test_a_text_is_answered_and_streamed_alike(client: openai.OpenAI, backend: A
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -101,7 +101,6 @@ def test_fields_of_sampling_mean_what_they_mean_in_a_chat(
     assert item["content"][0]["text"] == choice["message"]["content"]
 
 
-@pytest.mark.feature("R06")
 @pytest.mark.parametrize("text", [
     f"<think>which clock</think>Let me see.\n{CALL}{CALL} Done.",
     f"{CALL}then{CALL}",
@@ -146,7 +145,6 @@ def test_the_events_make_up_the_items_of_the_whole_answer(
     assert (thought > 0) == ("<think>" in text)
 
 
-@pytest.mark.feature("R06")
 def test_calls_and_results_go_back_in_as_items(client: openai.OpenAI, backend: Any) -> None:
     writes(backend, f"<think>which clock</think>Let me see.{CALL}")
     asked: Any = {"model": "m", "tools": [NOW]}

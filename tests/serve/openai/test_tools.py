@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+pytestmark = pytest.mark.feature("R10")
+
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[3]
 NUM_DIALOGUES = 100
@@ -207,7 +209,6 @@ def _mistral(draw: st.DrawFn, calls: list[Call], space: str) -> str:
     return "".join(f"[TOOL_CALLS]{name}{between}{value}" for name, value in calls)
 
 
-@pytest.mark.feature("R10")
 def test_calls_come_back_as_the_model_meant_them(
     model: Any, format_name: str, fuzz: Callable[[int], settings]
 ) -> None:
@@ -249,7 +250,6 @@ def malformed(draw: st.DrawFn, format_name: str) -> tuple[list[str], str]:
     return known, text[: draw(st.integers(0, len(text)))] if draw(st.booleans()) else text
 
 
-@pytest.mark.feature("R10")
 def test_whatever_a_model_writes_is_an_answer_and_the_same_one_in_a_stream(
     model: Any, format_name: str, fuzz: Callable[[int], settings]
 ) -> None:
@@ -279,7 +279,6 @@ def test_whatever_a_model_writes_is_an_answer_and_the_same_one_in_a_stream(
 # --- by hand ------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature("R10")
 def test_arguments_stream_while_they_are_generated(model: Any, format_name: str) -> None:
     text = ONE_CALL[format_name].replace("Köln", "a long name of a city " * 4)
     model.writes(text)
@@ -289,7 +288,6 @@ def test_arguments_stream_while_they_are_generated(model: Any, format_name: str)
     assert max(map(len, pieces)) < 16
 
 
-@pytest.mark.feature("R10")
 def test_prompt_has_the_tools_as_transformers_writes_them(model: Any) -> None:
     model.writes("ok")
     function = {"name": "f", "description": "d", "parameters": {"type": "object", "title": "t"}}
@@ -303,7 +301,6 @@ def test_prompt_has_the_tools_as_transformers_writes_them(model: Any) -> None:
         assert model.oracle.decode(answer["prompt_token_ids"]) == wanted
 
 
-@pytest.mark.feature("R10")
 def test_calls_and_results_go_back_in(model: Any, format_name: str) -> None:
     model.writes(ONE_CALL[format_name])
     message = model.choice(tools=WEATHER)["message"]
@@ -332,7 +329,6 @@ def test_arguments_that_are_no_object_go_back_in_as_text(make: MakeModel) -> Non
         assert f'"arguments": {written}}}' in prompt
 
 
-@pytest.mark.feature("R10")
 def test_without_parallel_calls_the_first_one_is_kept(model: Any, format_name: str) -> None:
     one = ONE_CALL[format_name]
     second = one.removeprefix("<|python_tag|>") if format_name == "llama3_json" else one
@@ -343,7 +339,6 @@ def test_without_parallel_calls_the_first_one_is_kept(model: Any, format_name: s
     check_equal(whole, model.choice(stream=True, tools=WEATHER, parallel_tool_calls=False))
 
 
-@pytest.mark.feature("R10")
 def test_with_choice_none_the_model_sees_no_tools(model: Any, format_name: str) -> None:
     model.writes(ONE_CALL[format_name])
     choice = model.choice(tools=WEATHER, tool_choice="none")
@@ -353,7 +348,6 @@ def test_with_choice_none_the_model_sees_no_tools(model: Any, format_name: str) 
     assert none.json()["prompt_token_ids"] == bare
 
 
-@pytest.mark.feature("R10")
 def test_special_markers_are_hidden_from_requests_without_tools(make: MakeModel) -> None:
     model = make(MISTRAL)
     model.writes('[TOOL_CALLS]now[ARGS]{"a": 1}')
@@ -446,7 +440,6 @@ def test_arguments_that_explode_are_400_or_text(make: MakeModel, arguments: str)
     assert make(HERMES).post(**body, tools=WEATHER).status_code in (200, 400)
 
 
-@pytest.mark.feature("R10")
 def test_the_official_client_joins_the_streamed_calls(
     url: str, client: openai.OpenAI, serving: Any, backend: Any, make: MakeModel
 ) -> None:
@@ -470,7 +463,6 @@ def test_the_official_client_joins_the_streamed_calls(
             assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Köln"}')
 
 
-@pytest.mark.feature("R10")
 def test_the_example_runs_what_the_model_calls(
     url: str, serving: Any, backend: Any, make: MakeModel
 ) -> None:

@@ -17,6 +17,8 @@ from serve.requests import grammar_process
 from serve.requests.grammar_process import GrammarProcess, GrammarProcessLost, Tried
 from serve.requests.structured import StructuredOutputsParams
 
+pytestmark = pytest.mark.feature("R09")
+
 ONE_IS_FINE = StructuredOutputsParams(regex="[a-c]{3}x")
 
 
@@ -43,7 +45,6 @@ def patterns(count: int) -> dict[str, Any]:
 CHAIN = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -62,7 +63,6 @@ def test_what_would_end_an_ingress_ends_its_process_and_is_refused_by_name(
     assert text_of(process, ONE_IS_FINE)
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -80,7 +80,6 @@ def test_what_spends_its_budget_in_its_first_steps_is_refused(
         text_of(process, StructuredOutputsParams(**wanted))
 
 
-@pytest.mark.feature("R09")
 def test_what_is_large_and_ordinary_is_taken(process: GrammarProcess) -> None:
     nested: dict[str, Any] = {"type": "integer"}
     for _ in range(30):
@@ -114,7 +113,6 @@ def begin(process: GrammarProcess, wanted: StructuredOutputsParams) -> Future[Tr
 COSTLY = StructuredOutputsParams(json=patterns(30))
 
 
-@pytest.mark.feature("R09")
 def test_too_much_time_is_of_a_processor_and_ends_no_process(process: GrammarProcess) -> None:
     pid = process.start().pid
     for budget_s in (0.1, 0.3):
@@ -125,7 +123,6 @@ def test_too_much_time_is_of_a_processor_and_ends_no_process(process: GrammarPro
     assert process.start().pid == pid
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGPROF])
 def test_a_child_that_is_ended_from_outside_says_nothing_of_its_grammar(
     process: GrammarProcess, number: signal.Signals
@@ -137,7 +134,6 @@ def test_a_child_that_is_ended_from_outside_says_nothing_of_its_grammar(
     assert text_of(process, ONE_IS_FINE)
 
 
-@pytest.mark.feature("R09")
 def test_a_process_that_is_killed_says_nothing_of_its_grammar(process: GrammarProcess) -> None:
     future = begin(process, COSTLY)
     [child] = children_of(process)
@@ -148,7 +144,6 @@ def test_a_process_that_is_killed_says_nothing_of_its_grammar(process: GrammarPr
     child.wait(60)  # its time is limited though nobody waits for it
 
 
-@pytest.mark.feature("R09")
 def test_a_process_that_is_not_run_says_nothing_of_its_grammar(
     process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from cluster.wire.messages import EngineOutput, GenerateRequest, Submit
 from compile.errors import FieldError
 from serve.llm import LLM, GenerationError, RequestOutput, SamplingParams, StructuredOutputsParams
 
+pytestmark = pytest.mark.feature("R09")
+
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "dtype": "float32", "kv_memory": "64MiB"}
 PERSON = {
     "type": "object",
@@ -54,7 +56,6 @@ def fits(schema: Any, text: str) -> bool:
     return True
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     ("wanted", "pattern"),
     [
@@ -74,7 +75,6 @@ def test_each_form_holds_the_text_and_ends_it(
         assert reason == "stop"
 
 
-@pytest.mark.feature("R09")
 def test_a_schema_and_any_object_hold_the_text(llm: LLM) -> None:
     found = generate(llm, {"json": PERSON}, n=8, max_tokens=300)
     assert sum(reason == "stop" for _, reason in found) >= 6
@@ -88,7 +88,6 @@ def test_a_schema_and_any_object_hold_the_text(llm: LLM) -> None:
     assert ended
 
 
-@pytest.mark.feature("R09")
 def test_an_end_token_comes_exactly_where_the_text_may_end(llm: LLM) -> None:
     """A bias for the end token makes each text as short as it may be, one against it as long."""
     ends = dict.fromkeys(llm.tokenizer.eos_token_ids, 100.0)
@@ -105,7 +104,6 @@ def test_an_end_token_comes_exactly_where_the_text_may_end(llm: LLM) -> None:
     }
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -125,7 +123,6 @@ def test_other_parameters_choose_among_what_is_allowed(llm: LLM, fields: dict[st
         assert json.loads(text) in ("zebra", 17, [True])
 
 
-@pytest.mark.feature("R09")
 def test_logprobs_are_those_of_the_raw_logits(llm: LLM) -> None:
     """The first token's are what they are without a grammar, whatever that allows."""
     first = []
@@ -156,7 +153,6 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.feature("R09")
 def test_answers_to_schemas_of_all_kinds_in_one_batch_fit_them(llm: LLM) -> None:
     params = [
         SamplingParams(
@@ -194,7 +190,6 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
-@pytest.mark.feature("R09")
 def test_preempted_sequences_go_on_in_their_grammar(llm: LLM) -> None:
     small = LLM(
         enforce_eager=True,
@@ -205,7 +200,7 @@ def test_preempted_sequences_go_on_in_their_grammar(llm: LLM) -> None:
     assert small.engine.stats().num_preemptions
 
 
-@pytest.mark.feature("R09", "T04")
+@pytest.mark.feature("T04")
 def test_a_loop_that_plans_ahead_draws_the_same(llm: LLM) -> None:
     overlapped = LLM(enforce_eager=True, overlap="on", **SIZES)
     for seed in (1, 7):
@@ -230,7 +225,6 @@ def request_of(llm: LLM, wanted: dict[str, Any], max_tokens: int = 60) -> Genera
     return choice.request
 
 
-@pytest.mark.feature("R09")
 def test_a_request_that_is_resumed_goes_on_in_its_grammar(llm: LLM) -> None:
     request = request_of(llm, {"json": PERSON})
     whole = [token for output in run(llm, request) for token in output.token_ids]
@@ -243,7 +237,6 @@ def test_a_request_that_is_resumed_goes_on_in_its_grammar(llm: LLM) -> None:
         assert whole[:cut] + rest == whole
 
 
-@pytest.mark.feature("R09")
 def test_output_that_does_not_fit_ends_with_an_error_that_says_so(llm: LLM) -> None:
     request = request_of(llm, {"regex": "[0-9]{8}"})
     alien = llm.tokenizer.encode("zz", add_special_tokens=False)
@@ -261,7 +254,6 @@ def test_output_that_does_not_fit_ends_with_an_error_that_says_so(llm: LLM) -> N
 # --- what is refused ---
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -296,7 +288,6 @@ def test_what_cannot_be_held_is_refused_by_name(
     assert not llm.engine.has_unfinished
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     ("field", "value"), [("ignore_eos", True), ("min_tokens", 2), ("allowed_token_ids", [5])]
 )

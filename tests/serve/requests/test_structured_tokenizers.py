@@ -21,6 +21,8 @@ from serve.config import bundled_model
 from serve.llm import LLM, SamplingParams, StructuredOutputsParams
 from serve.requests.grammar_process import GrammarProcess
 
+pytestmark = pytest.mark.feature("R09")
+
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = list('▁abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-_é')
@@ -85,7 +87,6 @@ def texts(llm: LLM, wanted: dict[str, Any]) -> list[str]:
     return ended
 
 
-@pytest.mark.feature("R09")
 @pytest.mark.parametrize(
     ("wanted", "pattern"),
     [
@@ -103,13 +104,11 @@ def test_spaces_within_tokens_and_bytes_are_matched_as_text(
         assert re.fullmatch(pattern, text), text
 
 
-@pytest.mark.feature("R09")
 def test_a_schema_holds_such_a_text(llm: LLM) -> None:
     for text in texts(llm, {"json": SCHEMA}):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
-@pytest.mark.feature("R09")
 def test_a_decoder_of_which_the_grammar_library_knows_nothing_is_refused(tmp_path: Path) -> None:
     """It would take U+2581 for itself, and let texts through that do not fit."""
     path = checkpoint(tmp_path / "metaspace", decoders.ByteFallback(), decoders.Metaspace())
