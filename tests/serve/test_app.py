@@ -91,27 +91,6 @@ def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
     assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == whole.choices[0].finish_reason
 
 
-@pytest.mark.feature("R07")
-def test_the_raw_bytes_of_a_stream(server: Any) -> None:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-    body = {
-        "model": "lockstep-tiny",
-        "messages": [{"role": "user", "content": "What is 1 + 2?"}],
-        "stream": True,
-        "temperature": 0,
-    }
-    connection.request("POST", "/v1/chat/completions", json.dumps(body))
-    answer = connection.getresponse()
-    assert answer.status == 200
-    assert answer.headers["Content-Type"].startswith("text/event-stream")
-    events = answer.read().decode().split("\n\n")
-    connection.close()
-    assert events[-1] == ""
-    assert events[-2] == "data: [DONE]"
-    for event in events[:-2]:
-        assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
-
-
 @pytest.mark.feature("P06")
 def test_the_decode_rank_computes_no_prompt_and_no_kv_byte_is_lost(
     server: Any, client: openai.OpenAI
@@ -273,37 +252,17 @@ def test_another_app_calls_through_a_handle(server: Any) -> None:
     assert "".join(json.loads(stream.removeprefix("stream: ").replace("'", '"'))) == "42"
 
 
-def chat(**fields: Any) -> dict[str, Any]:
-    return {"model": "lockstep-tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
-
-
 @pytest.mark.feature("R12")
-@pytest.mark.parametrize(
-    ("body", "status", "param", "says"),
-    [
-        (b"{not json", 400, None, ["JSON"]),
-        (chat(messages=[{"role": "user", "content": "1 " * 5000}]), 400, "messages", ["2048"]),
-        (b" " * 50_000_000, 413, None, ["8388608"]),
-        ({**chat(), "model": "other"}, 404, "model", ["other", "lockstep-tiny"]),
-    ],
-    ids=["not json", "too long", "50 MB", "model"],
-)
-def test_bad_requests_are_told_what_is_wrong(
-    server: Any, body: Any, status: int, param: str | None, says: list[str]
-) -> None:
+def test_a_body_of_50_mb_is_told_how_long_it_may_be(server: Any) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
+    kind = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", b" " * 50_000_000, kind)
     response = connection.getresponse()
-    answer = json.loads(response.read())
+    error = json.loads(response.read())["error"]
     connection.close()
-    assert response.status == status, answer
-    error = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status
-    assert error["param"] == param
-    for word in says:
-        assert word in error["message"]
+    assert (response.status, error["code"], error["param"]) == (413, 413, None)
+    assert "8388608" in error["message"]
 
 
 def failed_start(*args: str, **env: str) -> str:

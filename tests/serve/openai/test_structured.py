@@ -110,6 +110,7 @@ def of_schema(schema: Any, **fields: Any) -> dict[str, Any]:
 
 
 AT_SCHEMA = "response_format.json_schema.schema"
+NO_SCHEMA = {"json_schema": {"name": "s", "schema": {}}}
 
 
 @pytest.mark.feature("R09")
@@ -124,15 +125,7 @@ AT_SCHEMA = "response_format.json_schema.schema"
         (of_schema({"enum": ["x" * 80_000]}), AT_SCHEMA),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        (
-            {
-                "response_format": {
-                    "type": "json_object",
-                    "json_schema": {"name": "s", "schema": {}},
-                }
-            },
-            "response_format.json_schema",
-        ),
+        ({"response_format": {"type": "json_object", **NO_SCHEMA}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.feature("R06")
 Call = Callable[..., Any]
 TEXT = "hello world, the cat"
 MESSAGES = [{"role": "user", "content": TEXT}]
+SCORED = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
 
 
 def test_a_text_becomes_tokens_and_tokens_a_text(call: Call, tokenizer: Tokenizer) -> None:
@@ -116,17 +117,7 @@ def test_the_document_describes_every_route_and_every_field(app: Starlette, call
     ("path", "name", "body"),
     [
         ("/v1/chat/completions", "ChatCompletion", {"messages": MESSAGES}),
-        (
-            "/v1/chat/completions",
-            "ChatCompletion",
-            {
-                "messages": MESSAGES,
-                "logprobs": True,
-                "top_logprobs": 2,
-                "prompt_logprobs": 1,
-                "return_token_ids": True,
-            },
-        ),
+        ("/v1/chat/completions", "ChatCompletion", {"messages": MESSAGES, **SCORED}),
         ("/v1/completions", "Completion", {"prompt": TEXT, "logprobs": 2, "prompt_logprobs": 0}),
         ("/tokenize", "Tokenized", {"prompt": TEXT, "return_token_strs": True}),
         ("/detokenize", "Detokenized", {"tokens": [5, 6]}),

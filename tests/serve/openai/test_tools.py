@@ -397,30 +397,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("a", b=deep(40))]}, "tools[0].function.parameters", "at most 32 levels"),
     ({"tools": WEATHER, "tool_choice": "any"}, "tool_choice", "found any"),
     (
-        {
-            "tools": WEATHER,
-            "tool_choice": "required",
-            "structured_outputs": {"json_object": True},
-        },
-        "tool_choice",
-        "beside a form of the whole output",
+        {"tools": WEATHER, "tool_choice": "required", "structured_outputs": {"json_object": True}},
+        *("tool_choice", "beside a form of the whole output"),
     ),
     (
         {"tools": WEATHER, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice.function.name",
-        "one of tools",
+        *("tool_choice.function.name", "one of tools"),
     ),
     ({"tool_choice": "auto"}, "tool_choice", "tools with it"),
     (
         called(function={"name": "a", "arguments": json.dumps(deep(40))}),
-        "messages[1].tool_calls[0].function.arguments",
-        "at most 32 levels",
+        *("messages[1].tool_calls[0].function.arguments", "at most 32 levels"),
     ),
-    (
-        {"messages": [{"role": "user", "content": "a", "tool_call_id": "a"}]},
-        "messages[0].tool_call_id",
-        "role tool",
-    ),
+    ({"messages": [{**HI[0], "tool_call_id": "a"}]}, "messages[0].tool_call_id", "role tool"),
 ]
 
 
