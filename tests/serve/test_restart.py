@@ -83,7 +83,7 @@ class Streams:
     def _ask(self, client: int) -> None:
         question, num_tokens = QUESTIONS[client], self.num_tokens - client * self.num_tokens // 6
         wanted = self.answers[question][:num_tokens]
-        with openai.OpenAI(base_url=f"{self.app.url}/v1", api_key="none", max_retries=0) as api:
+        with self.app.client() as api:
             while not self._is_over.is_set():
                 try:
                     found = self._stream(api, client, num_tokens)

@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -116,7 +115,7 @@ def app(start_shared_app: Callable[..., Any], collector: Collector) -> Any:
 
 @pytest.fixture(scope="module")
 def client(app: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0) as made:
+    with app.client(KEY) as made:
         yield made
 
 
@@ -154,9 +153,8 @@ class Outage:
 
 def num_expired(app: Any) -> int:
     """Return how many leases have ended unread, of all prefill ranks."""
-    with urllib.request.urlopen(f"{app.url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found = re.findall(r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$", text, re.MULTILINE)
+    pattern = r"^lockstep:kv_leases_expired_total\{.*?\} (\S+)$"
+    found = re.findall(pattern, app.metrics()[0], re.MULTILINE)
     return int(sum(map(float, found)))
 
 
@@ -265,10 +263,8 @@ def test_more_sequences_than_may_wait_are_refused_and_the_page_counts_those_that
     with pytest.raises(openai.RateLimitError) as refused:
         complete(client, "4 5 6", max_tokens=1)
     stream.close()
-    deadline = time.monotonic() + 60
-    while app.get("/status")[1]["num_live"]:  # the next test's requests want their places
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # The next test's requests want their places.
+    app.wait_until(lambda: app.get("/status")[1]["num_live"] == 0)
     assert (figures["num_live"], figures["max_live"]) == (MAX_LIVE, MAX_LIVE)
     assert f"of {MAX_LIVE}" in refused.value.message
     assert int(refused.value.response.headers["Retry-After"]) > 0
