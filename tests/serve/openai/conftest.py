@@ -347,19 +347,25 @@ def call(app: Starlette) -> Call:
 
 
 @pytest.fixture
-def call_with(backend: ScriptedBackend, tokenizer: Tokenizer) -> Call:
+def app_with(
+    backend: ScriptedBackend, tokenizer: Tokenizer, admission: Admission
+) -> Callable[..., Starlette]:
+    """Return an app with these settings: `app_with({"max_model_len": 9, ...})`."""
+
+    def make(limits: dict[str, Any]) -> Starlette:
+        own = {"served_model_name": "m", "max_model_len": 256}
+        own |= {name: limits[name] for name in ApiSettings.__struct_fields__ if name in limits}
+        args = DeployArgs(**{name: limits[name] for name in limits.keys() - own.keys()})
+        settings = ApiSettings(**own, args=args)
+        return build_app(Serving(settings, backend, lambda: tokenizer, admission))
+
+    return make
+
+
+@pytest.fixture
+def call_with(app_with: Callable[..., Starlette]) -> Call:
     """Send one request to an app with these settings: `call_with({...}, "POST", ...)`."""
-
-    def ask(limits: dict[str, Any], method: str, path: str, **kwargs: Any) -> httpx.Response:
-        own = ApiSettings.__struct_fields__
-        args = {name: limits[name] for name in limits if name not in own}
-        limits = {name: limits[name] for name in limits.keys() - args}
-        given = {"served_model_name": "m", "max_model_len": 256, **limits}
-        settings = ApiSettings(**given, args=DeployArgs(**args))
-        serving = Serving(settings, backend, lambda: tokenizer, new_admission())
-        return send(build_app(serving), method, path, **kwargs)
-
-    return ask
+    return lambda limits, method, path, **kwargs: send(app_with(limits), method, path, **kwargs)
 
 
 class Chats:

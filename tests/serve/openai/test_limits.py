@@ -173,15 +173,12 @@ REFUSED = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 def test_a_body_that_is_refused_is_let_go_of_at_once(
-    connect: Any, backend: Any, tokenizer: Any, admission: Admission, body: bytes, stream: bool
+    connect: Any, app_with: Any, body: bytes, stream: bool
 ) -> None:
     """No cycle of an error and its traceback holds it until the garbage is collected."""
     is_cut = body.startswith(b"cut")
     max_len = 20_000 if body.startswith(b'{"prompt":"hello') else 256
-    settings = ApiSettings(
-        served_model_name="m", max_model_len=max_len, args=DeployArgs(max_body_bytes=4 * MIB)
-    )
-    app = build_app(Serving(settings, backend, lambda: tokenizer, admission))
+    app = app_with({"max_model_len": max_len, "max_body_bytes": 4 * MIB})
     if stream:
         body = body.replace(b"{", b'{"stream":true,', 1)
 
