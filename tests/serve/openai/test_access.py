@@ -24,19 +24,14 @@ OPEN = ("/health", "/ready", "/version")
 
 
 @pytest.fixture
-def ask(serving: Serving) -> Any:
+def ask(serving: Serving, send_to: Any) -> Any:
     """Ask an app that is guarded like this: `ask({...}, path, headers)`."""
 
     def send(access: dict[str, Any], path: str, headers: dict[str, str]) -> httpx.Response:
-        app: Starlette = build_app(serving, AccessConfig(**{"open_paths": OPEN, **access}))
-
-        async def get() -> httpx.Response:
-            transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                method = "OPTIONS" if "Access-Control-Request-Method" in headers else "GET"
-                return await client.request(method, path, headers=headers)
-
-        return asyncio.run(get())
+        app = build_app(serving, AccessConfig(**{"open_paths": OPEN, **access}))
+        method = "OPTIONS" if "Access-Control-Request-Method" in headers else "GET"
+        answer: httpx.Response = send_to(app, method, path, headers=headers)
+        return answer
 
     return send
 
