@@ -188,30 +188,20 @@ def test_two_ingresses_answer_as_one_and_each_outlives_the_other(
     start_app: Callable[..., Any],
     answers: dict[str, list[int]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     app = start_app("ingresses", *OPTIONS)
-    told = []
     with Watch(app) as watch, ThreadPoolExecutor(64) as threads:
         asked = [threads.submit(ask, app, PROMPTS[i % len(PROMPTS)]) for i in range(64)]
         assert_right([each.result() for each in asked], answers)
         assert len(watch.most) == 2 and min(watch.most.values()) > 0, watch.most
-        told.append(f"64 requests at once, most of each ingress: {[*watch.most.values()]}")
 
         # The first one owns the status board.
         for place in (0, 1):
-            broken = one_is_killed(app, threads, place, answers, tmp_path / f"slow{place}")
-            told.append(f"killed {place}: {len(broken)} of 16 streams broke: {broken[0].error}")
+            one_is_killed(app, threads, place, answers, tmp_path / f"slow{place}")
             watch.wait_for_scrapes(20)
-        refused, most = more_than_there_is_room_for(app, threads, answers, tmp_path / "slow")
-        told.append(f"of 24 requests with 8 choices each {refused} got 429; {most} at once")
+        more_than_there_is_room_for(app, threads, answers, tmp_path / "slow")
     assert not watch.fallen
     assert watch.most_in_all <= MAX_NUM_SEQS + MAX_QUEUED
-    text = app.log.read_text()
-    told.append(f"{watch.num_scrapes} scrapes, {len(watch.errors)} failed: {watch.errors}")
-    told += [line for line in text.splitlines() if "lockstep.ingress: " in line]
-    with capsys.disabled():
-        print("\n" + "\n".join(told))
 
 
 def one_is_killed(
@@ -220,8 +210,8 @@ def one_is_killed(
     place: int,
     answers: dict[str, list[int]],
     slow: Path,
-) -> list[Answer]:
-    """Kill an ingress while both have streams; return those that broke."""
+) -> None:
+    """Kill an ingress while both have streams."""
     app.wait_until(lambda: app.get("/ready")[0] == 200)
     before = ingresses(app)
     assert len(before) == 2
@@ -239,7 +229,6 @@ def one_is_killed(
         assert answers[each.prompt][: len(each.token_ids)] == each.token_ids
     assert_right([each.result() for each in again], answers)
     app.wait_until(lambda: is_replaced(app, struck["id"]))
-    return broken
 
 
 def when_all_live(app: Any, num: int) -> list[dict[str, Any]]:
@@ -274,8 +263,8 @@ def wait_for_broken(asked: list[Future[Answer]], num: int) -> list[Answer]:
 
 def more_than_there_is_room_for(
     app: Any, threads: ThreadPoolExecutor, answers: dict[str, list[int]], slow: Path
-) -> tuple[int, int]:
-    """Ask for 192 sequences at once; return how many requests were refused, and the most alive."""
+) -> None:
+    """Ask for 192 sequences at once."""
     with slow_steps("ingresses", slow), Watch(app) as watch:
         asked = [threads.submit(ask, app, PROMPTS[i % len(PROMPTS)], n=8) for i in range(24)]
         num_refused = 24 - (MAX_NUM_SEQS + MAX_QUEUED) // 8
@@ -286,4 +275,3 @@ def more_than_there_is_room_for(
     assert len(refused) >= num_refused
     assert_right([each for each in found if each not in refused], answers)
     assert 0 < watch.most_in_all <= MAX_NUM_SEQS + MAX_QUEUED
-    return len(refused), watch.most_in_all

@@ -355,11 +355,7 @@ def request_lines(session: Path, request_ids: list[str]) -> tuple[list[str], lis
 
 @pytest.mark.feature("R15")
 def test_a_request_through_two_pools_is_traced_and_logged_without_its_prompt(
-    app: Any,
-    client: openai.OpenAI,
-    ray_cluster: Any,
-    collector: Collector,
-    capsys: pytest.CaptureFixture[str],
+    app: Any, client: openai.OpenAI, ray_cluster: Any, collector: Collector
 ) -> None:
     answer = ask(client, "whole", max_tokens=30)
     ask(client, "two", max_tokens=10, n=2)
@@ -405,9 +401,6 @@ def test_a_request_through_two_pools_is_traced_and_logged_without_its_prompt(
     for secret in (KEY, PROMPT, str(answer.choices[0].message.content)):
         assert not any(secret in each for each in lines)
         assert not any(secret.encode() in body for body in collector.bodies)
-    with capsys.disabled():
-        parts = ", ".join(f"{s.name} {length(s) / 1e6:.2f}" for s in collector.trace("whole")[1])
-        print(f"\nllm_request {length(root) / 1e6:.2f} ms: {parts}")
 
 
 @pytest.mark.feature("P18")
