@@ -36,8 +36,7 @@ class Clock:
 def admission(clock: Clock | None = None, **limits: Any) -> Admission:
     given = {"max_running": 4, "max_queued": 4, "max_queue_wait_s": 10.0}
     return Admission(
-        **{"max_body_bytes": 1000, "retry_after_s": 2.0, **given, **limits},
-        clock=clock or Clock(),
+        **{"max_body_bytes": 1000, "retry_after_s": 2.0, **given, **limits}, clock=clock or Clock()
     )
 
 

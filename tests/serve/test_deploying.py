@@ -216,7 +216,7 @@ def test_what_serve_build_writes_is_deployed_with_more_replicas(
     [made] = yaml.safe_load(built.read_text())["applications"]
     assert made["import_path"] == "serve.default:app"
     assert [each["name"] for each in made["deployments"]] == [
-        *("PrefillPool", "DecodePool", "Ingress"),
+        *("PrefillPool", "DecodePool", "Ingress")
     ]
     made["deployments"][1]["num_replicas"] = 2
     del made["runtime_env"]

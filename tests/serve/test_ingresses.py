@@ -185,9 +185,7 @@ def assert_right(found: list[Answer], answers: dict[str, list[int]]) -> None:
 
 @pytest.mark.feature("R13", "R15", "P14")
 def test_two_ingresses_answer_as_one_and_each_outlives_the_other(
-    start_app: Callable[..., Any],
-    answers: dict[str, list[int]],
-    tmp_path: Path,
+    start_app: Callable[..., Any], answers: dict[str, list[int]], tmp_path: Path
 ) -> None:
     app = start_app("ingresses", *OPTIONS)
     with Watch(app) as watch, ThreadPoolExecutor(64) as threads:
@@ -205,11 +203,7 @@ def test_two_ingresses_answer_as_one_and_each_outlives_the_other(
 
 
 def one_is_killed(
-    app: Any,
-    threads: ThreadPoolExecutor,
-    place: int,
-    answers: dict[str, list[int]],
-    slow: Path,
+    app: Any, threads: ThreadPoolExecutor, place: int, answers: dict[str, list[int]], slow: Path
 ) -> None:
     """Kill an ingress while both have streams."""
     app.wait_until(lambda: app.get("/ready")[0] == 200)

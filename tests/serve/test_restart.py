@@ -372,10 +372,7 @@ def first_steps_of_stages(agreements: list[dict[str, Any]]) -> dict[int, int]:
     ids=["one rank", "dp=2", "tp=2"],
 )
 def test_streams_do_not_notice_that_their_group_goes_over_to_graphs(
-    start_app: Callable[..., Any],
-    answers: Answers,
-    tmp_path: Path,
-    more: tuple[str, ...],
+    start_app: Callable[..., Any], answers: Answers, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     app = start_early(start_app, "early", tmp_path / "cache", *more)
     status, body = app.get("/ready")

@@ -262,10 +262,7 @@ def test_no_total_falls_when_a_rank_is_killed_or_the_ingress_is_replaced(
         assert grown == total(again, "generation_tokens_total") + usage.completion_tokens
 
 
-UNTIL_IT_HAPPENS = {
-    "rank_restarts_total",
-    "compile_cache_misses_total",
-}
+UNTIL_IT_HAPPENS = {"rank_restarts_total", "compile_cache_misses_total"}
 """Metrics without a series until what they count has happened."""
 
 

@@ -162,8 +162,7 @@ def test_without_names_no_template_is_taken(api: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"],
+    "name", ["chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "self"]
 )
 def test_template_kwargs_are_variables_only(api: Any, name: str) -> None:
     made = api(TEMPLATES["chatml"])

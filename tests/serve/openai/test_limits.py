@@ -249,11 +249,7 @@ async def test_sequences_of_a_request_begin_a_few_at_a_time(
 
 
 async def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
-    connect: Any,
-    app: Any,
-    backend: Any,
-    admission: Admission,
-    monkeypatch: pytest.MonkeyPatch,
+    connect: Any, app: Any, backend: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 50_000)
     backend.pieces, backend.hangs = [[5]] * 1000, True

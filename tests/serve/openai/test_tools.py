@@ -56,11 +56,7 @@ MISTRAL = (
     "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
-SPECIAL = {
-    HERMES: [],
-    LLAMA: ["<|python_tag|>"],
-    MISTRAL: ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
-}
+SPECIAL = {HERMES: [], LLAMA: ["<|python_tag|>"], MISTRAL: ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]}
 """Markers that decoding leaves out."""
 ADDED = ["<tool_call>", "</tool_call>"]
 MARKERS = [*ADDED, *SPECIAL[LLAMA], *SPECIAL[MISTRAL]]

@@ -49,10 +49,7 @@ CHAIN = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
     ("wanted", "message"),
     [
         ({"json": patterns(60)}, "structured_outputs.json: .*MiB"),
-        (
-            {"grammar": f'start: r0\n{CHAIN}\nr3000: "a"'},
-            "structured_outputs.grammar: .*too deep",
-        ),
+        ({"grammar": f'start: r0\n{CHAIN}\nr3000: "a"'}, "structured_outputs.grammar: .*too deep"),
     ],
 )
 def test_what_would_end_an_ingress_ends_its_process_and_is_refused_by_name(

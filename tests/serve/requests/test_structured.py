@@ -179,8 +179,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def test_preempted_sequences_go_on_in_their_grammar(llm: LLM) -> None:
     small = LLM(
-        enforce_eager=True,
-        **{**SIZES, "max_model_len": 128, "block_size": 4, "num_kv_blocks": 40},
+        enforce_eager=True, **{**SIZES, "max_model_len": 128, "block_size": 4, "num_kv_blocks": 40}
     )
     wanted = tokens(llm.generate(PROMPTS[:3], batch(1)))
     assert tokens(small.generate(PROMPTS[:3], batch(1))) == wanted
