@@ -16,7 +16,7 @@ import yaml
 
 from serve.config import deploy_config
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.feature("Y05")]
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,7 +49,6 @@ def shell(command: str, server: Any, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.feature("Y05")
 def test_the_serve_command_is_the_one_that_the_tests_run(server: Any) -> None:
     command = block_with("bash", "serve run serve.app:deploy\n")
     assert command.strip().endswith("&& .venv/bin/serve run serve.app:deploy")
@@ -57,14 +56,12 @@ def test_the_serve_command_is_the_one_that_the_tests_run(server: Any) -> None:
     assert server.get("/ready")[0] == 200
 
 
-@pytest.mark.feature("Y05")
 def test_the_curl_commands(server: Any) -> None:
     printed = shell(block_with("bash", "curl -s"), server)
     assert '"status":"ready"' in printed
     assert '"content":"42"' in printed
 
 
-@pytest.mark.feature("Y05")
 def test_the_client_snippet(server: Any, tmp_path: Path) -> None:
     [snippet] = blocks("python", ENDPOINTS)
     script = tmp_path / "snippet.py"
@@ -72,7 +69,7 @@ def test_the_client_snippet(server: Any, tmp_path: Path) -> None:
     assert shell(f"python {script}", server).strip() == "3 4 5 6 7 8 9"
 
 
-@pytest.mark.feature("Y05", "R05")
+@pytest.mark.feature("R05")
 @pytest.mark.parametrize("arguments", ["", " -O0 -cc.use_cudagraph=false"])
 def test_the_offline_example(server: Any, arguments: str) -> None:
     printed = shell(f"python examples/offline.py{arguments}", server)
@@ -83,7 +80,7 @@ def test_the_offline_example(server: Any, arguments: str) -> None:
     ]
 
 
-@pytest.mark.feature("Y05", "R09")
+@pytest.mark.feature("R09")
 def test_the_example_of_structured_output(server: Any) -> None:
     lines = shell("python examples/structured_output.py", server).splitlines()[-4:]
     patterns = (
@@ -96,7 +93,7 @@ def test_the_example_of_structured_output(server: Any) -> None:
         assert re.fullmatch(pattern, line), line
 
 
-@pytest.mark.feature("R01", "Y05")
+@pytest.mark.feature("R01")
 def test_the_command_with_arguments_asks_for_two_decode_replicas() -> None:
     [line] = block_with("bash", "model=").strip().splitlines()
     command, *arguments = line.replace("/models/Llama-3.2-1B", "examples/tiny").split()[2:]
@@ -107,7 +104,7 @@ def test_the_command_with_arguments_asks_for_two_decode_replicas() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("R01", "Y05")
+@pytest.mark.feature("R01")
 def test_the_yaml_file_starts_everything_from_nothing(tmp_path: Path, free_port: int) -> None:
     """A cluster of its own, as on a fresh machine, with YAML arguments; ended by an interrupt."""
     config = yaml.safe_load((ROOT / "examples/configs/tiny.yaml").read_text())

@@ -13,7 +13,6 @@ from serve.requests.tokenizer import ChatTemplateError, Tokenizer
 
 pytestmark = pytest.mark.feature("R11")
 
-CHAT = "/v1/chat/completions"
 TURNS = [
     {"role": "user", "content": "hello "},
     {"role": "assistant", "content": " the cat"},

@@ -21,6 +21,8 @@ from serve.openai.backend import Serving
 from serve.openai.completions import parse_completion
 from serve.openai.errors import MAX_MESSAGE_CHARS
 
+pytestmark = pytest.mark.feature("R12")
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -94,7 +96,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [(CHAT, *case) for case in BAD_CHATS] + [(TEXT, *case) for case in BAD_COMPLETIONS],
@@ -120,7 +121,6 @@ def test_bad_sampling_field_is_named_on_both_endpoints(
     assert backend.requests == []
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"\xff", b'{"prompt": NaN}', b"[" * 20_000, b'"text"', b"[]", b'{"a": 1e999}'],
@@ -134,7 +134,6 @@ def test_messages_quote_only_so_much_of_the_request(call: Any) -> None:
     assert len(error_of(answer, 400, INVALID, "suffix")) <= MAX_MESSAGE_CHARS + 1
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_unknown_model_is_404_and_names_the_served_one(call: Any, path: str) -> None:
     body = {"model": "gpt", "messages": HI} if path == CHAT else {"model": "gpt", "prompt": "a"}
@@ -157,7 +156,6 @@ def test_a_model_answers_to_all_its_names_and_reports_the_first(call_with: Any) 
     assert "large or gpt-4o or small" in error_of(answer, 404, "not_found_error", "model")
 
 
-@pytest.mark.feature("R12")
 def test_unknown_path_and_wrong_method_have_the_same_shape(call: Any) -> None:
     error_of(call("GET", "/v1/nothing"), 404, "not_found_error", None)
     error_of(call("GET", "/v1/models/"), 404, "not_found_error", "model")
@@ -166,7 +164,6 @@ def test_unknown_path_and_wrong_method_have_the_same_shape(call: Any) -> None:
     assert answer.headers["allow"] == "POST"
 
 
-@pytest.mark.feature("R12")
 def test_before_ready_is_503_with_retry_after(call: Any, backend: Any) -> None:
     backend.ready = False
     answer = call("POST", CHAT, json={"messages": HI})
@@ -212,7 +209,6 @@ def test_a_request_without_a_place_is_429_before_its_body_is_looked_at(
     assert admission.num_live == len(places) and len(backend.requests) == 1
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize("stream", [False, True])
 def test_overload_is_429_with_the_backends_retry_after(
     call: Any, backend: Any, stream: bool
@@ -223,7 +219,6 @@ def test_overload_is_429_with_the_backends_retry_after(
     assert answer.headers["retry-after"] == "7"
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize("stream", [False, True])
 def test_failure_before_the_first_token_has_its_own_status(
     call: Any, backend: Any, stream: bool
@@ -246,7 +241,6 @@ def test_stream_without_a_last_output_is_an_error(call: Any, backend: Any) -> No
     error_of(call("POST", TEXT, json={"prompt": "a"}), 500, "server_error", None)
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_failure_within_a_stream_is_an_event_before_done(
     call: Any, backend: Any, path: str
@@ -283,7 +277,6 @@ def test_body_that_comes_too_slowly_is_408(call_with: Any) -> None:
     error_of(answer, 408, "timeout_error", None)
 
 
-@pytest.mark.feature("R12")
 def test_large_body_is_refused_by_its_length_before_it_is_read(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -313,7 +306,6 @@ def test_client_that_sends_a_large_body_reads_the_413(url: str) -> None:
     error_of(answer, 413, INVALID, None)
 
 
-@pytest.mark.feature("R12")
 @pytest.mark.parametrize(
     ("status", "kind"),
     [

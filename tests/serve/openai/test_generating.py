@@ -17,7 +17,6 @@ pytestmark = pytest.mark.feature("R08")
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Count from 3 to 9. Reverse the word: stone. What is 12 + 30?"
-VOCAB = 512
 
 
 @pytest.fixture

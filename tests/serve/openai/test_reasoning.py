@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-CHAT = "/v1/chat/completions"
 PARSERS = ("none", "deepseek_r1", "qwen3")
 HI = [{"role": "user", "content": "hi"}]
 OPENED = "<|im_start|>assistant\n<think>\n"

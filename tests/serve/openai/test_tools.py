@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.feature("R10")
 
-CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[3]
 NUM_DIALOGUES = 100
 """Of each format; the slow run has 300."""
@@ -228,7 +227,6 @@ def test_calls_come_back_as_the_model_meant_them(
         num_calls += len(calls)
 
     check()
-    print(f"{format_name}: {num_dialogues} dialogues, {num_calls} calls")
     assert num_calls > num_dialogues / 4
 
 
@@ -426,7 +424,7 @@ def test_arguments_that_explode_are_400_or_text(make: MakeModel, arguments: str)
 
 
 def test_the_official_client_joins_the_streamed_calls(
-    url: str, client: openai.OpenAI, serving: Any, backend: Any, make: MakeModel
+    client: openai.OpenAI, serving: Any, make: MakeModel
 ) -> None:
     """The client's own accumulator, over HTTP."""
     model = make(HERMES)
