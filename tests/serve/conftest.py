@@ -40,6 +40,25 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="session")
+def printed() -> Callable[..., str]:
+    """What a command prints, which must not fail: `printed(sys.executable, ..., VARIABLE="1")`."""
+
+    def run(*command: str | Path, **env: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
 @dataclass
 class Server:
     """A running application."""

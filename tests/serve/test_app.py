@@ -216,17 +216,10 @@ def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
 
 
 @pytest.mark.feature("R03")
-def test_another_app_calls_through_a_handle(server: Any) -> None:
+def test_another_app_calls_through_a_handle(server: Any, printed: Any) -> None:
     """`examples/handle.py`, as a process of its own on the same cluster."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "handle.py"],
-        env=os.environ | {"RAY_ADDRESS": server.address},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    whole, stream = done.stdout.strip().splitlines()[-2:]
+    lines = printed(sys.executable, "examples/handle.py", RAY_ADDRESS=server.address)
+    whole, stream = lines.strip().splitlines()[-2:]
     assert whole == "whole: 42"
     assert "".join(json.loads(stream.removeprefix("stream: ").replace("'", '"'))) == "42"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -388,7 +387,7 @@ def test_every_field_but_paths_changes_what_processes_agree_on() -> None:
 
 
 @pytest.mark.feature("E01", "F07")
-def test_only_a_start_that_names_ops_or_options_imports_torch_for_them() -> None:
+def test_only_a_start_that_names_ops_or_options_imports_torch_for_them(printed: Any) -> None:
     """`serve run` is a second faster at every other start, and 180 MB smaller."""
     builds = "import sys, json; from serve.config import deploy_config; "
     builds += "deploy_config(json.loads(sys.argv[1])); print('torch' in sys.modules)"
@@ -397,5 +396,4 @@ def test_only_a_start_that_names_ops_or_options_imports_torch_for_them() -> None
         ({"cc.inductor_compile_config.max_autotune": "true"}, "True"),
     ):
         given = json.dumps({"device": "cpu", **raw})
-        done = subprocess.run([sys.executable, "-c", builds, given], capture_output=True, text=True)
-        assert done.stdout.strip() == wanted, done.stderr
+        assert printed(sys.executable, "-c", builds, given).strip() == wanted

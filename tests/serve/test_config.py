@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ from serve import config as config_module
 from serve.arguments import DeployArgs, IngressArgs, KVArgs, PoolArgs, parse_args, split_dashed
 from serve.config import check_device, deploy_config, engine_config
 
-ROOT = Path(__file__).resolve().parents[2]
 MIXED = {"pools": "mixed"}
 SECTIONS = {
     "": DeployArgs,
@@ -372,11 +370,10 @@ def test_a_server_and_an_engine_in_process_read_one_file(tmp_path: Path) -> None
 
 
 @pytest.mark.feature("Q06")
-def test_the_offline_example_takes_the_file_of_a_server() -> None:
-    command = [sys.executable, "examples/offline.py", "config=examples/configs/bundled.yaml"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "What is 12 + 30? -> 42"
+def test_the_offline_example_takes_the_file_of_a_server(printed: Any) -> None:
+    file = "config=examples/configs/bundled.yaml"
+    lines = printed(sys.executable, "examples/offline.py", file).splitlines()
+    assert lines[0] == "What is 12 + 30? -> 42"
 
 
 # vLLM's dashed options.

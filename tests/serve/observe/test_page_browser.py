@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,15 +231,9 @@ def requests(server: Any) -> Iterator[None]:
     is_over = threading.Event()
 
     def ask() -> None:
-        body = {"model": "lockstep-tiny", "prompt": "3 4 5", "max_tokens": 200}
-        while not is_over.is_set():
-            request = urllib.request.Request(
-                server.url + "/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                answer.read()
+        with server.client() as client:
+            while not is_over.is_set():
+                client.completions.create(model="lockstep-tiny", prompt="3 4 5", max_tokens=200)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:

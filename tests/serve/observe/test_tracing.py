@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -152,11 +151,8 @@ def test_a_request_belongs_to_the_trace_that_its_client_names() -> None:
     assert root.context.trace_state.get("a") == "b"
     root, _ = spans_of(request(sequence(), traceparent="nonsense"))
     assert root.parent is None
-    collector = Collector()
-    tracing = Tracing(collector, "this")
-    tracing.write(request(sequence(), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00"))
-    tracing.close()
-    assert collector.spans == [], "the client does not sample"
+    unsampled = request(sequence(), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00")
+    assert sent(unsampled) == [], "the client does not sample"
 
 
 def test_a_request_that_lost_its_ranks_has_the_spans_of_both_attempts() -> None:
@@ -233,6 +229,15 @@ class Collector(SpanExporter):
         return result
 
 
+def sent(record: RequestRecord, instance: str = "this") -> list[Any]:
+    """Return the spans of a request that reach a collector by the end."""
+    collector = Collector()
+    tracing = Tracing(collector, instance)
+    tracing.write(record)
+    tracing.close()
+    return collector.spans
+
+
 def wait_for(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not is_so():
@@ -268,22 +273,15 @@ def test_a_collector_that_fails_is_told_once_and_so_is_its_return(
 
 def test_what_was_written_is_sent_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    collector = Collector()
-    tracing = Tracing(collector, "replica-7")
-    tracing.write(request(sequence()))
-    tracing.close()
-    assert len(collector.spans) == 6
-    resource = collector.spans[0].resource.attributes
+    spans = sent(request(sequence()), "replica-7")
+    assert len(spans) == 6
+    resource = spans[0].resource.attributes
     assert (resource["service.name"], resource["service.instance.id"]) == ("mine", "replica-7")
 
 
 def test_the_environment_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    collector = Collector()
-    tracing = Tracing(collector, "this")
-    tracing.write(request(sequence()))
-    tracing.close()
-    assert collector.spans == []
+    assert sent(request(sequence())) == []
 
 
 @pytest.mark.parametrize("bad", ["localhost:4317", "ftp://host", "http://", "http://h:99999", "x"])
@@ -354,11 +352,10 @@ def test_a_port_on_which_nobody_listens_is_told(told: list[str], free_port: int)
     assert "refused" in line
 
 
-def test_nothing_is_imported_where_nothing_is_traced() -> None:
+def test_nothing_is_imported_where_nothing_is_traced(printed: Any) -> None:
     code = (
         "import sys; from serve.config import deploy_config; import serve.observe.tracing;"
         "assert deploy_config({}).args.otlp_traces_endpoint is None;"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(sys.executable, "-c", code).strip() == "[]"

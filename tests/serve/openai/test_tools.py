@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.feature("R10")
 
-ROOT = Path(__file__).resolve().parents[3]
 NUM_DIALOGUES = 100
 """Of each format; the slow run has 300."""
 
@@ -447,7 +445,7 @@ def test_the_official_client_joins_the_streamed_calls(
 
 
 def test_the_example_runs_what_the_model_calls(
-    url: str, serving: Any, backend: Any, make: MakeModel
+    url: str, serving: Any, backend: Any, make: MakeModel, printed: Any
 ) -> None:
     """`examples/tools.py`, as a process of its own."""
     model = make(HERMES)
@@ -461,7 +459,5 @@ def test_the_example_runs_what_the_model_calls(
         return generate(request, *observers)
 
     backend.generate = in_turns
-    command = [sys.executable, str(ROOT / "examples" / "tools.py"), "--url", f"{url}/v1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == 'add({"a": 12, "b": 30}) -> 42\nIt is 42.\n'
+    lines = printed(sys.executable, "examples/tools.py", "--url", f"{url}/v1")
+    assert lines == 'add({"a": 12, "b": 30}) -> 42\nIt is 42.\n'
