@@ -20,13 +20,8 @@ PROMPT = "Count from 3 to 9. Reverse the word: stone. What is 12 + 30?"
 
 
 @pytest.fixture
-def backend(engine_backend: Any) -> Any:
-    """In place of the scripted one: `call` reaches a model."""
-    return engine_backend
-
-
-@pytest.fixture
 def app(engine_app: Any) -> Any:
+    """In place of the one over a script: `call` reaches a model."""
     return engine_app
 
 

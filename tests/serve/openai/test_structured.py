@@ -32,13 +32,8 @@ OF_OPENAI = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEM
 
 
 @pytest.fixture
-def backend(engine_backend: Any) -> Any:
-    """In place of the scripted one: `call` reaches a model."""
-    return engine_backend
-
-
-@pytest.fixture
 def app(engine_app: Any) -> Any:
+    """In place of the one over a script: `call` reaches a model."""
     return engine_app
 
 
