@@ -153,23 +153,14 @@ class ScriptedBackend:
         )
 
 
-class EngineBackend:
-    """An engine that steps between the requests' events."""
+class EngineBackend(ScriptedBackend):
+    """An engine that steps between the requests' events, in place of a script."""
 
     def __init__(self, engine: Any) -> None:
+        super().__init__()
         self._engine = engine
         self._waiting: dict[str, asyncio.Queue[EngineOutput]] = {}
         self._pump: asyncio.Task[None] | None = None
-        self.requests: list[GenerateRequest] = []
-
-    def is_ready(self) -> bool:
-        return True
-
-    def failure(self) -> str:
-        return ""
-
-    async def status(self) -> tuple[int, dict[str, Any]]:
-        return 200, {"status": "ready"}
 
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord
