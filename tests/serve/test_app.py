@@ -177,16 +177,9 @@ def test_200_clients_that_leave_mid_stream_leave_nothing_behind(
     """All blocks of both pools are free soon, by `/ready`; how soon is printed."""
     before = ask(client, "What is 12 + 30?").choices[0].message.content
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps(
-        {
-            "model": "lockstep-tiny",
-            "messages": [{"role": "user", "content": "Count from 1 to 40."}],
-            "stream": True,
-            "max_tokens": 1500,
-            "ignore_eos": True,
-            "temperature": 1.0,
-        }
-    )
+    messages = [{"role": "user", "content": "Count from 1 to 40."}]
+    fields = {"stream": True, "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
+    body = json.dumps({"model": "lockstep-tiny", "messages": messages, **fields})
     request = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"

@@ -41,17 +41,10 @@ def run(
     def start(*arguments: str) -> tuple[subprocess.Popen[bytes], str, Path]:
         port = new_port()
         log = tmp_path / "log"
+        command = [SERVE, "run", "serve.app:deploy", "pools=mixed", "O=0", f"port={port}"]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [
-                    SERVE,
-                    "run",
-                    "serve.app:deploy",
-                    "pools=mixed",
-                    "O=0",
-                    f"port={port}",
-                    *arguments,
-                ],
+                [*command, *arguments],
                 cwd=ROOT,
                 env=os.environ | {"RAY_ADDRESS": "local"},
                 stdout=out,
