@@ -100,12 +100,6 @@ class ScriptedBackend:
         self.ledger.add("this", INGRESS, counts)
         return MetricsSnapshot(self.ledger.totals, {})
 
-    def debug_ingress(self) -> dict[str, Any]:
-        return {"num_live": 0}
-
-    async def debug_ranks(self) -> dict[str, Any]:
-        return {"pools": {}}
-
     async def generate(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
