@@ -144,17 +144,13 @@ class Server:
 
     def wait_until_ready(self, timeout_s: float = 900, *, is_compiled: bool = True) -> None:
         """Wait for all pools; unless told otherwise also until they have gone over to graphs."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+
+        def is_ready() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            try:
-                status, body = self.get("/ready")
-                if status == 200 and not (is_compiled and body["compiling"]):
-                    return
-            except (OSError, json.JSONDecodeError):
-                pass
-            time.sleep(0.1)
-        raise AssertionError(f"not ready after {timeout_s} s:\n{self.log.read_text()}")
+            status, body = self.get("/ready")
+            return status == 200 and not (is_compiled and body["compiling"])
+
+        self.wait_until(is_ready, timeout_s=timeout_s)
 
     def _ranks(self, pool: dict[str, Any]) -> list[dict[str, Any]]:
         return [rank for replica in pool["replicas"] for rank in replica["ranks"]]
