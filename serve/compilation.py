@@ -183,7 +183,11 @@ _KINDS = {name: _of_text(kind) for name, kind in get_type_hints(CompilationConfi
 def _converted(name: str, value: Any) -> Any:
     """Return a field as `CompilationConfig` takes it; its bounds are checked there."""
     if name == "dynamic_shapes_config":  # its two known keys are paths of their own
-        raise FieldError(f"compilation.{name}", "an object with type, evaluate_guards", value)
+        known = "type, evaluate_guards"
+        if not isinstance(value, Mapping):
+            raise FieldError(f"compilation.{name}", f"an object with {known}", value)
+        for key, unknown in value.items():
+            raise FieldError(f"compilation.{name}.{key}", f"one of {known}", unknown)
     if name not in FIELDS:
         raise FieldError(f"compilation.{name}", f"one of {', '.join(FIELDS)}", value)
     if isinstance(value, Mapping):

@@ -150,7 +150,10 @@ OPTIONS = "compilation.inductor_compile_config: wanted "
             {"cc.dynamic_shapes": "backed", "cc.dynamic_shapes_config.type": "backed"},
             SHAPES + ": wanted one value, found 'it twice'",
         ),
-        ({"cc.dynamic_shapes_config.kind": "a"}, SHAPES + "_config: wanted one of level, "),
+        (
+            {"cc.dynamic_shapes_config.kind": "backed"},
+            SHAPES + "_config.kind: wanted one of type, evaluate_guards, ",
+        ),
         ({"cc.inductor_compile_config": {"a": float("nan")}}, OPTIONS + "an object of plain "),
         (
             {"O": "0", "cc.cudagraph_mode": "PIECEWISE"},
