@@ -27,8 +27,8 @@ from compile.errors import FieldError
 from compile.resolve import PRESETS, StepLimits, resolve
 from model.config import ModelConfig, fingerprint
 from serve.arguments import DeployArgs, PoolArgs, parse_args, parse_bytes
+from serve.clients import check_keys, read_keys
 from serve.compilation import check_names
-from serve.keys import check_keys, read_keys
 from serve.observe.tracing import check_endpoint
 from serve.openai.answer_parser import ReasoningFormat
 from serve.openai.tool_parser import ToolFormat

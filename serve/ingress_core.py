@@ -26,16 +26,15 @@ from cluster.observe.metrics import MetricsSnapshot
 from cluster.process import keep_what_is_loaded
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
+from serve.clients import CacheSalts
 from serve.config import DeployConfig
 from serve.event_loop import StreamBatcher
 from serve.observe.request_log import RequestLog
-from serve.observe.start_progress import StartLog
 from serve.observe.tracing import Tracing, otlp_exporter
 from serve.openai.backend import ApiSettings, Serving
 from serve.openai.errors import ApiError
 from serve.pools.router import Router
-from serve.readiness import Readiness, log
-from serve.requests.cache_salt import CacheSalts
+from serve.readiness import Readiness, StartLog, log
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

@@ -24,9 +24,8 @@ from cluster.rank.runner import ModelRunner
 from cluster.wire.messages import GenerateRequest, Submit, TokenLogprobs
 from compile.config import CompilationConfig
 from model.fields import Source, convert
-from serve.clients import UNKNOWN
+from serve.clients import UNKNOWN, CacheSalt, CacheSalts
 from serve.config import engine_config
-from serve.requests.cache_salt import CacheSalt, CacheSalts
 from serve.requests.choice import Choice, GenerationError, StopStrings
 from serve.requests.sampling import Resolver, SamplingParams
 from serve.requests.structured import StructuredOutputsParams, Verdicts

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serve.openai.json_scanner import SPACE
-from serve.openai.tool_parser import CallDelta, ToolFormat, ToolParser, start_of_part
+from serve.openai.tool_parser import SPACE, CallDelta, ToolFormat, ToolParser, start_of_part
 
 OPENER = "<think>"
 CLOSER = "</think>"

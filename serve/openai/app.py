@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from serve.clients import ApiKeys
 from serve.config import AccessConfig
-from serve.keys import ApiKeys
 from serve.observe import page
 from serve.openai import openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList

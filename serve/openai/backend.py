@@ -12,9 +12,9 @@ from cluster.observe.metrics import Described, MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
 from serve.arguments import DeployArgs
+from serve.clients import CacheSalts
 from serve.event_loop import LoopThrottle, StreamBatcher, WorkThreads
 from serve.observe.metrics import Scrapes
-from serve.requests.cache_salt import CacheSalts
 from serve.requests.records import IngressCounts, RequestRecord, SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

@@ -25,8 +25,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import clients
+from serve.clients import ApiKeys
 from serve.config import AccessConfig
-from serve.keys import ApiKeys
 from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
 from serve.requests.records import RequestRecord

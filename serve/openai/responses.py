@@ -21,6 +21,7 @@ from msgspec import UNSET, Meta, UnsetType
 from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
+from serve.clients import CacheSalt
 from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
 from serve.openai.backend import ApiSettings, Serving
@@ -46,7 +47,6 @@ from serve.openai.schema import (
 )
 from serve.openai.tool_parser import CallDelta, ToolFormat
 from serve.openai.tools import new_call_id
-from serve.requests.cache_salt import CacheSalt
 from serve.requests.choice import Choice
 from serve.requests.sampling import SamplingFields
 from serve.requests.tokenizer import Tokenizer

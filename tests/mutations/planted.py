@@ -470,8 +470,8 @@ MUTATIONS = (
         "What a handle asks to complete is read as a conversation (R03).",
         "serve/ingress.py",
         {
-            "direct.answer(self._core.serving, parse_completion, body)": (
-                "direct.answer(self._core.serving, parse_chat, body)"
+            "endpoint.answer(self._core.serving, parse_completion, body)": (
+                "endpoint.answer(self._core.serving, parse_chat, body)"
             )
         },
         (WIRED,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve.observe.start_progress import LINE_PERIOD_S, StartLog
+from serve.readiness import LINE_PERIOD_S, StartLog
 
 
 def loading(done: int, total: int, elapsed_s: float, remaining_s: float | None) -> dict[str, Any]:

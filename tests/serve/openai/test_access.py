@@ -13,10 +13,9 @@ import pytest
 from starlette.applications import Starlette
 
 from compile.errors import FieldError
-from serve.clients import UNKNOWN, Client, of_key
+from serve.clients import UNKNOWN, ApiKeys, Client, of_key
 from serve.config import AccessConfig, deploy_config
 from serve.ingress import Ingress
-from serve.keys import ApiKeys
 from serve.openai.app import build_app
 from serve.openai.backend import Serving
 

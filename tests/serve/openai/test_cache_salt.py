@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from serve.admission import Admission
+from serve.clients import CacheSalts
 from serve.config import deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
 from serve.openai.backend import ApiSettings, Serving
-from serve.requests.cache_salt import CacheSalts
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32

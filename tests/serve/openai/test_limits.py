@@ -17,7 +17,7 @@ from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.clients import UNKNOWN
 from serve.config import AccessConfig
-from serve.openai import endpoint, generation, streaming
+from serve.openai import endpoint, generation
 from serve.openai.app import build_app
 from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
 from serve.openai.body import SMALL_BYTES, check_values
@@ -289,7 +289,7 @@ def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_freed(
 def test_a_client_that_reads_nothing_is_cut_off(
     connect: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endpoint, "SEND_TIMEOUT_S", 0.1)
 
     async def main() -> None:
         connection = connect({"prompt": "a", "stream": stream})

@@ -10,9 +10,8 @@ from cluster.wire.messages import SALT_BYTES
 from compile.errors import FieldError
 from model.fields import Source, convert
 from serve.arguments import parse_args
-from serve.clients import HANDLE, Client, of_key
+from serve.clients import HANDLE, MAX_SALT_CHARS, CacheSalt, CacheSalts, Client, of_key
 from serve.config import deploy_config
-from serve.requests.cache_salt import MAX_SALT_CHARS, CacheSalt, CacheSalts
 
 CLIENTS = st.text(max_size=8).map(Client)
 SALTS = st.none() | st.text(min_size=1, max_size=8)
