@@ -22,7 +22,6 @@ from cluster.actors.board_clients import IngressBoard
 from cluster.actors.kept import application_secret
 from cluster.actors.status_board import NAMESPACE
 from cluster.observe.logs import configure_logs
-from cluster.observe.metrics import Described
 from cluster.wire.credentials import Credentials
 from serve.config import DeployConfig, check_device
 from serve.event_loop import CHUNK_COST, HAPROXY_CHUNK_COST, StreamBatcher
@@ -69,10 +68,8 @@ class Ingress:
         check_device(config, ray.cluster_resources().get("GPU", 0))
         context = ray_serve.get_replica_context()
         app_name, node = context.app_name, ray.util.get_node_ip_address()
-        self._config = config
         ingress_id = context.replica_id.unique_id
-        described = Described(config.served_model_name, config.max_model_len, config.cache_info)
-        board = IngressBoard(app_name, [pool.name for pool in config.pools], described)
+        board = IngressBoard(app_name, [pool.name for pool in config.pools], config.api.described)
         secret = await asyncio.to_thread(application_secret, app_name)
         # Ray reads it so too.
         self._is_behind_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
@@ -95,10 +92,7 @@ class Ingress:
         """Return the HTTP application; Ray Serve calls this after the constructor."""
         # HAProxy tells nobody who has connected to it; Ray's own proxy hands it on.
         app: Starlette = build_app(
-            self._core.serving,
-            self._config.access,
-            is_peer_known=not self._is_behind_haproxy,
-            sends_id=False,
+            self._core.serving, is_peer_known=not self._is_behind_haproxy, sends_id=False
         )
         return app
 

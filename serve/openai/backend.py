@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
-import msgspec
-
 from cluster.observe.counts import Counts
-from cluster.observe.metrics import Described, MetricsSnapshot
+from cluster.observe.metrics import MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from serve.admission import Admission
-from serve.arguments import DeployArgs
 from serve.clients import CacheSalts
+from serve.config import ApiSettings
 from serve.event_loop import LoopThrottle, StreamBatcher, WorkThreads
 from serve.observe.metrics import Scrapes
 from serve.requests.records import IngressCounts, RequestRecord, SequenceRecord
@@ -21,33 +19,6 @@ from serve.requests.tokenizer import Tokenizer
 BEGUN_AT_ONCE = 4
 """Requests, and sequences, started in a turn of the event loop: each costs it a millisecond or
 two."""
-
-
-class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed for the life of the app."""
-
-    served_model_name: str
-    """What answers call the model."""
-    other_model_names: tuple[str, ...] = ()
-    """What requests may call it besides."""
-    max_model_len: int
-    """Tokens of prompt and output together."""
-    args: DeployArgs = DeployArgs()
-    """What `deploy` was asked for: limits, formats, debugging."""
-    retry_after_s: float = 5.0
-    """The `Retry-After` of requests before the pools are ready."""
-    max_sequences: int = 1024
-    """Of one request: the prompts of a completions request, each with `n` choices."""
-    vocab_size: int | None = None
-    """Token ids that the model knows; None: as many as the tokenizer."""
-    max_prompt_len: int | None = None
-    """The longest prompt whose KV the model can compute; None: any."""
-    cache_info: tuple[tuple[str, str], ...] = ()
-    """Labels of the metric `cache_config_info`."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return (self.served_model_name, *self.other_model_names)
 
 
 class Backend(Protocol):
@@ -94,10 +65,13 @@ class Serving:
         tokenizer: Callable[[], Tokenizer | None],
         admission: Admission,
         tick: StreamBatcher | None = None,
-        salts: CacheSalts | None = None,
+        secret: bytes = b"",
     ) -> None:
-        """Share what is given; `tick` is the one that the backend's outputs wait for."""
-        self.salts = salts or CacheSalts()
+        """Share what is given; `tick` is the one that the backend's outputs wait for.
+
+        secret: the application's, of at most 64 bytes, which all ingresses have.
+        """
+        self.salts = CacheSalts(secret, is_per_key=settings.args.divides_prefix_cache)
         self.settings = settings
         self.tokenizer = tokenizer
         self.backend = backend
@@ -113,7 +87,4 @@ class Serving:
         """Called with what was noted of each generating request."""
         self.is_traced = False
         """Whether a request's trace is noted too."""
-        described = Described(
-            settings.served_model_name, settings.max_model_len, settings.cache_info
-        )
-        self.scrapes = Scrapes(lambda: backend.metrics(self.counts.counts()), described)
+        self.scrapes = Scrapes(lambda: backend.metrics(self.counts.counts()), settings.described)

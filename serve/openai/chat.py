@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from compile.errors import FieldError, Words
+from serve.config import ApiSettings
 from serve.event_loop import Check
 from serve.openai.answer_parser import (
     CLOSER,
@@ -35,7 +36,7 @@ from serve.openai.answers import (
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.backend import Serving
 from serve.openai.body import parse
 from serve.openai.errors import ApiError
 from serve.openai.generation import Generation

@@ -10,6 +10,7 @@ from itertools import accumulate
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serve.config import ApiSettings
 from serve.event_loop import Check
 from serve.openai.answers import (
     Completion,
@@ -20,7 +21,7 @@ from serve.openai.answers import (
     limited,
     prompt_logprobs,
 )
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.backend import Serving
 from serve.openai.body import parse
 from serve.openai.generation import Generation
 from serve.openai.schema import CompletionRequest, check_num_chars

@@ -19,9 +19,10 @@ from msgspec import UNSET, UnsetType
 from cluster.wire.messages import EngineOutput, GenerateRequest
 from compile.errors import FieldError, Words
 from serve.admission import AdmissionSlot
+from serve.config import ApiSettings
 from serve.event_loop import Check
 from serve.openai.answers import PromptTokensDetails, Usage
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
 from serve.openai.schema import ChatRequest, CompletionRequest, StreamOptions
 from serve.requests.choice import Choice, StopStrings

@@ -25,8 +25,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import clients
+from serve.arguments import texts
 from serve.clients import ApiKeys
-from serve.config import AccessConfig
 from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
 from serve.requests.records import RequestRecord
@@ -51,7 +51,6 @@ class RequestMiddleware:
         app: ASGIApp,
         *,
         serving: Serving,
-        access: AccessConfig,
         keys: ApiKeys,
         is_peer_known: bool,
         routes: Iterable[str],
@@ -60,28 +59,29 @@ class RequestMiddleware:
         """Stand in front of an app.
 
         Args:
-            keys: those of `access`.
+            keys: those that are known, where keys are needed.
             is_peer_known: as of `clients.of_address`.
             routes: their paths; what follows a `{` is any text.
             sends_id: put the id into answers, which no server in front does.
         """
         self._app = app
         self._guarded: ASGIApp = self._guard
-        if access.allowed_origins:
+        args = serving.settings.args
+        if origins := texts(args.allowed_origins):
             # Outside of the guard: a browser asks whether it may, without a key.
             self._guarded = CORSMiddleware(
                 self._guard,
-                allow_origins=access.allowed_origins,
+                allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=[HEADER],
             )
-        self._needs_key = access.needs_key
+        self._needs_key = args.needs_key
         self._keys = keys
-        self._open_paths = frozenset(access.open_paths)
-        self._allowed_hosts = frozenset(host.lower() for host in access.allowed_hosts)
-        self._allowed_origins = frozenset(origin.lower() for origin in access.allowed_origins)
-        self._trusted_proxies = access.trusted_proxies
+        self._open_paths = frozenset(texts(args.open_paths))
+        self._allowed_hosts = frozenset(host.lower() for host in texts(args.allowed_hosts))
+        self._allowed_origins = frozenset(origin.lower() for origin in origins)
+        self._trusted_proxies = args.trusted_proxies
         self._is_peer_known = is_peer_known
         self._serving = serving
         self._exact = {route for route in routes if "{" not in route}

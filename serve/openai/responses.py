@@ -22,9 +22,10 @@ from cluster.wire.messages import MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says
 from serve.clients import CacheSalt
+from serve.config import ApiSettings
 from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.backend import Serving
 from serve.openai.body import convert_object, join_path, parse
 from serve.openai.chat import ConversationAdapter
 from serve.openai.generation import Generation

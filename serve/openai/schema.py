@@ -14,7 +14,7 @@ from cluster.wire.messages import MAX_BIASES, MaxTokens
 from compile.errors import FieldError, Words
 from model.fields import says, words_for
 from serve.clients import CacheSalt
-from serve.openai.backend import ApiSettings
+from serve.config import ApiSettings
 from serve.openai.body import join_path
 from serve.requests.sampling import PromptFields, SamplingParams, TokenBias, TopLogprobs
 from serve.requests.structured import StructuredOutputsParams

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from serve.admission import Admission
-from serve.clients import CacheSalts
-from serve.config import deploy_config
+from serve.config import ApiSettings, deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.backend import Serving
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32
@@ -34,11 +33,13 @@ def asker(llm: LLM, engine_backend: Any, admission: Admission, send_to: Any) -> 
     """
 
     def start(**arguments: str) -> Ask:
-        access = deploy_config({"api_keys": "one,two", **arguments}).access
-        settings = ApiSettings(served_model_name="tiny", max_model_len=llm.config.max_model_len)
-        salts = CacheSalts(SECRET, is_per_key=access.divides_prefix_cache)
-        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, salts=salts)
-        app = build_app(serving, access)
+        settings = ApiSettings(
+            served_model_name="tiny",
+            max_model_len=llm.config.max_model_len,
+            args=deploy_config({"api_keys": "one,two", **arguments}).args,
+        )
+        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, secret=SECRET)
+        app = build_app(serving)
 
         def ask(key: str, path: str, text: str, **fields: Any) -> int:
             prompts: dict[str, dict[str, Any]] = {

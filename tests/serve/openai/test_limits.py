@@ -16,10 +16,10 @@ import pytest
 from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.clients import UNKNOWN
-from serve.config import AccessConfig
+from serve.config import ApiSettings
 from serve.openai import endpoint, generation
 from serve.openai.app import build_app
-from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
+from serve.openai.backend import BEGUN_AT_ONCE, Serving
 from serve.openai.body import SMALL_BYTES, check_values
 from serve.openai.errors import ApiError
 from serve.openai.generation import COPIES_IN_MEMORY
@@ -351,11 +351,11 @@ def test_bodies_that_wait_for_their_rest_shut_nobody_out(
 ) -> None:
     """Eight bodies are complete but for the last byte, and hold all bytes; a request is served."""
     settings = ApiSettings(
-        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB)
+        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB, **access)
     )
     admission = make_admission(max_body_bytes=MIB)
     serving = Serving(settings, backend, lambda: tokenizer, admission)
-    app = build_app(serving, AccessConfig(**access))
+    app = build_app(serving)
     body = b'{"prompt":"a"' + b" " * num_bytes + b"}"
 
     async def main() -> tuple[int, list[int]]:

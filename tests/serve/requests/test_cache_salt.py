@@ -43,8 +43,8 @@ def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
 
 def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
     keys = {"device": "cpu", "api_keys": "one,other"}
-    assert deploy_config(keys).access.divides_prefix_cache
-    assert not deploy_config({**keys, "prefix_cache_sharing": "all"}).access.divides_prefix_cache
-    assert not deploy_config({"device": "cpu"}).access.divides_prefix_cache
+    assert deploy_config(keys).args.divides_prefix_cache
+    assert not deploy_config({**keys, "prefix_cache_sharing": "all"}).args.divides_prefix_cache
+    assert not deploy_config({"device": "cpu"}).args.divides_prefix_cache
     with pytest.raises(FieldError, match=r"^prefix_cache_sharing: wanted key or all, found 'no'"):
         parse_args({"prefix_cache_sharing": "no"})
