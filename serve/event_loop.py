@@ -87,8 +87,7 @@ class WorkThreads:
     async def run(self, size: int, work: Callable[[Check], T]) -> T:
         """Return what `work` returns. size: of what it reads or writes, in characters or bytes.
 
-        Raises:
-            Overloaded: too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
+        Overloaded if too much long work waits, or this did not end in `WORK_TIMEOUT_S`.
         """
         if size <= MAX_INLINE:
             return work(lambda: None)

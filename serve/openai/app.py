@@ -49,9 +49,6 @@ def build_app(serving: Serving, *, is_peer_known: bool = True, sends_id: bool = 
     Args:
         is_peer_known: a request's scope says who has connected, and not a proxy of Ray's.
         sends_id: put `X-Request-Id` into answers, which no server in front does.
-
-    Raises:
-        FieldError: the file of keys cannot be used.
     """
     args = serving.settings.args
     handlers = Handlers(serving)

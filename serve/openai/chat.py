@@ -253,9 +253,6 @@ def _checked_size(request: ChatRequest, settings: ApiSettings, tokenizer: Tokeni
     """Return about how many characters a template writes, and refuse a chat beyond the limits.
 
     A client's template is refused too: it is a program.
-
-    Raises:
-        ApiError, FieldError: name the field.
     """
     max_messages = settings.max_model_len
     num_messages = len(request.messages)

@@ -110,8 +110,7 @@ async def respond(serving: Serving, parse: Parse, request: Request) -> Response:
 async def admitted(serving: Serving, request: Request) -> tuple[Tokenizer, AdmissionSlot, bytes]:
     """Return the tokenizer, and a request's slot and body; nothing of it is read before the slot.
 
-    Raises:
-        ApiError, Overloaded: it is refused, and the rest of its body discarded.
+    With ApiError and Overloaded it is refused, and the rest of its body discarded.
     """
     await serving.requests.wait()
     slot: AdmissionSlot | None = None
@@ -149,12 +148,10 @@ def require_model(serving: Serving, name: str | None) -> None:
 
 
 async def _read(serving: Serving, request: Request, slot: AdmissionSlot, limit: int) -> bytes:
-    """Return the request's body, whose bytes count as held by `slot`.
+    """Return the request's body, whose bytes count as held by `slot`; raises Overloaded.
 
-    Raises:
-        ApiError: too many bytes have come (413); or it did not come within the request's time,
-            or came slowly while another request wanted its slot (408).
-        Overloaded: other requests hold too many bytes.
+    ApiError if too many bytes have come (413); or it did not come within the request's time, or
+    came slowly while another request wanted its slot (408).
     """
     timeout_s = serving.settings.args.request_timeout_s
     body = bytearray()
@@ -228,9 +225,7 @@ async def parsed(
 ) -> Generation:
     """Return the answer to a JSON body, which now has a slot for each of its sequences.
 
-    Raises:
-        ApiError, FieldError: it cannot be answered.
-        Overloaded: there is no room for all its sequences.
+    ApiError or FieldError if it cannot be answered; Overloaded if there is no room for all of them.
     """
     adapter = await serving.threads.run(len(body), lambda _: parse(serving, tokenizer, body))
     request, params = adapter.request, adapter.params

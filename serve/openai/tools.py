@@ -31,12 +31,8 @@ _MISTRAL_ID_CHARS = 9
 
 
 def check_tools(request: ChatRequest, max_model_len: int) -> int:
-    """Return the characters of tools as JSON, once they and earlier calls were checked.
-
-    Raises:
-        ApiError, FieldError: tools are too many, too large or misnamed, `tool_choice` is none of
-            them, or the arguments of calls have too many values or are nested too deep.
-    """
+    """Return the characters of tools as JSON, once they, `tool_choice` and earlier calls were
+    checked; raises ApiError and FieldError."""
     tools = request.tools
     num_chars = len(msgspec.json.encode(tools).decode()) if tools else 0
     if num_chars > MAX_TOOL_CHARS:
@@ -111,11 +107,8 @@ def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def tool_format(tokenizer: Tokenizer, wanted: str, chat_template: str | None) -> ToolFormat:
     """Return how the model behind a chat template writes calls.
 
-    Args:
-        wanted: the name of a format, or auto: found by having the template write a call.
-
-    Raises:
-        FieldError: the template does not write tools, or calls in a format that is not known.
+    wanted: the name of a format, or auto: found by having the template write a call. FieldError if
+    it does not write tools, or calls in a format that is not known.
     """
     written = tokenizer.written_tools(chat_template)
     if not written.has_tools:
@@ -199,10 +192,8 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 def _call_schema(tool: Tool, definitions: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of one call; what its parameters define moves to the root's definitions.
 
-    References are absolute, so they still lead there.
-
-    Raises:
-        FieldError: two tools define one name differently.
+    References are absolute, so they still lead there. FieldError if two tools define one name
+    differently.
     """
     parameters = dict(_parameters(tool))
     for keyword in ("$defs", "definitions"):

@@ -106,11 +106,7 @@ class PoolCore:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Return when the ranks are ready; from then on the group is rebuilt when it ends.
-
-        Raises:
-            RankDied: they cannot start.
-        """
+        """Return when the ranks are ready, or raise RankDied; a group that ends is then rebuilt."""
         try:
             if reason := await self._shell.final_failure():
                 raise RankDied(reason, reason)

@@ -106,12 +106,7 @@ class Choice:
         stop: StopStrings,
         shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Start without output.
-
-        Args:
-            stop: made of the stop strings of `params`, once for all choices.
-            shown_token_ids: special tokens that are text in any case.
-        """
+        """Start without output. shown_token_ids: special tokens that are text in any case."""
         self.index = index
         self.request = request
         self.finish_reason = ""
@@ -136,11 +131,7 @@ class Choice:
         return bool(self.finish_reason)
 
     def absorb(self, output: EngineOutput) -> None:
-        """Add one step's output; what comes after a stop string is dropped.
-
-        Raises:
-            GenerationError: the output says that generating failed.
-        """
+        """Add one step's output, but for what comes after a stop string; raises GenerationError."""
         if self.finish_reason:
             return
         if self.num_cached_tokens is None:

@@ -196,12 +196,10 @@ class GrammarQueue:
             process.close()
 
     async def text(self, wanted: StructuredOutputsParams, client: Client) -> str:
-        """Return a grammar as engines take it.
+        """Return a grammar as engines take it, or raise FieldError, which says what is wrong.
 
-        Raises:
-            FieldError: names the field, and what is wrong.
-            GrammarProcessLost: its process was ended from outside.
-            Overloaded: too many others wait, or this was not done in `MAX_GRAMMAR_WAIT_S`.
+        Overloaded if too many others wait, or it took `MAX_GRAMMAR_WAIT_S`; GrammarProcessLost if
+        its process was ended from outside.
         """
         known = self._verdicts.known(wanted)
         if known is not None:

@@ -169,10 +169,8 @@ class Tokenizer:
         """Return the token ids of `text`.
 
         A long text is counted in pieces first where there is a limit, since the tokenizer takes
-        some 400 bytes for each token. `check` is called between pieces, and may raise.
-
-        Raises:
-            TooManyTokens: the text has more than `max_tokens`, by its pieces.
+        some 400 bytes for each token: TooManyTokens if they have more than `max_tokens`. `check` is
+        called between pieces, and may raise.
         """
         if max_tokens is not None and len(text) > PIECE_CHARS:
             self._count(text, max_tokens, check)
@@ -213,10 +211,7 @@ class Tokenizer:
 
         `kwargs` are those of transformers; others reach the template as variables. Templates run
         in transformers' sandbox, which keeps them from the process but not from its time.
-
-        Raises:
-            ChatTemplateError: no template, or it refuses these messages.
-            TooManyTokens: as of `encode`.
+        ChatTemplateError if there is none or it refuses; TooManyTokens as of `encode`.
         """
         if not self._hf.chat_template:
             raise ChatTemplateError(
