@@ -88,7 +88,6 @@ class Shares:
         return any(each != client for each in self._lacking) and self._is_above(client)
 
     def note_refused(self, client: Client, now: float) -> None:
-        """A client was refused for want of room."""
         if not self._is_above(client):
             self._lacking[client] = now
             self._lacking.move_to_end(client)

@@ -96,7 +96,6 @@ class PoolArgs(_Strict, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole pool."""
         return self.replicas * self.tensor_parallel_size * self.data_parallel_size
 
 
@@ -370,7 +369,6 @@ def _insert(
 
 
 def _read_file(name: Any) -> dict[str, Any]:
-    """Return the arguments in a YAML file, nested as they stand there."""
     if not isinstance(name, str):
         raise FieldError("config", "the name of a YAML file", name)
     path = Path(name).expanduser()

@@ -55,7 +55,6 @@ CacheSalt = Annotated[
 
 
 def of_key(key: str) -> Client:
-    """Return the client that has a key, which is known."""
     return Client("key " + hashlib.sha256(key.encode()).hexdigest())
 
 

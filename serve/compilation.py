@@ -118,7 +118,6 @@ Meaning = tuple[str, str, Any, Any]
 def _meanings(
     compiles: TorchCompileConfig | UnsetType | None, graphs: CudaGraphConfig | UnsetType | None
 ) -> list[Meaning]:
-    """Return what the two sections stand for."""
     section = "torch_compile_config"
     found: list[Meaning] = []
     pieces: bool | UnsetType = UNSET

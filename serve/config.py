@@ -116,7 +116,6 @@ class DeployConfig:
 
     @property
     def args(self) -> DeployArgs:
-        """What everything was resolved from."""
         return self.api.args
 
     @property
@@ -141,7 +140,6 @@ class DeployConfig:
 
 
 def bundled_model() -> Path:
-    """Return the tiny checkpoint that ships with Lockstep."""
     here = Path(__file__).resolve().parent
     for path in (here / "bundled" / "tiny", here.parent / "examples" / "tiny"):
         if (path / "config.json").is_file():

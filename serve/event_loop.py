@@ -204,7 +204,6 @@ def loop_budget() -> Budget:
 
 
 def has_waiting(socket: zmq.asyncio.Socket) -> bool:
-    """Return whether a message waits to be received."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 

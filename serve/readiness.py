@@ -59,7 +59,6 @@ class Readiness:
 
     @property
     def num_live_elsewhere(self) -> int:
-        """The sequences that other ingresses have admitted."""
         ingresses = self.body["ingresses"]
         return sum(each["num_live"] for each in ingresses if each["id"] != self._ingress_id)
 
@@ -70,7 +69,6 @@ class Readiness:
         return next(found, "")
 
     def drain(self) -> None:
-        """Take no more requests."""
         self._is_draining = True
         self.body = {**self.body, "status": "draining"}
 
@@ -108,7 +106,6 @@ class Readiness:
         return True
 
     def see_silence(self, now: float) -> None:
-        """Note that the board does not answer."""
         if now - self._heard_at > STALE_S and self.body["status"] == "ready":
             what = f"status board: wanted an answer, found none for {STALE_S:g} s"
             loading = [self._awaited(what, now)]

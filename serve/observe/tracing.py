@@ -283,7 +283,6 @@ class _ReportedOnce(logging.Handler):
         self._reason = self._reason or record.getMessage()
 
     def export(self, spans: Any) -> Any:
-        """Send a batch."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         self._reason = ""

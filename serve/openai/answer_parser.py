@@ -45,7 +45,6 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that divide an answer."""
         of_reasoning = () if self.reasoning is ReasoningFormat.NONE else (OPENER, CLOSER)
         return frozenset((*of_reasoning, *(self.tools.markers if self.tools else ())))
 

@@ -1,4 +1,4 @@
-"""What the HTTP layer is built over: limits and names, the pools, and what all handlers share."""
+"""What the HTTP layer is built over: the pools, and what all handlers share."""
 
 from __future__ import annotations
 
@@ -22,36 +22,28 @@ two."""
 
 
 class Backend(Protocol):
-    """The pools behind the HTTP layer. All methods are called on the ingress's event loop."""
+    """The pools behind the HTTP layer. All methods are called on the ingress's event loop.
 
-    def is_ready(self) -> bool:
-        """Return whether requests are taken."""
+    `failure` is what does not work and is not on its way to, or empty; `status` the HTTP status and
+    the body of /ready, `figures` the body of /status; `metrics` takes what this process has
+    counted, and returns what all have.
+    """
 
-    def failure(self) -> str:
-        """Return what does not work and is not on its way to; empty if it is well."""
-
-    async def status(self) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status and the body of /ready."""
-
-    async def figures(self) -> dict[str, Any]:
-        """Return the body of /status."""
-
+    def is_ready(self) -> bool: ...
+    def failure(self) -> str: ...
+    async def status(self) -> tuple[int, dict[str, Any]]: ...
+    async def figures(self) -> dict[str, Any]: ...
     async def debug_ranks(self) -> dict[str, Any]: ...
     def debug_ingress(self) -> dict[str, Any]: ...
-
-    async def metrics(self, counts: Counts) -> MetricsSnapshot:
-        """Take what this process has counted, and return what all have."""
-
+    async def metrics(self, counts: Counts) -> MetricsSnapshot: ...
     def generate(
         self, request: GenerateRequest, record: SequenceRecord
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Start one sequence and yield its outputs in order.
+        """Start one sequence and yield its outputs in order; it may raise before the first.
 
         The last one has a finish_reason of stop, length, abort or error. `aclose()`, or
         cancelling the task that waits for the next output, aborts the sequence. The backend puts
         its own address into `reply_to`, and notes in `record` what it learns of the way.
-
-        The stream may raise Overloaded, an ApiError or anything else instead of its first output.
         """
 
 

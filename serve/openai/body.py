@@ -98,7 +98,6 @@ def ignored_fields(kind: type) -> frozenset[str]:
 
 @cache
 def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Return all fields that are not refused by their names."""
     return ignored_fields(kind).union(kind.__struct_fields__, inert_fields(kind))
 
 
@@ -110,7 +109,6 @@ def structs_within(kind: Any) -> list[type[msgspec.Struct]]:
 
 @cache
 def _nested(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the types of those fields that hold objects."""
     return {name: hint for name, hint in hints_of(kind).items() if structs_within(hint)}
 
 

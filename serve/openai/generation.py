@@ -159,10 +159,6 @@ class Generation:
     def is_finished(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 
-    def first_of(self, choice: Choice) -> Choice:
-        """Return the first choice of the same prompt."""
-        return self.choices[choice.index - choice.index % self.adapter.params.n]
-
     def usage(self) -> Usage:
         """Return the tokens counted so far, over all choices; a prompt counts once."""
         firsts = self.choices[:: self.adapter.params.n]
@@ -347,7 +343,6 @@ class AnswerSize:
     """
 
     def __init__(self, adapter: RequestAdapter, prompts: Sequence[Sequence[int]]) -> None:
-        """Measure the answer to these prompts."""
         request, params = adapter.request, adapter.params
         of_prompt_token = _candidates(params.prompt_logprobs)
         of_token = TEXT_BYTES + _candidates(params.logprobs)

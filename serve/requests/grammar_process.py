@@ -178,7 +178,6 @@ def _told(code: int) -> str:
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
     path, max_bytes = Path(sys.argv[1]), int(sys.argv[2])
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -73,7 +73,6 @@ class Job:
 
     @property
     def budget_s(self) -> float:
-        """The processor time of its next try."""
         return MAX_CPU_S if self.is_long else QUICK_CPU_S
 
 
@@ -81,7 +80,6 @@ class Turns:
     """The grammars that wait, and what each client's took. Times are given to it."""
 
     def __init__(self, num_processes: int) -> None:
-        """Decide for so many processes."""
         self.num_processes = num_processes
         self._waiting: dict[Job, None] = {}
         self._running: dict[Job, float] = {}
@@ -236,7 +234,6 @@ class GrammarQueue:
         return job
 
     def _add(self, job: Job) -> None:
-        """Let a job wait for its turn."""
         dropped = self._turns.add(job)
         if dropped is not None:
             del self._jobs[key_of(dropped.wanted)]
@@ -313,7 +310,6 @@ class GrammarQueue:
 
 
 def _answer(job: Job, found: str | Exception) -> None:
-    """Tell all who wait for a grammar."""
     if isinstance(found, str):
         job.text.set_result(found)
     else:

@@ -155,7 +155,6 @@ class Tokenizer:
             return ""
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
-        """Return the special tokens that are spelt as one of these texts."""
         return frozenset(i for i in self.special_token_ids if self.token(i) in texts)
 
     def encode(
@@ -274,7 +273,6 @@ def _fallback_byte(token: str) -> bytes | None:
 
 @functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {char: byte for byte, char in bytes_to_unicode().items()}
