@@ -30,8 +30,8 @@ from serve.config import RETRY_AFTER_S, DeployConfig
 from serve.event_loop import StreamBatcher
 from serve.observe.request_log import RequestLog
 from serve.observe.tracing import Tracing, otlp_exporter
-from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
+from serve.openai.generation import Serving
 from serve.pools.router import Router
 from serve.readiness import Readiness, StartLog, log
 from serve.requests.records import SequenceRecord

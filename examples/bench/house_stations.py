@@ -26,7 +26,7 @@ from serve.admission import Admission
 from serve.config import ApiSettings
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 
 NUM_TOKENS = 4

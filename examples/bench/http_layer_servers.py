@@ -43,7 +43,7 @@ from serve.admission import Admission
 from serve.config import ApiSettings
 from serve.observe.request_log import RequestLog
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

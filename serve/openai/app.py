@@ -20,7 +20,6 @@ from serve.clients import ApiKeys
 from serve.observe import page
 from serve.openai import openapi, tokenizing
 from serve.openai.answers import ModelCard, ModelList
-from serve.openai.backend import Serving
 from serve.openai.chat import parse_chat
 from serve.openai.completions import parse_completion
 from serve.openai.endpoint import (
@@ -32,6 +31,7 @@ from serve.openai.endpoint import (
     respond,
 )
 from serve.openai.errors import ApiError, answer_http_exception, retry_after
+from serve.openai.generation import Serving
 from serve.openai.middleware import RequestMiddleware
 from serve.openai.responses import parse_responses
 

@@ -38,10 +38,9 @@ from serve.openai.answers import (
     chat_logprobs,
     prompt_logprobs,
 )
-from serve.openai.backend import Serving
 from serve.openai.body import check_values, parse
 from serve.openai.errors import ApiError
-from serve.openai.generation import Generation
+from serve.openai.generation import Generation, Serving
 from serve.openai.schema import ChatRequest, Message, NamedToolChoice, Tool, check_num_chars
 from serve.openai.tool_parser import MAX_NAME_CHARS, NAME_PATTERN, CallDelta, ToolFormat
 from serve.requests.choice import Choice

@@ -21,9 +21,8 @@ from serve.openai.answers import (
     limited,
     prompt_logprobs,
 )
-from serve.openai.backend import Serving
 from serve.openai.body import parse
-from serve.openai.generation import Generation
+from serve.openai.generation import Generation, Serving
 from serve.openai.schema import CompletionRequest, check_num_chars
 from serve.requests.choice import Choice, OutputDelta
 from serve.requests.tokenizer import Tokenizer, detokenizer

@@ -42,9 +42,8 @@ from starlette.types import Receive, Scope, Send
 
 from serve import clients
 from serve.admission import AdmissionSlot, Overloaded
-from serve.openai.backend import Serving
 from serve.openai.errors import ApiError, as_api_error
-from serve.openai.generation import Generation, RequestAdapter
+from serve.openai.generation import Generation, RequestAdapter, Serving
 from serve.requests.records import RequestRecord
 from serve.requests.tokenizer import Tokenizer
 

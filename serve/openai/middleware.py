@@ -27,8 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve import clients
 from serve.arguments import texts
 from serve.clients import ApiKeys
-from serve.openai.backend import Serving
 from serve.openai.errors import ApiError
+from serve.openai.generation import Serving
 from serve.requests.records import RequestRecord
 
 HEADER = "X-Request-Id"

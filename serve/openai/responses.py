@@ -25,10 +25,9 @@ from serve.clients import CacheSalt
 from serve.config import ApiSettings
 from serve.openai.answer_parser import AnswerDelta, AnswerParser, ReasoningFormat
 from serve.openai.answers import Usage
-from serve.openai.backend import Serving
 from serve.openai.body import convert_object, join_path, parse
 from serve.openai.chat import ConversationAdapter, new_call_id
-from serve.openai.generation import Generation
+from serve.openai.generation import Generation, Serving
 from serve.openai.schema import (
     LABELS,
     MAX_TOOLS,

@@ -14,10 +14,10 @@ from compile.errors import FieldError, Words
 from model.fields import Source, convert
 from serve.event_loop import Check
 from serve.openai.answers import Detokenized, Tokenized
-from serve.openai.backend import Serving
 from serve.openai.body import parse, parse_fields
 from serve.openai.chat import ChatAdapter
 from serve.openai.endpoint import admitted, require_model
+from serve.openai.generation import Serving
 from serve.openai.schema import MAX_TOOLS, ChatRequest, Inert, Message, Tool, check_num_chars
 from serve.requests.sampling import too_long_a_prompt
 from serve.requests.tokenizer import Tokenizer, TooManyTokens

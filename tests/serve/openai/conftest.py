@@ -31,7 +31,7 @@ from serve.arguments import DeployArgs
 from serve.config import ApiSettings
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from serve.clients import UNKNOWN, ApiKeys, Client, of_key
 from serve.config import deploy_config
 from serve.ingress import Ingress
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
+from serve.openai.generation import Serving
 
 OPEN = ("/health", "/ready", "/version")
 

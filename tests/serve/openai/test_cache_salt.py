@@ -12,7 +12,7 @@ from serve.admission import Admission
 from serve.config import ApiSettings, deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
+from serve.openai.generation import Serving
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32

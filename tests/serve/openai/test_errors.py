@@ -17,9 +17,9 @@ from serve import event_loop
 from serve.admission import Admission, Overloaded
 from serve.clients import UNKNOWN
 from serve.openai import endpoint
-from serve.openai.backend import Serving
 from serve.openai.completions import parse_completion
 from serve.openai.errors import MAX_MESSAGE_CHARS
+from serve.openai.generation import Serving
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

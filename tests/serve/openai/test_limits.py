@@ -19,10 +19,9 @@ from serve.clients import UNKNOWN
 from serve.config import ApiSettings
 from serve.openai import endpoint, generation
 from serve.openai.app import build_app
-from serve.openai.backend import BEGUN_AT_ONCE, Serving
 from serve.openai.body import SMALL_BYTES, check_values
 from serve.openai.errors import ApiError
-from serve.openai.generation import COPIES_IN_MEMORY
+from serve.openai.generation import BEGUN_AT_ONCE, COPIES_IN_MEMORY, Serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

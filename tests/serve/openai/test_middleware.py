@@ -19,8 +19,8 @@ from cluster.observe.logs import JsonFormatter
 from serve.observe.request_log import RequestLog
 from serve.openai import endpoint
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
 from serve.openai.completions import parse_completion
+from serve.openai.generation import Serving
 from serve.openai.middleware import MAX_ID_CHARS, MAX_TRACE_CHARS
 
 CHAT = "/v1/chat/completions"

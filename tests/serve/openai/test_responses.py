@@ -11,7 +11,7 @@ import pytest
 from serve.arguments import DeployArgs
 from serve.config import ApiSettings
 from serve.openai.app import build_app
-from serve.openai.backend import Serving
+from serve.openai.generation import Serving
 from serve.requests.tokenizer import Tokenizer
 
 PATH = "/v1/responses"
