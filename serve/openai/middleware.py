@@ -56,14 +56,7 @@ class RequestMiddleware:
         routes: Iterable[str],
         sends_id: bool,
     ) -> None:
-        """Stand in front of an app.
-
-        Args:
-            keys: those that are known, where keys are needed.
-            is_peer_known: as of `clients.of_address`.
-            routes: their paths; what follows a `{` is any text.
-            sends_id: put the id into answers, which no server in front does.
-        """
+        """Stand in front of an app (`build_app`). In `routes` what follows a `{` is any text."""
         self._app = app
         self._guarded: ASGIApp = self._guard
         args = serving.settings.args

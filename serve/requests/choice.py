@@ -117,12 +117,12 @@ class Choice:
         """Of the prompt, in the cache of the engine that computed it; None before it did."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of each prompt token but the first, if asked for; on a prompt's first choice alone."""
+        self._matcher = StopMatcher(stop, params.include_stop_str_in_output)
         skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         self._detokenizer = detokenizer(
             tokenizer, skipped - shown_token_ids, request.prompt_token_ids
         )
         self._params = params
-        self._matcher = StopMatcher(stop, params.include_stop_str_in_output)
         self._num_chars = 0
         self._delta = OutputDelta()
 
