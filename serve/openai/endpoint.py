@@ -140,9 +140,9 @@ def require_ready(serving: Serving) -> Tokenizer:
 
 def require_model(serving: Serving, name: str | None) -> None:
     """Raise ApiError unless `name` is one of the served model's or left out."""
-    settings = serving.settings
-    if name not in (None, settings.served_model_name, *settings.other_model_names):
-        wanted = " or ".join(settings.model_names)
+    names = serving.settings.model_names
+    if name is not None and name not in names:
+        wanted = " or ".join(names)
         raise ApiError(404, f"model: wanted {wanted}, found {name}", param="model")
 
 

@@ -141,7 +141,8 @@ class RequestMiddleware:
 
     def _page_refusal(self, headers: Headers) -> ApiError | None:
         host = headers.get("host", "").lower()
-        name = _name_of(host)
+        # An IPv6 address has colons of its own, within brackets.
+        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if not (is_local_name(name) or self._allowed_hosts & {ANY, host, name}):
             wanted = "an address, a name that only a private network has, or one of allowed_hosts"
             return ApiError(403, f"host: wanted {wanted}, found {host}")
@@ -174,13 +175,6 @@ def is_local_name(name: str) -> bool:
         # A request of HTTP/1.0 names no host, and browsers send none of those.
         return "." not in name.rstrip(".") or name.rstrip(".").endswith(PRIVATE_SUFFIXES)
     return True
-
-
-def _name_of(host: str) -> str:
-    """Return a host without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
 
 
 def _path_of(scope: Scope) -> str:

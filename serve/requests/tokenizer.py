@@ -172,17 +172,15 @@ class Tokenizer:
         called between pieces, and may raise.
         """
         if max_tokens is not None and len(text) > PIECE_CHARS:
-            self._count(text, max_tokens, check)
+            num_tokens = 0
+            for start in range(0, len(text), PIECE_CHARS):
+                if check is not None:
+                    check()
+                piece = self._encode(text[start : start + PIECE_CHARS], False)
+                num_tokens += len(piece) - CUT_TOKENS
+                if num_tokens > max_tokens:
+                    raise TooManyTokens(num_tokens)
         return self._encode(text, add_special_tokens)
-
-    def _count(self, text: str, max_tokens: int, check: Callable[[], None] | None) -> None:
-        num_tokens = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            if check is not None:
-                check()
-            num_tokens += len(self._encode(text[start : start + PIECE_CHARS], False)) - CUT_TOKENS
-            if num_tokens > max_tokens:
-                raise TooManyTokens(num_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` of the Rust object keeps the GIL, the batch forms do not; the fast one leaves
