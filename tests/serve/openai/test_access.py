@@ -36,8 +36,9 @@ def ask(serving: Serving) -> Any:
     """Ask an app that is guarded like this: `ask({...}, path, headers)`."""
 
     def send(access: dict[str, Any], path: str, headers: dict[str, str]) -> httpx.Response:
-        defaults = {"open_paths": OPEN, "api_keys": "", "allowed_hosts": "", "allowed_origins": ""}
-        app = guarded(serving, **{**defaults, **access})
+        none = dict.fromkeys(("api_keys", "allowed_hosts", "allowed_origins"), "")
+        arguments: dict[str, Any] = {"open_paths": OPEN, **none, **access}
+        app = guarded(serving, **arguments)
 
         async def get() -> httpx.Response:
             transport = httpx.ASGITransport(app=app)
