@@ -64,7 +64,7 @@ def refused(raw: dict[str, Any], build: Any = deploy_config) -> str:
 
 def test_no_arguments_give_the_bundled_model_in_two_pools() -> None:
     config = deploy_config({})
-    assert config.served_model_name == "lockstep-tiny"
+    assert config.api.served_model_name == "lockstep-tiny"
     assert [pool.engine.role for pool in config.pools] == [Role.PREFILL, Role.DECODE]
     for pool in config.pools:
         scheduler, cache = pool.engine.scheduler, pool.engine.cache
@@ -142,11 +142,11 @@ def test_what_processes_must_agree_on_changes_the_hash(raw: Any, is_shared: bool
 
 def test_a_model_has_the_names_that_are_given(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "my-model").symlink_to(tiny_checkpoint)
-    assert deploy_config({"model": str(tmp_path / "my-model")}).served_model_name == "my-model"
+    assert deploy_config({"model": str(tmp_path / "my-model")}).api.model_names == ("my-model",)
     for given in (["large", "gpt-4o"], '["large", "gpt-4o"]', "large, gpt-4o"):
         config = deploy_config({"served_model_name": given})
-        assert config.served_model_names == ("large", "gpt-4o")
-        assert config.served_model_name == "large"
+        assert config.api.model_names == ("large", "gpt-4o")
+        assert config.api.served_model_name == "large"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from cluster.config import PLACEMENT_TIMEOUT_S
 from serve.config import deploy_config
-from serve.observe.start_progress import LINE_PERIOD_S, StartLog
-from serve.readiness import STALE_S, Readiness
+from serve.readiness import LINE_PERIOD_S, STALE_S, Readiness, StartLog
 
 
 def replica(state: str, **more: Any) -> dict[str, Any]:

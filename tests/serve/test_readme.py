@@ -97,7 +97,7 @@ def test_the_command_with_arguments_asks_for_two_decode_replicas() -> None:
     command, *arguments = line.replace("/models/Llama-3.2-1B", "examples/tiny").split()[2:]
     assert command == "serve.app:deploy"
     config = deploy_config(dict(argument.split("=") for argument in arguments))
-    assert config.served_model_name == "tiny"
+    assert config.api.served_model_name == "tiny"
     assert [pool.replicas for pool in config.pools] == [1, 2]
 
 

@@ -28,9 +28,10 @@ from cluster.observe.metrics import INGRESS, MetricsSnapshot
 from cluster.wire.messages import EngineOutput, GenerateRequest, Submit, TokenLogprobs
 from serve.admission import Admission
 from serve.arguments import DeployArgs
+from serve.config import ApiSettings
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.generation import Serving
 from serve.requests.records import SequenceRecord
 from serve.requests.tokenizer import Tokenizer
 

@@ -15,12 +15,11 @@ from compile.errors import FieldError
 from model.fields import Source, convert
 from serve.admission import Admission
 from serve.arguments import parse_args
-from serve.clients import HANDLE, Client, of_key
-from serve.config import deploy_config
+from serve.clients import HANDLE, MAX_SALT_CHARS, CacheSalt, CacheSalts, Client, of_key
+from serve.config import ApiSettings, deploy_config
 from serve.llm import LLM
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
-from serve.requests.cache_salt import MAX_SALT_CHARS, CacheSalt, CacheSalts
+from serve.openai.generation import Serving
 
 Ask = Callable[..., int]
 SECRET = b"s" * 32
@@ -41,11 +40,13 @@ def asker(llm: LLM, engine_backend: Any, admission: Admission, send_to: Any) -> 
     """
 
     def start(**arguments: str) -> Ask:
-        access = deploy_config({"api_keys": "one,two", **arguments}).access
-        settings = ApiSettings(served_model_name="tiny", max_model_len=llm.config.max_model_len)
-        salts = CacheSalts(SECRET, is_per_key=access.divides_prefix_cache)
-        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, salts=salts)
-        app = build_app(serving, access)
+        settings = ApiSettings(
+            served_model_name="tiny",
+            max_model_len=llm.config.max_model_len,
+            args=deploy_config({"api_keys": "one,two", **arguments}).args,
+        )
+        serving = Serving(settings, engine_backend, lambda: llm.tokenizer, admission, secret=SECRET)
+        app = build_app(serving)
 
         def ask(key: str, path: str, text: str, **fields: Any) -> int:
             prompts: dict[str, dict[str, Any]] = {
@@ -140,8 +141,8 @@ def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
 
 def test_keys_share_the_prefix_cache_only_if_the_deployment_says_so() -> None:
     keys = {"device": "cpu", "api_keys": "one,other"}
-    assert deploy_config(keys).access.divides_prefix_cache
-    assert not deploy_config({**keys, "prefix_cache_sharing": "all"}).access.divides_prefix_cache
-    assert not deploy_config({"device": "cpu"}).access.divides_prefix_cache
+    assert deploy_config(keys).args.divides_prefix_cache
+    assert not deploy_config({**keys, "prefix_cache_sharing": "all"}).args.divides_prefix_cache
+    assert not deploy_config({"device": "cpu"}).args.divides_prefix_cache
     with pytest.raises(FieldError, match=r"^prefix_cache_sharing: wanted key or all, found 'no'"):
         parse_args({"prefix_cache_sharing": "no"})

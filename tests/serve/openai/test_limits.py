@@ -16,13 +16,12 @@ import pytest
 from serve.admission import Admission
 from serve.arguments import DeployArgs
 from serve.clients import UNKNOWN
-from serve.config import AccessConfig
-from serve.openai import endpoint, generation, streaming
+from serve.config import ApiSettings
+from serve.openai import endpoint, generation
 from serve.openai.app import build_app
-from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
 from serve.openai.body import SMALL_BYTES, check_values
 from serve.openai.errors import ApiError
-from serve.openai.generation import COPIES_IN_MEMORY
+from serve.openai.generation import BEGUN_AT_ONCE, COPIES_IN_MEMORY, Serving
 
 pytestmark = pytest.mark.feature("R22")
 
@@ -264,7 +263,7 @@ async def test_a_client_that_lets_too_much_wait_is_cut_off_and_its_sequence_free
 async def test_a_client_that_reads_nothing_is_cut_off(
     connect: Any, app: Any, admission: Admission, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endpoint, "SEND_TIMEOUT_S", 0.1)
     connection = connect({"prompt": "a", "stream": stream})
     connection.reads.clear()
     async with asyncio.timeout(60):
@@ -320,11 +319,11 @@ async def test_bodies_that_wait_for_their_rest_shut_nobody_out(
 ) -> None:
     """Eight bodies are complete but for the last byte, and hold all bytes; a request is served."""
     settings = ApiSettings(
-        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB)
+        served_model_name="m", max_model_len=MIB, args=DeployArgs(max_body_bytes=MIB, **access)
     )
     admission = make_admission(max_body_bytes=MIB)
     serving = Serving(settings, backend, lambda: tokenizer, admission)
-    app = build_app(serving, AccessConfig(**access))
+    app = build_app(serving)
     body = b'{"prompt":"a"' + b" " * num_bytes + b"}"
 
     greedy, other = ({"Authorization": f"Bearer {key}"} for key in ("greedy", "other"))

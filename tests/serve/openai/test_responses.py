@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from serve.arguments import DeployArgs
+from serve.config import ApiSettings
 from serve.openai.app import build_app
-from serve.openai.backend import ApiSettings, Serving
+from serve.openai.generation import Serving
 from serve.requests.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.feature("R06")

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from cluster.wire.messages import EngineOutput, GenerateRequest
+from serve.config import ApiSettings
 from serve.event_loop import StreamBatcher
 from serve.openai.app import build_app
-from serve.openai.backend import BEGUN_AT_ONCE, ApiSettings, Serving
+from serve.openai.generation import BEGUN_AT_ONCE, Serving
 from serve.pools.mailboxes import Mailbox
 from serve.requests.records import SequenceRecord
 

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import ray
 
-from serve.pools import draining
-from serve.pools.draining import drain, drain_at_exit
+from serve import serve_run
+from serve.serve_run import drain, drain_at_exit
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVE = Path(sys.executable).with_name("serve")
@@ -162,8 +162,8 @@ class SilentIngress:
 def test_an_ingress_that_does_not_answer_is_one_line_and_no_trace(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(draining, "_ingresses", lambda: [SilentIngress(error)])
-    monkeypatch.setattr(draining, "has_started_cluster", lambda: True)
+    monkeypatch.setattr(serve_run, "_ingresses", lambda: [SilentIngress(error)])
+    monkeypatch.setattr(serve_run, "has_started_cluster", lambda: True)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     drain(60)
     said = capsys.readouterr().err

@@ -18,8 +18,7 @@ from cluster.rank.status import RankStats
 from cluster.wire.messages import EngineOutput, FinishReason
 from serve.config import deploy_config
 from serve.pools import pool_core
-from serve.pools.errors import PoolUnavailable
-from serve.pools.pool_core import PoolCore
+from serve.pools.pool_core import PoolCore, PoolUnavailable
 from serve.pools.routing import LeaderRouter, Routing
 
 ENDED = "rank dp=0 tp=0 epoch=0 ended"

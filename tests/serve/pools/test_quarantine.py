@@ -153,7 +153,7 @@ def test_nobody_takes_what_another_has_and_nobody_starves(steps: list[tuple[str,
 async def test_ingresses_share_a_lock_and_go_on_where_its_actor_dies(ray_cluster: Any) -> None:
     import ray
 
-    from serve.pools.shared_lock import ActorLock
+    from serve.ingress import ActorLock
 
     a, b = (ActorLock("quarantined", name) for name in "ab")
 
